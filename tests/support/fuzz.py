@@ -34,7 +34,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked
 import torch
 from transformers.utils import logging
 
-from fuzz_subjects import GOOD, REFUSED, RIGHT, Subject, subjects
+from fuzz_subjects import GOOD, REFUSED, Subject, subjects
 from nearplane import NearplaneError
 
 CPU_SECONDS = 20  # of a mutation with all its readers
@@ -82,12 +82,17 @@ class Report:
 
     @property
     def faults(self) -> list[str]:
-        return [f"seed {each.seed}, {each.subject}, {each.what}: {fault}" for each in self.outcomes for fault in each.faults]
+        return [
+            f"seed {each.seed}, {each.subject}, {each.what}: {fault}" for each in self.outcomes for fault in each.faults
+        ]
 
     def table(self) -> str:
         """Return mutations by format and outcome as Markdown."""
         outcomes = [*GOOD[:1], SOME, *GOOD[1:], "fault"]
-        lines = [f"| format | mutations | {' | '.join(outcomes)} | seconds | longest | memory above |", f"|{'---|' * (len(outcomes) + 5)}"]
+        lines = [
+            f"| format | mutations | {' | '.join(outcomes)} | seconds | longest | memory above |",
+            f"|{'---|' * (len(outcomes) + 5)}",
+        ]
         names = sorted({each.subject for each in self.outcomes})
         for name in (*names, "all"):
             chosen = [each for each in self.outcomes if name in (each.subject, "all")]
@@ -95,14 +100,19 @@ class Report:
             cells = " | ".join(f"{counts[outcome]:,}" if counts[outcome] else "" for outcome in outcomes)
             seconds = [each.seconds for each in chosen]
             excess = max(0, *(each.excess for each in chosen)) / 1e6
-            lines.append(f"| {name} | {len(chosen):,} | {cells} | {sum(seconds):,.0f} | {max(seconds):.1f} | {excess:.1f} MB |")
+            lines.append(
+                f"| {name} | {len(chosen):,} | {cells} | {sum(seconds):,.0f} | {max(seconds):.1f} | {excess:.1f} MB |"
+            )
         kinds = Counter((each.kind, each.outcome) for each in self.outcomes)
         lines += ["", f"| mutation | all | {' | '.join(outcomes)} |", f"|{'---|' * (len(outcomes) + 2)}"]
         for kind in sorted({each.kind for each in self.outcomes}):
             row = [kinds[kind, outcome] for outcome in outcomes]
             lines.append(f"| {kind} | {sum(row):,} | {' | '.join(f'{count:,}' if count else '' for count in row)} |")
         peak = max((each.excess for each in self.outcomes), default=0)
-        lines += ["", f"{len(self.outcomes):,} mutations in {self.seconds:,.0f} s; at most {peak / 1e6:.1f} MB above the whole files' peak"]
+        lines += [
+            "",
+            f"{len(self.outcomes):,} mutations in {self.seconds:,.0f} s; at most {peak / 1e6:.1f} MB above the whole files' peak",
+        ]
         return "\n".join(lines)
 
 
@@ -171,7 +181,9 @@ class Reader:
         resource.setrlimit(resource.RLIMIT_CPU, (int(began) + CPU_SECONDS, resource.RLIM_INFINITY))
         for name in names:
             gc.collect(0)
-            resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + ADDRESSES + 2 * subject.size, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_AS, (_memory("VmSize") + ADDRESSES + 2 * subject.size, resource.RLIM_INFINITY)
+            )
             result, peak = _measured(lambda name=name: readers[name](folder))
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             excess = peak - peaks[name]
@@ -185,7 +197,15 @@ class Reader:
                 kinds[name] = kind
             said = said or (str(result) if kind == REFUSED else "")
         refused = [kind == REFUSED for kind in kinds.values()]
-        outcome = "fault" if faults else REFUSED if all(refused) else SOME if any(refused) else max(kinds.values(), key=GOOD.index)
+        outcome = (
+            "fault"
+            if faults
+            else REFUSED
+            if all(refused)
+            else SOME
+            if any(refused)
+            else max(kinds.values(), key=GOOD.index)
+        )
         return Outcome(
             seed=seed, subject=subject.name, kind=mutation.kind, what=f"{mutation.file}: {mutation.what}", outcome=outcome, faults=faults,
             seconds=time.process_time() - began, excess=most, said=said,
@@ -273,7 +293,9 @@ def _quiet() -> None:
     torch.set_num_threads(1)
 
 
-def run(place: Path, seeds: Iterable[int], *, workers: int = 1, only: str = "", found: Sequence[Subject] | None = None) -> Report:
+def run(
+    place: Path, seeds: Iterable[int], *, workers: int = 1, only: str = "", found: Sequence[Subject] | None = None
+) -> Report:
     """Read the mutations of all seeds.
 
     Args:
@@ -318,7 +340,10 @@ def _ended(worker: Worker, code: int, found: Sequence[Subject], place: Path) -> 
     subject.drawn(rng)
     shutil.rmtree(place / "again", ignore_errors=True)
     mutation = subject.mutate(Path(shutil.copytree(subject.folder, place / "again" / subject.folder.name)), rng)
-    why = {-signal.SIGXCPU: f"hangs: {CPU_SECONDS} s of the processor", -signal.SIGKILL: f"hangs: no work for {SLEEP_SECONDS:.0f} s, or killed for memory"}
+    why = {
+        -signal.SIGXCPU: f"hangs: {CPU_SECONDS} s of the processor",
+        -signal.SIGKILL: f"hangs: no work for {SLEEP_SECONDS:.0f} s, or killed for memory",
+    }
     fault = why.get(code, f"crashes: the process ends with {signal.Signals(-code).name if code < 0 else code}")
     return Outcome(
         seed=worker.begun, subject=subject.name, kind=mutation.kind, what=f"{mutation.file}: {mutation.what}", outcome="fault", faults=[fault],
@@ -348,7 +373,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         report = run(Path(name), range(first, first + words.count), workers=words.workers, only=words.only)
     for each in report.outcomes if words.verbose else ():
-        print(f"{each.seed} {each.subject}: {each.what}: {each.outcome} {each.said}".encode("ascii", "backslashreplace").decode())
+        print(
+            f"{each.seed} {each.subject}: {each.what}: {each.outcome} {each.said}".encode(
+                "ascii", "backslashreplace"
+            ).decode()
+        )
     for fault in report.faults:
         print(fault.encode("ascii", "backslashreplace").decode())
     print(f"seed {words.seed}\n{report.table()}")

@@ -52,13 +52,21 @@ from tokenizers_of_kinds import over_bytes
 REFUSED, RIGHT, AS_BYTES_SAY, NAMED, UNSURE = "refused", "right", "as the bytes say", "named by verify", "not compared"
 GOOD = (REFUSED, RIGHT, AS_BYTES_SAY, NAMED, UNSURE)
 ALONE = "alone.gguf"
-NETWORKS = ("dense_network", "evaluate", "evaluate a text", "open_model", "load")  # slow readers, of which a mutation is given to one
+NETWORKS = (
+    "dense_network",
+    "evaluate",
+    "evaluate a text",
+    "open_model",
+    "load",
+)  # slow readers, of which a mutation is given to one
 TOKENS = torch.arange(8).reshape(1, 8)
 WINDOWS = torch.arange(64).reshape(4, 16)
 ONE_BLOCK = LLAMA | dict(num_hidden_layers=1, tie_word_embeddings=False)
 WIDE = ONE_BLOCK | dict(hidden_size=256, intermediate_size=256, head_dim=64)
 EXPERTS = ONE_BLOCK | MOE | dict(moe_intermediate_size=32, norm_topk_prob=True)
-GPT_OSS = ONE_BLOCK | dict(hidden_size=64, intermediate_size=32, head_dim=16, num_local_experts=2, num_experts_per_tok=2)
+GPT_OSS = ONE_BLOCK | dict(
+    hidden_size=64, intermediate_size=32, head_dim=16, num_local_experts=2, num_experts_per_tok=2
+)
 
 Weights = dict[str, Tensor]
 
@@ -74,7 +82,9 @@ def same(one: Any, other: Any) -> bool:
             return bool(((one == other) | (one.isnan() & other.isnan())).all())
         return torch.equal(_bytes(one), _bytes(other))
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+        return (
+            isinstance(other, dict) and one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+        )
     return bool(one == other)
 
 
@@ -173,7 +183,9 @@ class Folder(Subject):
         loads: whether transformers loads it.
     """
 
-    def __init__(self, name: str, folder: Path, *, signed: bool = False, source: bool = False, loads: bool = True) -> None:
+    def __init__(
+        self, name: str, folder: Path, *, signed: bool = False, source: bool = False, loads: bool = True
+    ) -> None:
         super().__init__(name, folder)
         self.signed, self.source, self.loads = signed, source, loads
 
@@ -235,7 +247,8 @@ def _unchanged(one: Path, other: Path) -> bool:
     """Return whether all files of two folders are the same."""
     paths = {path.name: path for path in other.iterdir()}
     return paths.keys() == {path.name for path in one.iterdir()} and all(
-        path.is_file() and not path.is_symlink() and path.read_bytes() == (one / name).read_bytes() for name, path in paths.items()
+        path.is_file() and not path.is_symlink() and path.read_bytes() == (one / name).read_bytes()
+        for name, path in paths.items()
     )
 
 
@@ -300,7 +313,9 @@ class LoneGGUF(Folder):
 def _as_gguf_says(weights: Weights, path: Path) -> str:
     """Compare weights with what the gguf package makes of a file of the architecture llama, of whose heads rows alternate."""
     reader = gguf.GGUFReader(path)
-    fields = {name: field.contents() for name, field in reader.fields.items() if name.startswith(("general.", "llama."))}
+    fields = {
+        name: field.contents() for name, field in reader.fields.items() if name.startswith(("general.", "llama."))
+    }
     if fields["general.architecture"] != "llama":
         return UNSURE
     stored = {tensor.name: tensor for tensor in reader.tensors}
@@ -342,7 +357,12 @@ class Record(Subject):
             page.unlink(missing_ok=True)
             return nearplane.write_report(folder, page).read_text()
 
-        return {"record": lambda folder: read_record(folder).to_json(), "inspect": _inspect, "report": report, "verify": _faults}
+        return {
+            "record": lambda folder: read_record(folder).to_json(),
+            "inspect": _inspect,
+            "report": report,
+            "verify": _faults,
+        }
 
     def mutate(self, folder: Path, rng: random.Random) -> Mutation:
         if rng.random() < 0.5:
@@ -367,7 +387,9 @@ class Texts(Subject):
         self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
 
     def readers(self) -> dict[str, Callable[[Path], Any]]:
-        return {"read_windows": lambda folder: read_windows(self.tokenizer, folder / self.name, samples=10**6, seqlen=16)}
+        return {
+            "read_windows": lambda folder: read_windows(self.tokenizer, folder / self.name, samples=10**6, seqlen=16)
+        }
 
     def mutate(self, folder: Path, rng: random.Random) -> Mutation:
         path = folder / self.name
@@ -397,7 +419,11 @@ class Texts(Subject):
             ids += [self.tokenizer.eos_token_id] if ids and self.tokenizer.eos_token_id is not None else []
             ids += self.tokenizer(text, add_special_tokens=False)["input_ids"]
         windows = len(ids) // 16
-        return AS_BYTES_SAY if result.tolist() == torch.tensor(ids[: 16 * windows]).view(windows, 16).tolist() else "other tokens"
+        return (
+            AS_BYTES_SAY
+            if result.tolist() == torch.tensor(ids[: 16 * windows]).view(windows, 16).tolist()
+            else "other tokens"
+        )
 
 
 class Blob(Subject):
@@ -420,7 +446,11 @@ class Blob(Subject):
             return "other codes"
         _, codes, columns, rows = plain_reader.read((folder / "blob").read_bytes())
         expected = {"codes": codes, "columns": columns, "rows": rows}
-        return AS_BYTES_SAY if all(np.array_equal(result[name].numpy(), each) for name, each in expected.items()) else "other codes"
+        return (
+            AS_BYTES_SAY
+            if all(np.array_equal(result[name].numpy(), each) for name, each in expected.items())
+            else "other codes"
+        )
 
 
 def _values(blob: np.ndarray) -> Weights:
@@ -445,7 +475,11 @@ class Journal(Subject):
 
     def run(self, folder: Path) -> Weights:
         nearplane.quantize(self.model, folder / "out", **self.WORDS)
-        return {name: tensor for path in sorted((folder / "out").glob("*.safetensors")) for name, tensor in load_file(path).items()}
+        return {
+            name: tensor
+            for path in sorted((folder / "out").glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+        }
 
     def prepare(self) -> None:
         """Run once without a stop."""
@@ -497,7 +531,9 @@ def subjects(place: Path) -> list[Subject]:
         if name in ("llama", "wide"):  # with a tokenizer, which a GGUF holds
             tokenizer = over_bytes("gpt-2", 300)
             sizes |= dict(vocab_size=tokenizer.get_vocab_size())
-            PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(place / "models" / name)
+            PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(
+                place / "models" / name
+            )
         random_model(config_of(kind, **sizes)).float().save_pretrained(place / "models" / name)
     signed: dict[str, tuple[str, dict[str, Any]]] = {
         "compressed-tensors": ("llama", dict(bits=4, group_size=16)),
@@ -515,7 +551,9 @@ def subjects(place: Path) -> list[Subject]:
     found: list[Subject] = []
     for name, (model, words) in signed.items():
         folder = place / "signed" / name
-        nearplane.quantize(place / "models" / model, folder, calibration=WINDOWS, solver="round-to-nearest", device="cpu", **words)
+        nearplane.quantize(
+            place / "models" / model, folder, calibration=WINDOWS, solver="round-to-nearest", device="cpu", **words
+        )
         found.append(Folder(name, folder, signed=True))
         if name in ("compressed-tensors", "mxfp4", "gptq", "gptq_v2"):
             foreign = Path(shutil.copytree(folder, place / "foreign" / name))
@@ -529,21 +567,47 @@ def subjects(place: Path) -> list[Subject]:
             (place / title).mkdir()
             (place / title / ALONE).write_bytes(file)
             found.append(LoneGGUF(title, place / title, signed=file is content))
-    found.append(Folder("compressed-tensors, asymmetric, unsigned", _asymmetric(place / "models" / "llama", place / "asymmetric"), loads=False))
+    found.append(
+        Folder(
+            "compressed-tensors, asymmetric, unsigned",
+            _asymmetric(place / "models" / "llama", place / "asymmetric"),
+            loads=False,
+        )
+    )
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         title = str(dtype).removeprefix("torch.")
         folder = place / "sources" / title
         rows = 2**15 if dtype is torch.float32 else 96  # 8 MB, beside which twice the file is more than what is spare
-        random_model(config_of("llama", **(ONE_BLOCK | dict(vocab_size=rows)))).to(dtype).save_pretrained(folder, max_shard_size=f"{rows // 4}KB")
+        random_model(config_of("llama", **(ONE_BLOCK | dict(vocab_size=rows)))).to(dtype).save_pretrained(
+            folder, max_shard_size=f"{rows // 4}KB"
+        )
         found.append(Folder(f"source, {title}", folder, source=True))
-    found.append(Folder("source, 8 bits", _in_eight_bits(place / "models" / "llama", place / "sources" / "fp8"), source=True, loads=False))
-    found.append(Folder("source, 4 bits", _in_four_bits(place / "models" / "gpt_oss", place / "sources" / "mxfp4"), source=True, loads=False))
+    found.append(
+        Folder(
+            "source, 8 bits",
+            _in_eight_bits(place / "models" / "llama", place / "sources" / "fp8"),
+            source=True,
+            loads=False,
+        )
+    )
+    found.append(
+        Folder(
+            "source, 4 bits",
+            _in_four_bits(place / "models" / "gpt_oss", place / "sources" / "mxfp4"),
+            source=True,
+            loads=False,
+        )
+    )
     record = place / "record"
     shutil.copytree(place / "signed" / "nearplane", record)
     found.append(Record("run record", record))
     found.append(_stopped(place))
     found += [_texts(place / "texts", name) for name in ("text.txt", "text.jsonl")]
-    for name, codes in (("blob", gaussian(24, 40, 2.0, rows=0.5)[0]), ("blob, escapes", gaussian(8, 24, 8.5)[0]), ("blob, zeros", contents_of(np.zeros((2, 3), np.int64)))):
+    for name, codes in (
+        ("blob", gaussian(24, 40, 2.0, rows=0.5)[0]),
+        ("blob, escapes", gaussian(8, 24, 8.5)[0]),
+        ("blob, zeros", contents_of(np.zeros((2, 3), np.int64))),
+    ):
         (place / name).mkdir()
         encode(codes).tofile(place / name / "blob")
         found.append(Blob(name, place / name))
@@ -567,7 +631,14 @@ def _asymmetric(source: Path, folder: Path) -> Path:
             f"{stem}.weight_g_idx": group.int(),
         }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 16, "actorder": "group"}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": False,
+        "strategy": "group",
+        "group_size": 16,
+        "actorder": "group",
+    }
     group_0 = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     _configure(folder, {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "ignore": ["lm_head"],
@@ -586,7 +657,9 @@ def _in_eight_bits(source: Path, folder: Path) -> Path:
             factors = [-(-side // 24) for side in tensor.shape]
             tensors[f"{name}_scale_inv"] = 0.5 + torch.rand(factors, generator=torch.Generator().manual_seed(0))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    _configure(folder, {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [24, 24]})
+    _configure(
+        folder, {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [24, 24]}
+    )
     return folder
 
 
@@ -598,8 +671,12 @@ def _in_four_bits(source: Path, folder: Path) -> Path:
         if name.endswith(("gate_up_proj", "down_proj")):
             del tensors[name]
             experts, columns, out = tensor.shape
-            tensors[f"{name}_blocks"] = torch.randint(256, (experts, out, columns // 32, 16), generator=generator, dtype=torch.uint8)
-            tensors[f"{name}_scales"] = torch.randint(118, 126, (experts, out, columns // 32), generator=generator, dtype=torch.uint8)
+            tensors[f"{name}_blocks"] = torch.randint(
+                256, (experts, out, columns // 32, 16), generator=generator, dtype=torch.uint8
+            )
+            tensors[f"{name}_scales"] = torch.randint(
+                118, 126, (experts, out, columns // 32), generator=generator, dtype=torch.uint8
+            )
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     _configure(folder, {"quant_method": "mxfp4"})
     return folder

@@ -58,11 +58,19 @@ def damaged(content: bytes, rng: random.Random, head: int = 64) -> tuple[bytes, 
             data[at : at + 8] = rng.choice(HUGE).to_bytes(8, "little")
             return bytes(data), "lengths", f"another number at {at}"
         case "cut":
-            return bytes(data[: rng.choice((at, len(data) - 1, 0, rng.randrange(len(data) + 1)))]), "truncation", f"cut at {at}"
+            return (
+                bytes(data[: rng.choice((at, len(data) - 1, 0, rng.randrange(len(data) + 1)))]),
+                "truncation",
+                f"cut at {at}",
+            )
         case "append":
             return bytes(data) + rng.randbytes(length), "truncation", f"{length} bytes appended"
         case "insert":
-            return bytes(data[:at]) + rng.randbytes(length) + bytes(data[at:]), "offsets", f"{length} bytes inserted at {at}"
+            return (
+                bytes(data[:at]) + rng.randbytes(length) + bytes(data[at:]),
+                "offsets",
+                f"{length} bytes inserted at {at}",
+            )
         case "delete":
             return bytes(data[:at] + data[at + length :]), "offsets", f"{length} bytes deleted at {at}"
         case "repeat":
@@ -86,7 +94,23 @@ def safetensors(content: bytes, rng: random.Random) -> tuple[bytes, str, str]:
     names = [name for name in header if name != "__metadata__"]
     one, other = rng.choice(names), rng.choice(names)
     about, (first, last) = header[one], header[one]["data_offsets"]
-    match rng.choice(("damage", "damage", "length", "offsets", "dtype", "shape", "entry", "edit", "text", "swap", "copy", "meaning", "values")):
+    match rng.choice(
+        (
+            "damage",
+            "damage",
+            "length",
+            "offsets",
+            "dtype",
+            "shape",
+            "entry",
+            "edit",
+            "text",
+            "swap",
+            "copy",
+            "meaning",
+            "values",
+        )
+    ):
         case "length":
             length = rng.choice((*HUGE, begin - 8 + 1, begin - 8 - 1, begin - 16, len(content), len(content) - 8))
             return (length % 2**64).to_bytes(8, "little") + content[8:], "lengths", f"a header of {length} bytes"
@@ -123,7 +147,10 @@ def safetensors(content: bytes, rng: random.Random) -> tuple[bytes, str, str]:
             if kind == "name":
                 header[one], header[other] = header[other], header[one]
             else:
-                about["data_offsets"], header[other]["data_offsets"] = header[other]["data_offsets"], about["data_offsets"]
+                about["data_offsets"], header[other]["data_offsets"] = (
+                    header[other]["data_offsets"],
+                    about["data_offsets"],
+                )
             return _joined(header, data), "tensors", f"{kind} of {one} and {other} exchanged"
         case "copy":
             begin, end = header[other]["data_offsets"]
@@ -134,7 +161,9 @@ def safetensors(content: bytes, rng: random.Random) -> tuple[bytes, str, str]:
             return _meaning(header, data, one, rng)
         case "values" if last > first:
             at = rng.randrange(first, last)
-            new = rng.choice((b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\0\x7c", b"\0\xfe", b"\xff" * 16, b"\0" * 16, rng.randbytes(64)))
+            new = rng.choice(
+                (b"\0\0\xc0\x7f", b"\0\0\x80\x7f", b"\0\x7c", b"\0\xfe", b"\xff" * 16, b"\0" * 16, rng.randbytes(64))
+            )
             data[at : at + len(new)] = new[: last - at]
             return _joined(header, data), "tensors", f"other values in {one}"
     return damaged(content, rng, begin)
@@ -159,18 +188,42 @@ def _entry(header: dict[str, Any], data: bytearray, one: str, other: str, rng: r
             return _joined(header, data), "tensors", f"the entry of {one} is deleted"
         case "rename":
             stem, dot, end = one.rpartition(".")
-            new = rng.choice(("", "x", one + "x", f"{one}\0", f"../{one}", "a" * 10_000, f"{stem}{dot}weight", f"{stem}.extra{dot}{end}", end))
-            return _joined({new if name == one else name: about for name, about in header.items()}, data), "tensors", f"{one} is {new[:40]!r}"
+            new = rng.choice(
+                (
+                    "",
+                    "x",
+                    one + "x",
+                    f"{one}\0",
+                    f"../{one}",
+                    "a" * 10_000,
+                    f"{stem}{dot}weight",
+                    f"{stem}.extra{dot}{end}",
+                    end,
+                )
+            )
+            return (
+                _joined({new if name == one else name: about for name, about in header.items()}, data),
+                "tensors",
+                f"{one} is {new[:40]!r}",
+            )
         case "twice":
             text = json.dumps(header, separators=(",", ":"))[:-1] + f",{json.dumps(one)}:{json.dumps(header[other])}}}"
             text += " " * (-len(text) % 8)
-            return len(text).to_bytes(8, "little") + text.encode() + bytes(data), "tensors", f"{one} is there twice, once as {other}"
+            return (
+                len(text).to_bytes(8, "little") + text.encode() + bytes(data),
+                "tensors",
+                f"{one} is there twice, once as {other}",
+            )
         case "added":
             length = rng.choice((0, 4, 64))
             stem = one.rpartition(".")[0]
             name = f"{stem}.{rng.choice(('extra', 'weight', 'bias', 'weight_g_idx', 'weight_zero_point', 'weight_coded', 'scales'))}"
             dtype = rng.choice(("F32", "U8", "I32"))
-            header[name] = {"dtype": dtype, "shape": [length // SIZES[dtype]], "data_offsets": [len(data), len(data) + length]}
+            header[name] = {
+                "dtype": dtype,
+                "shape": [length // SIZES[dtype]],
+                "data_offsets": [len(data), len(data) + length],
+            }
             return _joined(header, data + bytes(length)), "tensors", f"{name} is added"
         case "gone":  # with its data: a whole file without this tensor
             begin, end = header.pop(one)["data_offsets"]
@@ -178,7 +231,9 @@ def _entry(header: dict[str, Any], data: bytearray, one: str, other: str, rng: r
                 if "data_offsets" in about and about["data_offsets"][0] >= end:
                     about["data_offsets"] = [n - (end - begin) for n in about["data_offsets"]]
             return _joined(header, data[:begin] + data[end:]), "tensors", f"{one} is left out"
-    header["__metadata__"] = rng.choice((*VALUES, {"format": "tf"}, {"format": "x" * 10**6}, {str(n): "" for n in range(10**4)}))
+    header["__metadata__"] = rng.choice(
+        (*VALUES, {"format": "tf"}, {"format": "x" * 10**6}, {str(n): "" for n in range(10**4)})
+    )
     return _joined(header, data), "header", f"__metadata__ is {str(header['__metadata__'])[:30]}"
 
 
@@ -261,7 +316,10 @@ class GGUF:
             parts += [_text(name), struct.pack("<I", kind), value]
         for entry in self.entries:
             sizes = [n % 2**64 for n in entry.sizes]
-            parts += [_text(entry.name), struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, entry.type, entry.offset % 2**64)]
+            parts += [
+                _text(entry.name),
+                struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, entry.type, entry.offset % 2**64),
+            ]
         head = b"".join(parts)
         return head + bytes(-len(head) % 32) + self.data
 
@@ -275,7 +333,9 @@ def gguf(content: bytes, rng: random.Random) -> tuple[bytes, str, str]:
     parts = GGUF.of(content)
     one, other = rng.choice(parts.entries), rng.choice(parts.entries)
     name = one.name.decode()
-    match rng.choice(("damage", "damage", "counts", "key", "key", "key", "ours", "place", "type", "shape", "swap", "entry", "data")):
+    match rng.choice(
+        ("damage", "damage", "counts", "key", "key", "key", "ours", "place", "type", "shape", "swap", "entry", "data")
+    ):
         case "counts":
             parts.counts = [len(parts.entries), len(parts.keys)]
             which = rng.randrange(2)
@@ -311,7 +371,18 @@ def gguf(content: bytes, rng: random.Random) -> tuple[bytes, str, str]:
                 case "twice":
                     parts.entries.insert(place, copy.deepcopy(other))
                 case _:
-                    one.name = rng.choice((b"", b"x", one.name + b"x", b"\xff\xfe", b"../" + one.name, b"x" * 10_000, b"blk.0", other.name))
+                    one.name = rng.choice(
+                        (
+                            b"",
+                            b"x",
+                            one.name + b"x",
+                            b"\xff\xfe",
+                            b"../" + one.name,
+                            b"x" * 10_000,
+                            b"blk.0",
+                            other.name,
+                        )
+                    )
             return parts.joined(), "tensors", f"{name} deleted, twice or renamed"
         case "data":
             data, size = bytearray(parts.data), rng.choice((1, 32, 4096))
@@ -328,7 +399,11 @@ def _key(parts: GGUF, rng: random.Random) -> tuple[bytes, str, str]:
     title = name.decode()
     match rng.choice(("value", "value", "value", "name", "type", "delete", "twice", "added")):
         case "name":
-            parts.keys[place] = (rng.choice((b"", name[:-1], name + b"x", b"\xff", name.upper(), rng.choice(parts.keys)[0])), kind, value)
+            parts.keys[place] = (
+                rng.choice((b"", name[:-1], name + b"x", b"\xff", name.upper(), rng.choice(parts.keys)[0])),
+                kind,
+                value,
+            )
             return parts.joined(), "metadata", f"{title} is renamed"
         case "type":
             new = rng.choice((*range(13), 99))
@@ -341,7 +416,13 @@ def _key(parts: GGUF, rng: random.Random) -> tuple[bytes, str, str]:
             parts.keys.append((name, kind, rng.choice(parts.keys)[2] if rng.random() < 0.5 else value))
             return parts.joined(), "metadata", f"{title} is there twice"
         case "added":
-            parts.keys.append((rng.choice((b"general.alignment", b"nearplane.x", b"llama.block_count")), 4, struct.pack("<I", rng.choice((0, 3, 64, 2**31)))))
+            parts.keys.append(
+                (
+                    rng.choice((b"general.alignment", b"nearplane.x", b"llama.block_count")),
+                    4,
+                    struct.pack("<I", rng.choice((0, 3, 64, 2**31))),
+                )
+            )
             return parts.joined(), "metadata", f"{parts.keys[-1][0].decode()} is added"
     if kind in NUMBERS:
         code = NUMBERS[kind]
@@ -355,7 +436,12 @@ def _key(parts: GGUF, rng: random.Random) -> tuple[bytes, str, str]:
         text = value[8:]
         value = _text(rng.choice((rng.choice(WORDS).encode(), text[:-1], text + b"x", text.upper(), b"\xff\xfe")))
     else:
-        value = rng.choice((value[:4] + struct.pack("<Q", rng.choice(HUGE)) + value[12:], struct.pack("<I", rng.randrange(14)) + value[4:]))
+        value = rng.choice(
+            (
+                value[:4] + struct.pack("<Q", rng.choice(HUGE)) + value[12:],
+                struct.pack("<I", rng.randrange(14)) + value[4:],
+            )
+        )
     parts.keys[place] = (name, kind, value)
     return parts.joined(), "metadata", f"{title} has another value"
 
@@ -378,7 +464,16 @@ def _own_list(parts: GGUF, rng: random.Random) -> tuple[bytes, str, str]:
         case "repeat":
             texts[one] = texts[other]
         case "change":
-            texts[one] = rng.choice((b"", texts[one][:-1], texts[one] + b"x", texts[one].replace(b"*", b"0"), b"\xff", texts[one].replace(b"0", b"*")))
+            texts[one] = rng.choice(
+                (
+                    b"",
+                    texts[one][:-1],
+                    texts[one] + b"x",
+                    texts[one].replace(b"*", b"0"),
+                    b"\xff",
+                    texts[one].replace(b"0", b"*"),
+                )
+            )
         case _:
             del texts[one]
     parts.keys[place] = (name, 9, value[:4] + struct.pack("<Q", len(texts)) + b"".join(map(_text, texts)))
@@ -387,7 +482,10 @@ def _own_list(parts: GGUF, rng: random.Random) -> tuple[bytes, str, str]:
 
 # ── folders ──
 
-BYTES: Mapping[str, Callable[[bytes, random.Random], tuple[bytes, str, str]]] = {".safetensors": safetensors, ".gguf": gguf}
+BYTES: Mapping[str, Callable[[bytes, random.Random], tuple[bytes, str, str]]] = {
+    ".safetensors": safetensors,
+    ".gguf": gguf,
+}
 
 
 def mutate(folder: Path, rng: random.Random, *, weights: float = 0.7) -> Mutation:
@@ -431,5 +529,3 @@ def _files(path: Path, other: Path, rng: random.Random) -> Mutation:
         case "other":
             path.write_bytes(content)
     return Mutation(kind="files", file=path.name, what=f"{kind} ({other.name})" if kind == "other" else kind)
-
-
