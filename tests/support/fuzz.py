@@ -42,6 +42,7 @@ SLEEP_SECONDS = 10.0  # without any work of the processor, and without a result:
 SPARE = 8 << 20  # bytes that a reader may take beside twice the file: pages of libraries, messages of errors
 ADDRESSES = 1 << 30  # bytes that a reader may reserve beside, used or not
 MEMORY = re.compile(r"MemoryError|allocate memory|out of memory|std::bad_alloc", re.IGNORECASE)
+LIBC = ctypes.CDLL(None)
 SOME = "refused by some"
 RARE = {"stopped run": 0.3}  # weight of a slow subject in the draw
 
@@ -129,6 +130,7 @@ def _memory(name: str) -> int:
 
 def _measured(call: Any) -> tuple[Any, int]:
     """Return a result or an error, and by how much memory grew on the way."""
+    LIBC.malloc_trim(0)  # what was freed before is memory that grows
     Path("/proc/self/clear_refs").write_text("5")
     before = _memory("VmRSS")
     try:
@@ -153,7 +155,7 @@ class Reader:
         self.subjects, self.place = found, place
         self.weights = [RARE.get(each.name, 1.0) for each in found]
         self.peaks: dict[tuple[str, str], int] = {}
-        ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX: one heap, as threads are not what is measured
+        LIBC.mallopt(-8, 1)  # M_ARENA_MAX: one heap, as threads are not what is measured
 
     def _peak(self, subject: Subject, name: str) -> int:
         """Return by how much memory grows while the files are read as they were written."""
