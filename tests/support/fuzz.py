@@ -179,19 +179,20 @@ class Reader:
         peaks = {name: self._peak(subject, name) for name in names}
         folder = self._copy(subject)
         mutation = subject.mutate(folder, rng)
+        room = subject.room(folder)
         began, kinds, faults, most, said = time.process_time(), {}, [], -(1 << 60), ""
         resource.setrlimit(resource.RLIMIT_CPU, (int(began) + CPU_SECONDS, resource.RLIM_INFINITY))
         for name in names:
             gc.collect(0)
             resource.setrlimit(
-                resource.RLIMIT_AS, (_memory("VmSize") + ADDRESSES + 2 * subject.size, resource.RLIM_INFINITY)
+                resource.RLIMIT_AS, (_memory("VmSize") + ADDRESSES + room, resource.RLIM_INFINITY)
             )
             result, peak = _measured(lambda name=name: readers[name](folder))
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             excess = peak - peaks[name]
             most = max(most, excess)
             kind = self._kind(subject, name, result, folder, mutation)
-            if excess > 2 * subject.size + SPARE:
+            if excess > room + SPARE:
                 kind = f"{excess / 1e6:.0f} MB more than for the whole file"
             if kind not in GOOD:
                 faults.append(f"{name}: {kind}")

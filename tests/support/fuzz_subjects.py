@@ -100,13 +100,16 @@ class Subject(ABC):
         folder: the files as they were written; they are copied before each mutation.
     """
 
+    BYTES = 2  # of memory that each byte of the files may take
+
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.expected: dict[str, Any] = {}
 
-    @property
-    def size(self) -> int:
-        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+    def room(self, folder: Path) -> int:
+        """Return the bytes that reading a copy may take beside those of reading the files as they were."""
+        sizes = [sum(path.stat().st_size for path in each.rglob("*") if path.is_file()) for each in (self.folder, folder)]
+        return self.BYTES * max(sizes)
 
     @abstractmethod
     def readers(self) -> dict[str, Callable[[Path], Any]]:
@@ -381,6 +384,8 @@ class Record(Subject):
 
 class Texts(Subject):
     """A .txt or .jsonl file, which has no checksum: its tokens are those of the text that its bytes are."""
+
+    BYTES = 250  # a letter may be a token, of which the tokenizer keeps the text, its place and five numbers
 
     def __init__(self, name: str, folder: Path) -> None:
         super().__init__(name, folder)

@@ -174,8 +174,8 @@ def _gpt_oss(stored: Mapping[str, Raw]) -> dict[str, Raw]:
     for name, tensor in stored.items():
         if name.endswith("_blocks"):
             stem, codes = name.removesuffix("_blocks"), tensor.values
-            steps = np.ldexp(np.float32(1), stored[f"{stem}_scales"].values.astype(np.int32) - 127)
-            values = FLOATS4[np.stack([codes & 15, codes >> 4], -1)].reshape(*codes.shape[:-1], -1) * steps[..., None]
+            exponents = stored[f"{stem}_scales"].values.astype(np.int32) - 127
+            values = np.ldexp(FLOATS4[np.stack([codes & 15, codes >> 4], -1)].reshape(*codes.shape[:-1], -1), exponents[..., None])
             values = values.reshape(*codes.shape[:-2], -1)
             dense[stem] = _short(np.ascontiguousarray(np.swapaxes(values, -1, -2)))
     return dense
