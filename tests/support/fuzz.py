@@ -34,7 +34,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked
 import torch
 from transformers.utils import logging
 
-from fuzz_subjects import GOOD, REFUSED, Subject, subjects
+from fuzz_models import subjects
+from fuzz_subjects import GOOD, REFUSED, Subject
 from nearplane import NearplaneError
 
 CPU_SECONDS = 20  # of a mutation with all its readers
@@ -44,7 +45,6 @@ ADDRESSES = 1 << 30  # bytes that a reader may reserve beside, used or not
 MEMORY = re.compile(r"MemoryError|allocate memory|out of memory|std::bad_alloc", re.IGNORECASE)
 LIBC = ctypes.CDLL(None)
 SOME = "refused by some"
-RARE = {"stopped run": 0.3}  # weight of a slow subject in the draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,8 @@ class Outcome:
     what: str
     outcome: str
     faults: list[str]
-    seconds: float
-    excess: int
+    seconds: float = 0.0
+    excess: int = 0
     said: str = ""
 
 
@@ -143,27 +143,32 @@ def _measured(call: Any) -> tuple[Any, int]:
     return result, _memory("VmHWM") - before
 
 
+def drawn(found: Sequence[Subject], seed: int) -> tuple[Subject, list[str], random.Random]:
+    """Draw a subject and its readers by a seed; the generator then draws the mutation."""
+    rng = random.Random(seed)
+    (subject,) = rng.choices(found, [each.WEIGHT for each in found])
+    return subject, subject.drawn(rng), rng
+
+
 class Reader:
     """Reads mutated copies of the subjects, in a worker.
 
     Args:
-        found: the subjects, prepared.
+        found: the subjects.
         place: a folder of its own.
     """
 
     def __init__(self, found: Sequence[Subject], place: Path) -> None:
         self.subjects, self.place = found, place
-        self.weights = [RARE.get(each.name, 1.0) for each in found]
         self.peaks: dict[tuple[str, str], int] = {}
         LIBC.mallopt(-8, 1)  # M_ARENA_MAX: one heap, as threads are not what is measured
 
     def _peak(self, subject: Subject, name: str) -> int:
         """Return by how much memory grows while the files are read as they were written."""
         if (subject.name, name) not in self.peaks:
+            subject.prepare(name)  # the first time brings pages of libraries into memory
             read = subject.readers()[name]
-            for _ in range(2):  # the first time brings pages of libraries into memory
-                peak = _measured(lambda: read(self._copy(subject)))[1]
-            self.peaks[subject.name, name] = peak
+            self.peaks[subject.name, name] = _measured(lambda: read(self._copy(subject)))[1]
         return self.peaks[subject.name, name]
 
     def _copy(self, subject: Subject) -> Path:
@@ -173,9 +178,8 @@ class Reader:
 
     def read(self, seed: int) -> Outcome:
         """Mutate one copy and read it with all readers."""
-        rng = random.Random(seed)
-        (subject,) = rng.choices(self.subjects, self.weights)
-        names, readers = subject.drawn(rng), subject.readers()
+        subject, names, rng = drawn(self.subjects, seed)
+        readers = subject.readers()
         peaks = {name: self._peak(subject, name) for name in names}
         folder = self._copy(subject)
         mutation = subject.mutate(folder, rng)
@@ -184,9 +188,7 @@ class Reader:
         resource.setrlimit(resource.RLIMIT_CPU, (int(began) + CPU_SECONDS, resource.RLIM_INFINITY))
         for name in names:
             gc.collect(0)
-            resource.setrlimit(
-                resource.RLIMIT_AS, (_memory("VmSize") + ADDRESSES + room, resource.RLIM_INFINITY)
-            )
+            resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + ADDRESSES + room, resource.RLIM_INFINITY))
             result, peak = _measured(lambda name=name: readers[name](folder))
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             excess = peak - peaks[name]
@@ -200,19 +202,23 @@ class Reader:
                 kinds[name] = kind
             said = said or (str(result) if kind == REFUSED else "")
         refused = [kind == REFUSED for kind in kinds.values()]
-        outcome = (
-            "fault"
-            if faults
-            else REFUSED
-            if all(refused)
-            else SOME
-            if any(refused)
-            else max(kinds.values(), key=GOOD.index)
-        )
+        if faults:
+            outcome = "fault"
+        elif any(refused):
+            outcome = REFUSED if all(refused) else SOME
+        else:
+            outcome = max(kinds.values(), key=GOOD.index)
         return Outcome(
-            seed=seed, subject=subject.name, kind=mutation.kind, what=f"{mutation.file}: {mutation.what}", outcome=outcome, faults=faults,
-            seconds=time.process_time() - began, excess=most, said=said,
-        )  # fmt: skip
+            seed=seed,
+            subject=subject.name,
+            kind=mutation.kind,
+            what=str(mutation),
+            outcome=outcome,
+            faults=faults,
+            seconds=time.process_time() - began,
+            excess=most,
+            said=said,
+        )
 
     def _kind(self, subject: Subject, reader: str, result: Any, folder: Path, mutation: Any) -> str:
         """Return an entry of `GOOD`, or what is wrong with a result or an error."""
@@ -296,21 +302,18 @@ def _quiet() -> None:
     torch.set_num_threads(1)
 
 
-def run(
-    place: Path, seeds: Iterable[int], *, workers: int = 1, only: str = "", found: Sequence[Subject] | None = None
-) -> Report:
+def run(place: Path, seeds: Iterable[int], *, workers: int = 1, only: str = "") -> Report:
     """Read the mutations of all seeds.
 
     Args:
         place: an empty folder.
         seeds: one a mutation.
         workers: processes at a time.
-        only: part of the names of the subjects that are read.
-        found: the subjects, if they were written already.
+        only: a pattern of the names of the subjects that are read.
     """
     began, report, todo = time.perf_counter(), Report(), list(seeds)
     logging.disable_progress_bar()
-    found = found or prepared(place, only)
+    found = subjects(place, only)
     alive = [Worker(found, place, todo[number::workers]) for number in range(workers) if todo[number::workers]]
     while alive:
         ready, _, _ = select.select([worker.lines for worker in alive], [], [], 1.0)
@@ -338,9 +341,7 @@ def _ended(worker: Worker, code: int, found: Sequence[Subject], place: Path) -> 
     if worker.begun < 0:
         raise RuntimeError(f"a worker ended with code {code} and had read no mutation")
     worker.seeds.remove(worker.begun)
-    rng = random.Random(worker.begun)
-    (subject,) = rng.choices(found, [RARE.get(each.name, 1.0) for each in found])
-    subject.drawn(rng)
+    subject, _, rng = drawn(found, worker.begun)
     shutil.rmtree(place / "again", ignore_errors=True)
     mutation = subject.mutate(Path(shutil.copytree(subject.folder, place / "again" / subject.folder.name)), rng)
     why = {
@@ -349,17 +350,8 @@ def _ended(worker: Worker, code: int, found: Sequence[Subject], place: Path) -> 
     }
     fault = why.get(code, f"crashes: the process ends with {signal.Signals(-code).name if code < 0 else code}")
     return Outcome(
-        seed=worker.begun, subject=subject.name, kind=mutation.kind, what=f"{mutation.file}: {mutation.what}", outcome="fault", faults=[fault],
-        seconds=0.0, excess=0,
-    )  # fmt: skip
-
-
-def prepared(place: Path, only: str = "") -> list[Subject]:
-    """Write the subjects and read them as they are."""
-    found = [subject for subject in subjects(place) if only in subject.name]
-    for subject in found:
-        subject.prepare()
-    return found
+        seed=worker.begun, subject=subject.name, kind=mutation.kind, what=str(mutation), outcome="fault", faults=[fault]
+    )
 
 
 def main() -> None:
@@ -369,7 +361,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="the first mutation has the seed 1,000,000 times this")
     parser.add_argument("--first", type=int, default=0, help="number of the first mutation")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--only", default="", help="part of the names of the formats to fuzz")
+    parser.add_argument("--only", default="", help="pattern of the names of the formats to fuzz")
     parser.add_argument("--verbose", action="store_true", help="print every mutation")
     words = parser.parse_args()
     first = 1_000_000 * words.seed + words.first

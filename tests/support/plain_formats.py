@@ -22,14 +22,16 @@ TYPES = {
 }  # fmt: skip
 LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 FLOATS4 = np.concatenate([LEVELS, -LEVELS])
-EIGHTS = np.array(  # float8 e4m3fn: sign, four bits of exponent less 7, three of fraction; no infinity
-    [
-        (-1.0 if byte & 128 else 1.0)
-        * (math.nan if byte & 127 == 127 else (byte & 7) / 8 * 2.0**-6 if not byte >> 3 & 15 else (1 + (byte & 7) / 8) * 2.0 ** ((byte >> 3 & 15) - 7))
-        for byte in range(256)
-    ],
-    np.float32,
-)  # fmt: skip
+
+
+def _eight(byte: int) -> float:
+    """Return a float8 e4m3fn: a sign, four bits of exponent less 7, three of fraction; no infinity."""
+    exponent, fraction = byte >> 3 & 15, byte & 7
+    size = fraction * 2.0**-9 if not exponent else (8 + fraction) * 2.0 ** (exponent - 10)
+    return math.nan if byte & 127 == 127 else -size if byte & 128 else size
+
+
+EIGHTS = np.array([_eight(byte) for byte in range(256)], np.float32)
 CODED = (".weight_packed", ".qweight")
 
 
@@ -175,7 +177,9 @@ def _gpt_oss(stored: Mapping[str, Raw]) -> dict[str, Raw]:
         if name.endswith("_blocks"):
             stem, codes = name.removesuffix("_blocks"), tensor.values
             exponents = stored[f"{stem}_scales"].values.astype(np.int32) - 127
-            values = np.ldexp(FLOATS4[np.stack([codes & 15, codes >> 4], -1)].reshape(*codes.shape[:-1], -1), exponents[..., None])
+            values = np.ldexp(
+                FLOATS4[np.stack([codes & 15, codes >> 4], -1)].reshape(*codes.shape[:-1], -1), exponents[..., None]
+            )
             values = values.reshape(*codes.shape[:-2], -1)
             dense[stem] = _short(np.ascontiguousarray(np.swapaxes(values, -1, -2)))
     return dense

@@ -28,6 +28,7 @@ CALLS = (50_000, 200)
 SPARE_WEIGHTS = 1 << 20  # weights that a network may have in addition to the stored ones
 # names of the packed tensors, one per quantized matrix
 PACKED_NAMES = re.compile(r"\.(weight_packed|qweight|weight_coded|weight_q\d_[01k])$")
+INTEGERS = {"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"}  # dtypes that no weight of a network has
 CODES = {"I32": 16, "U8": 64}  # most codes per element of a packed tensor; other dtypes hold weights
 BUFFERS = 1 << 28  # most elements of tables and masks, which are not stored
 
@@ -95,7 +96,7 @@ class BuildBudget(TorchFunctionMode):
 
 
 def check_sizes(network: nn.Module, reader: TensorReader) -> None:
-    """Refuse an empty network whose parameters differ in size from the tensors of their names, or are far too many.
+    """Refuse an empty network whose parameters differ in size or kind from the tensors of their names, or are far too many.
 
     Of tensors that transformers converts (fused experts) only the total is compared; quantized layers are not.
 
@@ -104,7 +105,7 @@ def check_sizes(network: nn.Module, reader: TensorReader) -> None:
         reader: Reader of the weight files; their names may lack the prefix of the base model.
 
     Raises:
-        ModelError: A size differs; the message names a tensor.
+        ModelError: A size differs, or integers are stored; the message names a tensor.
     """
     base = f"{getattr(network, 'base_model_prefix', '')}."
     stored = {spelling: name for name in reader.names() for spelling in (f"{base}{name}", name)}
@@ -118,6 +119,11 @@ def check_sizes(network: nn.Module, reader: TensorReader) -> None:
                 raise ModelError(
                     f"{reader.folder}: {stored[name]} is {shape}, but config.json describes {tuple(parameter.shape)}. "
                     f"These files do not belong together. Fetch the folder again."
+                )
+            if math.prod(shape) and parameter.is_floating_point() and reader.dtype(stored[name]) in INTEGERS:
+                raise ModelError(
+                    f"{reader.folder}: {stored[name]} is stored as {reader.dtype(stored[name])}, expected floating-point numbers. "
+                    f"Fetch the folder again."
                 )
         elif name.rpartition(".")[0] not in owners:
             unknown, first_unknown = unknown + parameter.numel(), first_unknown or name
