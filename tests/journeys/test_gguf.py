@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import shutil
 import sys
@@ -264,6 +265,16 @@ def test_a_damaged_file_is_refused(out_of: Callable[[str], tuple[Path, Path]], t
         (tmp_path / FILE).write_bytes(data)
         with pytest.raises(error, match=said):
             dict(read_dense(tmp_path))
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    """Reading it would wait for ever, so the test writes to its other end."""
+    os.mkfifo(tmp_path / FILE)
+    end = os.open(tmp_path / FILE, os.O_RDWR)
+    os.write(end, b"PK\0\0")
+    with pytest.raises(ModelError, match="it is not a file"):
+        read_header(tmp_path / FILE)
+    os.close(end)
 
 
 def test_metadata_that_do_not_fit_are_refused(out_of: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:

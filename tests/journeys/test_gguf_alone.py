@@ -173,6 +173,16 @@ def test_changed_metadata_are_refused(change: str, out_of: Callable[[str], Path]
         nearplane.load(folder)
 
 
+def test_names_that_changed_places_are_refused(out_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """The hashes of the tensors still fit: two matrices of one shape were loaded in each other's place."""
+    content, one, other = (out_of("llama") / FILE).read_bytes(), b"self_attn.q_proj.weight", b"self_attn.o_proj.weight"
+    for old, new in ((one, b"a" * len(one)), (other, one), (b"a" * len(one), other)):
+        content = content.replace(b"model.layers.0." + old, b"model.layers.0." + new)
+    (tmp_path / "alone.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match="its metadata have the SHA-256"):
+        nearplane.load(tmp_path / "alone.gguf")
+
+
 def test_an_unknown_entry_is_refused(out_of: Callable[[str], Path], tmp_path: Path) -> None:
     header = read_header(out_of("llama") / FILE)
     more = replace(header, fields=header.fields | {"llama.attention.scale": 0.5})

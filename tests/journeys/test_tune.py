@@ -284,6 +284,34 @@ def test_forged_alterations_are_found_with_the_data(copy_of, kind):
     assert any(altered.where in fault.where for fault in verify(folder, against=original).faults), altered
 
 
+HIDDEN = (  # docs/certificates.md, "Checkpoints that were tuned" and "What no data can show"
+    r"seconds|peak_memory|asked|^source|versions|device|rounds|scale$|polish|rate$|rows$|allocate|seed|calibration\.calibration|"
+    r"^tuning\.(calibration|solved|curve|rates|found|steps|batch|codes)"
+)
+
+
+@pytest.mark.parametrize("seed", daily(range(40), range(2)))
+def test_any_value_of_a_tuned_record_with_its_digest_made_to_fit_is_found_with_the_data(copy_of, text, seed):
+    folder, original = copy_of(("compressed-tensors", "entropy-coded")[seed % 2])
+    altered = forgery.change_value(folder, random.Random(seed), HIDDEN)
+    try:
+        found = verify(folder, against=original, calibration=text).faults
+    except NearplaneError as error:
+        found = (error,)
+    assert found, altered
+    assert "digest" not in str(found[0]), altered
+
+
+@pytest.mark.parametrize("way", ["compressed-tensors", pytest.param("entropy-coded", marks=pytest.mark.nightly)])
+def test_the_record_from_before_tuning_is_found_with_the_data(tuned_of, way, text, tmp_path):
+    """And that of the tuned checkpoint on the files from before: every hash is made to fit."""
+    solved, tuned, original = tuned_of(way)
+    for folder, donor in ((tuned, solved), (solved, tuned)):
+        copy = shutil.copytree(folder, tmp_path / folder.name)
+        forgery.take_record(copy, donor)
+        assert verify(copy, against=original, calibration=text).faults
+
+
 def test_a_norm_that_was_not_tuned_is_that_of_the_original(copy_of):
     folder, original = copy_of("compressed-tensors")
     record = read_record(folder)

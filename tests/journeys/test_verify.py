@@ -243,6 +243,32 @@ def test_forged_alterations_are_found_with_the_data(copy_of, way, kind, seed):
     assert any(altered.where in line for line in found), altered
 
 
+HIDDEN = (  # docs/certificates.md, "What no data can show"
+    r"seconds|peak_memory|asked|^source|versions|device|solver|beam|rounds|scale$|polish|rate$|rows$|allocate|seed|"
+    r"calibration\.calibration"
+)
+
+
+@pytest.mark.parametrize("seed", daily(range(60), range(3)))
+def test_any_value_of_a_record_with_its_digest_made_to_fit_is_found_with_the_data(copy_of, seed):
+    folder, original = copy_of(("compressed-tensors", "gptq, Conv1D", "nearplane")[seed % 3])
+    altered = forgery.change_value(folder, random.Random(seed), HIDDEN)
+    assert not any("digest" in line for line in outcome(folder)), altered
+    assert outcome(folder, against=original), altered
+
+
+def test_records_of_two_checkpoints_in_each_others_place_are_found_with_the_data(checkpoint_of, text, tmp_path):
+    """Of one model on one grid, calibrated on five windows and on six; every hash is made to fit."""
+    six, original = checkpoint_of("compressed-tensors")
+    five = tmp_path / "five"
+    nearplane.quantize(original, five, calibration=str(text), samples=5, seqlen=40, **WAYS["compressed-tensors"][1])
+    for folder, donor in ((six, five), (five, six)):
+        copy = Path(shutil.copytree(folder, tmp_path / f"copy of {folder.name}"))
+        forgery.take_record(copy, donor)
+        assert outcome(copy) == []
+        assert any("loss is" in line for line in outcome(copy, against=original))
+
+
 @pytest.mark.parametrize(
     "way",
     [

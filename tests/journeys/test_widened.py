@@ -136,6 +136,20 @@ def test_a_folder_in_four_bits_names_what_the_network_has(tmp_path):
     assert reader.nbytes("a.norm.weight") == 12
 
 
+@pytest.mark.parametrize("part", ["blocks", "scales"])
+def test_four_bits_that_are_no_bytes_are_refused(tmp_path, part):
+    """Their bits were looked for in numbers of 8 bits, which ended in a traceback."""
+    tensors = {
+        f"a.down_proj_{each}": torch.zeros(2, 6, 2, 16)[..., : 16 if each == "blocks" else 1].byte()
+        for each in ("blocks", "scales")
+    }
+    tensors["a.down_proj_scales"] = tensors["a.down_proj_scales"].flatten(2)
+    tensors[f"a.down_proj_{part}"] = tensors[f"a.down_proj_{part}"].view(torch.float8_e8m0fnu)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"a\.down_proj and its factors are \[.*'F8_E8M0'.*\], expected U8"):
+        WidenedReader(tmp_path, {"quantization_config": {"quant_method": "mxfp4"}})
+
+
 def in_four_bits(W):
     """Store (experts, in, out) as gpt-oss is: (codes, exponents) of the transposed."""
     table = torch.tensor(FOUR_BITS[:8])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from nearplane.coding import header_bits, layout
 from nearplane.coding.blob import Contents, stored_base
 from nearplane.coding.packed_matrix import PackedMatrix
+from nearplane.errors import FormatError
 
 
 def contents_of(codes: NDArray[np.int64], **given: object) -> Contents:
@@ -100,3 +104,30 @@ def total_entropy(codes: NDArray[np.int32]) -> float:
     """Return the plug-in entropy of all codes as one source, in bits, times their number."""
     counts = np.unique(codes, return_counts=True)[1]
     return float(counts @ (np.log2(codes.size) - np.log2(counts)))
+
+
+def mended(blob: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Make the checksums of a damaged blob right, as far as its header can still be read."""
+    blob = blob.copy()
+    try:
+        _, arrangement, bits = header_bits.read_header(blob, "")
+        at = (bits.at + 7) // 8
+        places = []
+        for _ in range(len(layout.chunk_edges(arrangement.total)) - 1):
+            bits.at = 8 * at
+            length = shift = 0
+            while (byte := bits.take(8)) > 127:
+                length, shift = length | (byte & 127) << shift, shift + 7
+            length |= byte << shift
+            places.append((bits.at // 8, length))
+            at = bits.at // 8 + 4
+        start = at + 4
+        for place, length in places:
+            blob[place : place + 4] = np.frombuffer(
+                zlib.crc32(blob[start : start + length]).to_bytes(4, "little"), np.uint8
+            )
+            start += length
+        blob[at : at + 4] = np.frombuffer(zlib.crc32(blob[:at]).to_bytes(4, "little"), np.uint8)
+    except (FormatError, ValueError):
+        pass
+    return blob

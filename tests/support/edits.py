@@ -136,7 +136,7 @@ def _some_place(data: Any, rng: random.Random) -> tuple[Any, ...]:
     return place
 
 
-def _edit_json(data: Any, rng: random.Random) -> str:
+def edit_json(data: Any, rng: random.Random) -> str:
     """Change one place of JSON; return what was done."""
     if not isinstance(data, dict) or not data:
         return "nothing left"
@@ -173,9 +173,9 @@ def _edit_json(data: Any, rng: random.Random) -> str:
     return f"{called} set to {str(new)[:30]!r}"
 
 
-def edit(folder: Path, rng: random.Random) -> Edit:
-    """Make one edit of one file, sometimes three."""
-    name = rng.choice(FILES)
+def edit(folder: Path, rng: random.Random, files: Sequence[str] = FILES) -> Edit:
+    """Make one edit of one of these files, sometimes three."""
+    name = rng.choice(files)
     path = folder / name
     if rng.random() < 0.02:
         path.unlink()
@@ -185,7 +185,7 @@ def edit(folder: Path, rng: random.Random) -> Edit:
         path.write_bytes(TEXT[kind](path.read_bytes(), rng))
         return Edit(file=name, what=kind)
     data = json.loads(path.read_text())
-    done = [_edit_json(data, rng) for _ in range(rng.choice((1, 1, 1, 3)))]
+    done = [edit_json(data, rng) for _ in range(rng.choice((1, 1, 1, 3)))]
     text = json.dumps(data, ensure_ascii=rng.random() < 0.5)
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     return Edit(file=name, what="; ".join(done))

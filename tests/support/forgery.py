@@ -9,7 +9,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -25,7 +25,7 @@ from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.lattice.number_formats import find_format
 from nearplane.recipe.scheme import Order
-from nearplane.record.record import LayerRecord, RunRecord, read_record
+from nearplane.record.record import LayerRecord, RunRecord, digest_of, one_line, read_record
 from nearplane.system.files import sha256
 from nearplane.system.paths import RECORD
 from nearplane.system.safetensors_files import INDEX, checksum, index_text
@@ -211,6 +211,40 @@ def remove_file(folder: Path, rng: random.Random) -> Alteration:
     (folder / name).unlink()
     sign(folder, read_record(folder))
     return Alteration(kind="removed", where=name, what="deleted, and nowhere in the record")
+
+
+def change_value(folder: Path, rng: random.Random, hidden: str) -> Alteration:
+    """Change one value of the record, except where a pattern is found in its dotted name, and the digest after it."""
+    record = json.loads((folder / RECORD).read_text())
+    places = {".".join(map(str, place)): place for place in _places(record)}
+    called = rng.choice([name for name in places if not re.search(rf"^digest$|{hidden}", name)])
+    place = places[called]
+    inside = record
+    for key in place[:-1]:
+        inside = inside[key]
+    before = inside[place[-1]]
+    inside[place[-1]] = other(before, rng)
+    text = one_line(json.dumps(record, indent=1))
+    (folder / RECORD).write_text(text.replace(record["digest"], digest_of(text)))
+    return Alteration(kind="value", where=RECORD, what=f"{called} from {before} to {inside[place[-1]]}")
+
+
+def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the places of all values in JSON that are not null; of a list of layers, those of the first and the last."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _places(part, (*place, key))
+    elif isinstance(value, list):
+        for index in {0, len(value) - 1} if value else ():
+            yield from _places(value[index], (*place, index))
+    elif value is not None:
+        yield place
+
+
+def take_record(folder: Path, donor: Path) -> None:
+    """Give a folder the record of another, with every hash and size made to fit."""
+    (folder / RECORD).write_text((donor / RECORD).read_text())
+    rehash(folder)
 
 
 FORGED: Mapping[str, Alter] = {

@@ -281,7 +281,7 @@ def fill(place: Place | StackPlace, module: nn.Module, dtype: torch.dtype, threa
         _fill_stack(place, module, loaded, dtype, threads)
         return
     blob = loaded.detach().cpu().numpy()
-    _check_shape(place.label, tuple(shape_of(blob, name=place.label)), place.shape)
+    check_stored_shape(place.label, tuple(shape_of(blob, name=place.label)), place.shape)
     if isinstance(module, PackedLinear):
         delattr(module, place.tensor)
         module.fill(decode_packed(blob, name=place.label, threads=threads), loaded.device)
@@ -304,12 +304,17 @@ def _fill_stack(place: StackPlace, module: nn.Module, loaded: Tensor, dtype: tor
     setattr(module, place.tensor, whole)
     for layer, label in zip(place.layers, place.labels, strict=True):
         blob = blobs[words.index(layer.name.rpartition(".")[2]) * experts + layer.expert].numpy()
-        _check_shape(label, tuple(shape_of(blob, name=label)), layer.shape)
+        check_stored_shape(label, tuple(shape_of(blob, name=label)), layer.shape)
         replace(layer, module=module).write(matrix_of(decode(blob, name=label, threads=threads)).decode())
     setattr(module, place.tensor, nn.Parameter(whole.data.to(loaded.device), requires_grad=False))
 
 
-def _check_shape(label: str, shape: tuple[int, ...], expected: tuple[int, int]) -> None:
+def check_stored_shape(label: str, shape: tuple[int, ...], expected: tuple[int, int]) -> None:
+    """Refuse a stored matrix whose shape is not that in config.json.
+
+    Raises:
+        FormatError: The shapes differ.
+    """
     if shape != expected:
         raise FormatError(
             f"{label} is {shape[0]} x {shape[1]}, but config.json describes {expected[0]} x {expected[1]}. These files do not "

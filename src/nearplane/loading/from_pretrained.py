@@ -38,7 +38,16 @@ from nearplane.formats.layer_format import METHOD, WEIGHTS, read_config
 from nearplane.formats.native import DEFAULT, Native
 from nearplane.formats.stored import quantization_of
 from nearplane.formats.table import FORMATS
-from nearplane.loading.dense_network import JoinedBlobs, Place, SingleBlob, StackPlace, dense_network, fill, make_places
+from nearplane.loading.dense_network import (
+    JoinedBlobs,
+    Place,
+    SingleBlob,
+    StackPlace,
+    check_stored_shape,
+    dense_network,
+    fill,
+    make_places,
+)
 from nearplane.loading.packed_linear import PackedLinear
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.conversion import renamed
@@ -108,9 +117,22 @@ def load(
         if check:
             check_hashes(folder, weights=method != METHOD)  # transformers reads the files, native ones through `verify`
         model = network_of(folder, dtype=dtype, empty=empty, trust_remote_code=trust_remote_code)
+        _check_packed_shapes(model, folder)
     if not packed and isinstance(getattr(model, "hf_quantizer", None), NearplaneQuantizer):
         model = model.dequantize(model.dtype)
     return model.to(Device.named(device).place)
+
+
+def _check_packed_shapes(model: PreTrainedModel, folder: Path) -> None:
+    """Refuse layers of compressed-tensors that name another shape than their own; they would fail when they are called.
+
+    Raises:
+        FormatError: The stored shape of a layer differs from that in config.json.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and isinstance(stored := getattr(module, "weight_shape", None), Tensor):
+            shape = (module.out_features, module.in_features)
+            check_stored_shape(f"{folder}: {name}.weight_shape", tuple(stored.tolist()), shape)
 
 
 class NearplaneConfig(QuantizationConfigMixin):

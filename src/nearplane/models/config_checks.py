@@ -28,8 +28,8 @@ CALLS = (50_000, 200)
 SPARE_WEIGHTS = 1 << 20  # weights that a network may have in addition to the stored ones
 # names of the packed tensors, one per quantized matrix
 PACKED_NAMES = re.compile(r"\.(weight_packed|qweight|weight_coded|weight_q\d_[01k])$")
+INTEGERS = {"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"}  # dtypes that no weight of a network has
 CODES = {"I32": 16, "U8": 64}  # most codes per element of a packed tensor; other dtypes hold weights
-INTEGERS = {"BOOL", "U8", "I8", "I16", "I32", "I64"}
 BUFFERS = 1 << 28  # most elements of tables and masks, which are not stored
 
 
@@ -95,18 +95,17 @@ class BuildBudget(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def check_sizes(network: nn.Module, reader: TensorReader, *, plain: bool) -> None:
-    """Refuse an empty network whose parameters differ from the tensors of their names in size or kind, or are far too many.
+def check_sizes(network: nn.Module, reader: TensorReader) -> None:
+    """Refuse an empty network whose parameters differ in size or kind from the tensors of their names, or are far too many.
 
     Of tensors that transformers converts (fused experts) only the total is compared; quantized layers are not.
 
     Args:
         network: The network on the meta device.
         reader: Reader of the weight files; their names may lack the prefix of the base model.
-        plain: Whether the files hold no quantized weights, which may be stored as integers.
 
     Raises:
-        ModelError: A size differs, or a weight is stored in integers; the message names a tensor.
+        ModelError: A size differs, or integers are stored; the message names a tensor.
     """
     base = f"{getattr(network, 'base_model_prefix', '')}."
     stored = {spelling: name for name in reader.names() for spelling in (f"{base}{name}", name)}
@@ -115,16 +114,16 @@ def check_sizes(network: nn.Module, reader: TensorReader, *, plain: bool) -> Non
     for name, parameter in network.named_parameters():
         if name in stored:
             matched.add(stored[name])
-            if plain and (dtype := reader.dtype(stored[name])) in INTEGERS and parameter.is_floating_point():
-                raise ModelError(
-                    f"{reader.folder}: {stored[name]} is stored as {dtype}, but weights are floating-point numbers. Save it in "
-                    f"the dtype of the other weights, or fetch the folder again."
-                )
             shape = reader.shape(stored[name])
             if math.prod(shape) not in (0, parameter.numel()):  # transformers compares the order of dimensions
                 raise ModelError(
                     f"{reader.folder}: {stored[name]} is {shape}, but config.json describes {tuple(parameter.shape)}. "
                     f"These files do not belong together. Fetch the folder again."
+                )
+            if math.prod(shape) and parameter.is_floating_point() and (dtype := reader.dtype(stored[name])) in INTEGERS:
+                raise ModelError(
+                    f"{reader.folder}: {stored[name]} is stored as {dtype}, but weights are floating-point numbers. Save it in "
+                    f"the dtype of the other weights, or fetch the folder again."
                 )
         elif name.rpartition(".")[0] not in owners:
             unknown, first_unknown = unknown + parameter.numel(), first_unknown or name

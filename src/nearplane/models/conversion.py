@@ -311,13 +311,17 @@ def _plan(
 
 
 def _checked(tensor: Tensor, empty: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Return a stored tensor in the dtype of the network; raise an error if its shape differs or it is not finite."""
+    """Return a stored tensor in the dtype of the network; raise an error if its shape or kind differs or it is not finite."""
     if tensor.shape != empty.shape:
         raise ModelError(
             f"{name} has shape {tuple(tensor.shape)}, but config.json describes {tuple(empty.shape)}. "
             f"These files do not belong together. Fetch the folder again."
         )
     if not tensor.is_floating_point():
+        if empty.is_floating_point():
+            raise ModelError(
+                f"{name} is stored as {tensor.dtype}, not as floating-point numbers. Fetch the folder again."
+            )
         return tensor
     if not torch.isfinite(tensor := tensor.to(dtype)).all():
         raise NumericalError(f"{name} contains NaN or Inf in {dtype}. Fetch the folder again.")

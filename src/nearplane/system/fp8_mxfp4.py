@@ -99,6 +99,9 @@ class WidenedReader(TensorReader):
 
     def _check(self, name: str) -> None:
         codes, factors = (self._reader.shape(part) for part in self._parts[name])
+        kinds = [self._reader.dtype(part) for part in self._parts[name]]
+        if self.method == "mxfp4" and kinds != ["U8", "U8"]:
+            raise ModelError(f"{self.folder}: {name} and its factors are {kinds}, expected U8. Fetch the model again.")
         if self.method == "mxfp4":
             fits = len(codes) >= 3 and codes[:-1] == factors
         else:

@@ -265,8 +265,9 @@ def inside(name: str) -> bool:
 
 def _opened(path: Path) -> Any:
     """Return the context of `safe_open`; its errors name the file."""
-    if not path.exists():
-        raise ModelError(f"{path} is missing, but {INDEX} names it. Fetch the file again.")
+    if not path.is_file():  # a pipe would never end
+        fault = "is not a file" if path.exists() else f"is missing, but {INDEX} names it"
+        raise ModelError(f"{path} {fault}. Fetch the file again.")
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as error:

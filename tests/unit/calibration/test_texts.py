@@ -103,6 +103,7 @@ def test_long_texts_raise_no_warning(
         ("a.txt", "abc", "has 3 tokens, but a window has 20"),
         ("a.jsonl", "\n", r"a\.jsonl is empty"),
         ("a.jsonl", '{"text": "a"}\n{"text": ', r"a\.jsonl, line 2 is not JSON"),
+        ("a.jsonl", 100_000 * "[", r"a\.jsonl, line 1 is not JSON"),
         ("a.jsonl", '{"text": "a"}\n\n{"body": "b"}', r"a\.jsonl, line 3 has neither `text`"),
         ("a.jsonl", '{"text": 7}', r"a\.jsonl, line 1 has neither `text`"),
         ("a.jsonl", '["text"]', r"a\.jsonl, line 1 has neither `text`"),

@@ -13,8 +13,10 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaForCausalLM
 
+import nearplane
 from checkpoints import config_of_grids, random_matrix, write_folder
 from nearplane.coding.packed_words import pack
 from nearplane.errors import FormatError, RecipeError
@@ -24,6 +26,7 @@ from nearplane.formats.packed_integers import PackQuantized
 from nearplane.formats.stored import read_dense
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import MXFP4, NumberFormat, integers
+from nearplane.system.paths import RECORD
 
 layout = FORMAT.layers
 IDS = torch.arange(48)[None] % 64
@@ -115,6 +118,19 @@ def test_layers_with_widths_of_their_own_load_too(tmp_path: Path, source: Callab
     matrices = write_folder(tmp_path / "out", folder, "compressed-tensors", bits=4, group_size=32, width=width_of)
     assert {matrix.grid.high for matrix in matrices.values()} == {2 ** (bits - 1) - 1 for bits in (2, 3, 4, 5, 8)}
     assert_loads_as_decoded(tmp_path / "out", folder, torch.bfloat16)
+
+
+def test_a_stored_shape_that_is_not_the_layers_does_not_load(tmp_path: Path, source: Callable[..., Path]) -> None:
+    """transformers loads it, and the network failed when it was called."""
+    out = tmp_path / "out"
+    write_folder(out, source(torch.float32), "compressed-tensors", bits=4, group_size=32)
+    (out / RECORD).unlink()
+    path, part = out / "model-00001-of-00003.safetensors", "model.layers.0.mlp.up_proj.weight_shape"
+    tensors = load_file(path)
+    tensors[part] = tensors[part].flip(0)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(FormatError, match=r"up_proj\.weight_shape is 128 x 352, but config\.json describes 352 x 128"):
+        nearplane.load(out, dtype="float32")
 
 
 def assert_loads_as_decoded(out: Path, folder: Path, dtype: torch.dtype, **options: Any) -> None:

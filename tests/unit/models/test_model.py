@@ -201,6 +201,12 @@ def test_a_tensor_of_another_shape_is_named(saved: Saved, tmp_path: Path) -> Non
             pass
 
 
+def test_integers_in_the_place_of_weights_are_named(saved: Saved, tmp_path: Path) -> None:
+    """They became a parameter of integers in a network of floating-point numbers."""
+    with pytest.raises(ModelError, match=rf"{NORM} is stored as I16, but weights are floating-point numbers"):
+        open_model(str(changed(saved("llama"), tmp_path, NORM, torch.ones(32, dtype=torch.int16))))
+
+
 def test_a_truncated_file_is_named(saved: Saved, tmp_path: Path) -> None:
     folder = changed(saved("llama"), tmp_path, NORM, torch.ones(32))
     file = folder / "model.safetensors"

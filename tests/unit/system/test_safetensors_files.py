@@ -1,6 +1,7 @@
 """Folders of safetensors: what is written is read, what is unfinished or broken is refused."""
 
 import json
+import os
 import zlib
 
 import pytest
@@ -82,6 +83,17 @@ def test_a_truncated_file_is_refused(folder, keep):
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ModelError, match="00001"):
         ShardReader(folder)
+
+
+def test_a_pipe_in_the_place_of_a_shard_is_refused(folder):
+    """Opening it would wait for ever, so the test holds its other end."""
+    path = next(folder.glob("*00001-of*"))
+    path.unlink()
+    os.mkfifo(path)
+    end = os.open(path, os.O_RDWR)
+    with pytest.raises(ModelError, match=r"00001-of-.* is not a file\. Fetch"):
+        ShardReader(folder)
+    os.close(end)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):

@@ -34,6 +34,7 @@ TENSORS = f"{KEY_PREFIX}tensors"  # name of every tensor in the checkpoint; expe
 SUMS = f"{KEY_PREFIX}sha256"  # SHA-256 of the data of every tensor; one per expert
 STAR = "*"  # replaces the expert's number in the name of a tensor with the matrices of all experts
 METADATA = f"{KEY_PREFIX}metadata_sha256"  # SHA-256 of the metadata of network and tokenizer
+NETWORK_KEYS = ("general.architecture", "general.alignment")  # general keys that change what tensors are
 SHA_SIZE = 64  # letters of a SHA-256 in hexadecimal
 
 
@@ -88,6 +89,8 @@ def read_header(path: Path, *, lists: bool = False) -> Header:
         ModelError: The file is no GGUF, is damaged, or has types that nearplane does not write.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is not a file")  # a pipe would never end
         with path.open("rb") as file:
             return _header(path, file, lists)
     except (OSError, struct.error, ValueError, TypeError, OverflowError, MemoryError, RecursionError) as error:
@@ -136,12 +139,12 @@ def _header(path: Path, file: BinaryIO, lists: bool) -> Header:
 def metadata_digest(path: Path, header: Header) -> str:
     """Return the SHA-256 of the metadata of network and tokenizer, and of the names, shapes and types of all tensors.
 
-    Other `general` keys, such as the name, may be edited.
+    Other `general` keys, such as the name, may be edited. The run record and the hashes of tensors check themselves.
     """
     digest = hashlib.sha256()
     with path.open("rb") as file:
         for key, place in sorted(header.places.items()):
-            if key in ("general.architecture", "general.alignment") or not key.startswith(("general.", KEY_PREFIX)):
+            if key in NETWORK_KEYS or not (key.startswith("general.") or key in (RECORD_KEY, SUMS, METADATA)):
                 file.seek(place.start - 4)  # with the type of the value
                 digest.update(f"{key}\n".encode() + file.read(4 + len(place)))
     for info in header.tensors:

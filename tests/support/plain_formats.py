@@ -1,0 +1,192 @@
+"""Read folders of safetensors with plain NumPy, as their formats say: packed integers, GPTQ, 4-bit floats, fp8, and dense tensors.
+
+An independent reader for files that nobody signed: whatever their bytes are, this is what they decode to. It imports nothing of
+nearplane, checks little, and raises any error at all where a file makes no sense.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+INDEX, ONLY = "model.safetensors.index.json", "model.safetensors"
+TYPES = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1",
+    "BOOL": "?", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
+}  # fmt: skip
+LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+FLOATS4 = np.concatenate([LEVELS, -LEVELS])
+
+
+def _eight(byte: int) -> float:
+    """Return a float8 e4m3fn: a sign, four bits of exponent less 7, three of fraction; no infinity."""
+    exponent, fraction = byte >> 3 & 15, byte & 7
+    size = fraction * 2.0**-9 if not exponent else (8 + fraction) * 2.0 ** (exponent - 10)
+    return math.nan if byte & 127 == 127 else -size if byte & 128 else size
+
+
+EIGHTS = np.array([_eight(byte) for byte in range(256)], np.float32)
+CODED = (".weight_packed", ".qweight")
+
+
+class UnsureError(Exception):
+    """A config says something that this reader does not know."""
+
+
+class Raw(NamedTuple):
+    """A tensor as its file has it: the name of its dtype, its values, those of bfloat16 and float8 as integers."""
+
+    dtype: str
+    values: NDArray[Any]
+
+    def floats(self) -> NDArray[np.float32]:
+        if self.dtype == "BF16":
+            return (self.values.astype(np.uint32) << 16).view(np.float32)
+        return EIGHTS[self.values] if self.dtype == "F8_E4M3" else self.values.astype(np.float32)
+
+
+def raw_tensors(folder: Path) -> dict[str, Raw]:
+    """Return all tensors of a folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).exists():
+        files = [folder / name for name in sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))]
+    elif folder / ONLY in files:
+        files = [folder / ONLY]
+    return {name: tensor for path in files for name, tensor in _file(path).items()}
+
+
+def _file(path: Path) -> dict[str, Raw]:
+    content = path.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    tensors = {}
+    for name, about in json.loads(content[8:begin]).items():
+        if name != "__metadata__":
+            first, last = about["data_offsets"]
+            values = np.frombuffer(content[begin + first : begin + last], TYPES[about["dtype"]])
+            tensors[name] = Raw(about["dtype"], values.reshape(about["shape"]))
+    return tensors
+
+
+def decoded(folder: Path) -> dict[str, Raw]:
+    """Return what a folder's tensors stand for: dense ones as they are, decoded ones as float32 or bfloat16.
+
+    Raises:
+        UnsureError: config.json describes what this reader does not know.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    how, stored = config.get("quantization_config"), raw_tensors(folder)
+    if how is None:
+        return stored
+    with np.errstate(all="ignore"):
+        match how.get("quant_method"):
+            case "fp8":
+                return _eights(stored, tuple(how.get("weight_block_size") or (128, 128)))
+            case "mxfp4":
+                return _gpt_oss(stored)
+            case "compressed-tensors":
+                return _layers(stored, CODED[0], lambda layer, parts: _compressed(parts, _scheme(how, layer)))
+            case "gptq":
+                return _layers(stored, CODED[1], lambda _, parts: _gptq(parts, how))
+    raise UnsureError(str(how.get("quant_method")))
+
+
+def _layers(stored: Mapping[str, Raw], key: str, decode: Any) -> dict[str, Raw]:
+    """Return the tensors with those of every layer replaced by its weight."""
+    ends = {
+        CODED[0]: (key, ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
+        CODED[1]: (key, ".qzeros", ".scales", ".g_idx"),
+    }[key]
+    dense = dict(stored)
+    for layer in [name.removesuffix(key) for name in stored if name.endswith(key)]:
+        parts = {end[1:]: dense.pop(layer + end) for end in ends if layer + end in stored}
+        dense[f"{layer}.weight"] = Raw("F32", decode(layer, parts))
+    return dense
+
+
+def _bits(words: NDArray[Any], bits: int, count: int) -> NDArray[np.int64]:
+    """Return (rows, count) integers of so many bits each from rows of words, low bits first."""
+    rows = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1)
+    stream = np.unpackbits(rows, axis=1, bitorder="little")[:, : bits * count].reshape(len(words), count, bits)
+    return (stream.astype(np.int64) << np.arange(bits)).sum(2)
+
+
+def _scheme(how: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
+    """Return the numbers of a layer: those of the only scheme, or of the one that names the layer."""
+    schemes = list(how["config_groups"].values())
+    fitting = [scheme for scheme in schemes if len(schemes) == 1 or layer in scheme["targets"]]
+    if len(fitting) != 1:
+        raise UnsureError(f"{len(fitting)} schemes of {layer}")
+    return dict(fitting[0]["weights"])
+
+
+def _compressed(parts: Mapping[str, Raw], weights: Mapping[str, Any]) -> NDArray[np.float32]:
+    words, scale = parts["weight_packed"].values, parts["weight_scale"]
+    if weights["type"] == "float":
+        codes = np.stack([words & 15, words >> 4], 2).reshape(len(words), -1)
+        steps = np.float32(2) ** (scale.values.astype(np.float32) - 127)
+        return np.repeat(steps, 32, 1) * np.where(codes & 8, -1, 1).astype(np.float32) * LEVELS[codes & 7]
+    bits, (out, columns) = weights["num_bits"], parts["weight_shape"].values.tolist()
+    size = weights["group_size"] if weights["strategy"] == "group" else columns
+    group = np.arange(columns) // size
+    if "weight_g_idx" in parts:
+        group = parts["weight_g_idx"].values
+    zeros = np.full(scale.values.shape, 2 ** (bits - 1))
+    if not weights.get("symmetric", True):
+        zeros = _bits(parts["weight_zero_point"].values.T, bits, out).T
+    steps, codes = scale.floats(), _bits(words, bits, columns)
+    return steps[:, group] * (codes - zeros[:, group]).astype(np.float32)
+
+
+def _gptq(parts: Mapping[str, Raw], how: Mapping[str, Any]) -> NDArray[np.float32]:
+    if how.get("dynamic"):
+        raise UnsureError("dynamic")
+    bits, group = how["bits"], parts["g_idx"].values
+    version = how.get("checkpoint_format") or how.get("format") or "gptq"
+    steps = parts["scales"].floats()  # (groups, out)
+    zeros = _bits(parts["qzeros"].values, bits, steps.shape[1]) + (1 if version == "gptq" else 0)
+    codes = _bits(parts["qweight"].values.T, bits, len(group))  # (out, in)
+    return np.ascontiguousarray(steps[group].T * (codes.T - zeros[group]).T.astype(np.float32))
+
+
+def _eights(stored: Mapping[str, Raw], size: tuple[int, int]) -> dict[str, Raw]:
+    dense = {}
+    for name, tensor in stored.items():
+        if tensor.dtype == "F8_E4M3":
+            factors = stored[f"{name}_scale_inv"]
+            steps = factors.floats()
+            if factors.dtype == "U8":
+                steps = np.float32(2) ** (steps - 127)
+            out, columns = tensor.values.shape
+            if steps.size > 1:
+                steps = np.repeat(np.repeat(steps, size[0], 0)[:out], size[1], 1)[:, :columns]
+            dense[name] = _short(tensor.floats() * steps)
+        elif not name.endswith(("_scale_inv", ".activation_scale", ".input_scale")):
+            dense[name] = tensor
+    return dense
+
+
+def _gpt_oss(stored: Mapping[str, Raw]) -> dict[str, Raw]:
+    dense = {name: tensor for name, tensor in stored.items() if not name.endswith(("_blocks", "_scales"))}
+    for name, tensor in stored.items():
+        if name.endswith("_blocks"):
+            stem, codes = name.removesuffix("_blocks"), tensor.values
+            exponents = stored[f"{stem}_scales"].values.astype(np.int32) - 127
+            values = np.ldexp(
+                FLOATS4[np.stack([codes & 15, codes >> 4], -1)].reshape(*codes.shape[:-1], -1), exponents[..., None]
+            )
+            values = values.reshape(*codes.shape[:-2], -1)
+            dense[stem] = _short(np.ascontiguousarray(np.swapaxes(values, -1, -2)))
+    return dense
+
+
+def _short(values: NDArray[np.float32]) -> Raw:
+    """Round to bfloat16, ties to even."""
+    whole = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (whole + 0x7FFF + (whole >> 16 & 1)) >> 16
+    return Raw("BF16", np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16))
