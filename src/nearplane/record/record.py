@@ -20,7 +20,7 @@ from nearplane.recipe.schemes import BlockScheme
 from nearplane.record.from_json import annotated
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.matmul_choice import Products
-from nearplane.system.paths import RECORD, unfinished_run
+from nearplane.system.paths import INCOMPLETE, RECORD, unfinished_run
 
 VERSION = 5  # of the record; records of other versions are refused
 MAX_CERTIFIED_INPUTS = 4096  # no limit is computed for wider layers, as it would take longer than the solve
@@ -399,6 +399,8 @@ def read_record(folder: Path) -> RunRecord:
             f"{RECORD}."
         )
     if not path.is_file():
+        if (folder / INCOMPLETE).is_file():
+            raise FormatError(f"{folder} is incomplete: its run has not finished. Repeat the command of that run.")
         problem = f"has no {RECORD}" if folder.exists() else "does not exist"
         raise FormatError(
             f"{folder} {problem}: expected a folder that nearplane quantize wrote.{unfinished_run(folder)}"

@@ -339,8 +339,8 @@ def _rows(
                     else:
                         row = measure.written(row, *recipe_for(method, asked, layers, measure.calibration), out)
                 except KeyboardInterrupt as stopped:
-                    if keep is None:
-                        stopped.__notes__ = []  # the notes name files in the temporary folder
+                    rows_kept = f"The finished rows are in {keep}. Repeat the command to resume."
+                    stopped.__notes__ = [] if keep is None else [rows_kept]  # others name files in the temporary folder
                     raise
                 except RecipeError as error:  # these bits or this model are not supported, or the folder is in use
                     row = replace(row, note=str(error))

@@ -126,6 +126,7 @@ def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> Run
     for target in (out, place.folder):
         refuse_overlap(target, model)
     if not solved.is_symlink() and (not solved.exists() or (solved.is_dir() and not any(solved.iterdir()))):
+        place.refuse_stopped()  # not of this command, whose tuning begins later
         _check_tunable(folder, recipe, options)
         quantize_folder(folder, solved, recipe, options)
     elif difference := _differing(solved, recipe, options):

@@ -237,6 +237,12 @@ def test_no_field_of_a_certificate_is_left_out_of_the_file(name):
     assert (name in usual) == (name != "degenerate")
 
 
+def test_a_folder_that_a_run_has_not_finished_is_told_as_such(tmp_path):
+    (tmp_path / "INCOMPLETE").write_text("")
+    with pytest.raises(FormatError, match="is incomplete: its run has not finished"):
+        read_record(tmp_path)
+
+
 def test_a_folder_that_a_run_was_to_make_is_told_of_what_it_left(tmp_path):
     (tmp_path / "out.unfinished").mkdir()
     with pytest.raises(FormatError, match=r"A stopped run left .*out\.unfinished\. Repeat the command"):
