@@ -247,7 +247,6 @@ def _windows(
         samples=samples or sys.maxsize,
         seqlen=seqlen,
         between=framing_tokens(tokenizer) if network.framed else (),
-        option="--text",
     )
 
 
