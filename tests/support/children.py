@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -42,6 +43,19 @@ def command(*words: object) -> Child:
     """Start the command line with some words."""
 
     def run() -> None:
+        sys.argv = ["nearplane", *map(str, words)]
+        cli.main()
+
+    return Child(run)
+
+
+def without_rights(*words: object) -> Child:
+    """Start the command line in a process for which the rights of files hold, as they do not for root on Linux."""
+
+    def run() -> None:
+        if not os.geteuid():
+            header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3, no capability
+            assert not ctypes.CDLL(None).capset(header, none)
         sys.argv = ["nearplane", *map(str, words)]
         cli.main()
 

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nearplane.errors import FormatError
+
 
 class Terminated(KeyboardInterrupt):
     """Exception for SIGTERM, which ends a command as Ctrl-C does."""
@@ -46,6 +48,9 @@ def attended() -> Iterator[None]:
     """A context that writes nearplane's log to the error stream and turns SIGTERM into `Terminated`.
 
     Ctrl-C and SIGTERM are raised again if a library replaces them with an error of its own.
+
+    Raises:
+        FormatError: The user has no right to read or write a file, which the message names.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -67,6 +72,8 @@ def attended() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if not stopped and isinstance(error, PermissionError):
+            raise FormatError(f"{error.filename} cannot be read or written: {error.strerror}.") from error
         if not stopped:
             raise
         for note in getattr(error, "__notes__", ()):

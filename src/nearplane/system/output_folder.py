@@ -56,6 +56,9 @@ class Unfinished:
         self._place = out.resolve()
         _check_replaceable(out, self._place)
         self.folder = self._place.with_name(self._place.name + UNFINISHED)
+        for folder in (self._place, self.folder):
+            if folder.is_dir() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                raise RecipeError(f"{folder} cannot be written: Permission denied. Choose another folder.")
         self._held = ExitStack()
         self._check_free()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -22,6 +23,8 @@ def folder_named(source: str | Path) -> Path | None:
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
+        if not os.access(folder, os.R_OK | os.X_OK):  # where it could only be listed or only be entered
+            raise ModelError(f"{folder} cannot be read: Permission denied.")
         return folder
     if folder.exists():
         raise ModelError(f"{source} is a file. Pass the folder of the model.")
