@@ -49,13 +49,18 @@ def command(*words: object) -> Child:
     return Child(run)
 
 
+def drop_rights() -> None:
+    """Let the rights of files hold in this process, as they do not for root on Linux."""
+    if not os.geteuid():
+        header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3, no capability
+        assert not ctypes.CDLL(None).capset(header, none)
+
+
 def without_rights(*words: object) -> Child:
-    """Start the command line in a process for which the rights of files hold, as they do not for root on Linux."""
+    """Start the command line in a process for which the rights of files hold."""
 
     def run() -> None:
-        if not os.geteuid():
-            header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3, no capability
-            assert not ctypes.CDLL(None).capset(header, none)
+        drop_rights()
         sys.argv = ["nearplane", *map(str, words)]
         cli.main()
 
