@@ -63,6 +63,9 @@ class Unfinished:
         self.folder = self._place.with_name(self._place.name + UNFINISHED)
         for written, source in product((out, self.folder), sources):
             refuse_overlap(written, source)
+        for folder in (self._place, self.folder):
+            if folder.is_dir() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                raise RecipeError(f"{folder} cannot be written: Permission denied. Choose another folder.")
         with readable_errors(out):
             self._check_free()
 
