@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -166,7 +168,6 @@ class Reader:
     def _peak(self, subject: Subject, name: str) -> int:
         """Return by how much memory grows while the files are read as they were written."""
         if (subject.name, name) not in self.peaks:
-            subject.prepare(name)  # the first time brings pages of libraries into memory
             read = subject.readers()[name]
             self.peaks[subject.name, name] = _measured(lambda: read(self._copy(subject)))[1]
         return self.peaks[subject.name, name]
@@ -253,6 +254,8 @@ class Worker:
                 with open(end, "wb", buffering=0) as out:
                     self._work(found, place, out)
                 code = 0
+            except Exception:  # of the fuzz itself
+                os.write(2, traceback.format_exc().encode())
             finally:
                 os._exit(code)
         os.close(end)
@@ -295,9 +298,8 @@ class Worker:
 
 def _quiet() -> None:
     """Send what libraries print to nowhere, and lower nothing else."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    faulthandler.disable()  # a crash is told by the code of the process
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     logging.disable_progress_bar()
     torch.set_num_threads(1)
 
@@ -314,6 +316,9 @@ def run(place: Path, seeds: Iterable[int], *, workers: int = 1, only: str = "") 
     began, report, todo = time.perf_counter(), Report(), list(seeds)
     logging.disable_progress_bar()
     found = subjects(place, only)
+    for subject in found:
+        for name in subject.readers():
+            subject.prepare(name)
     alive = [Worker(found, place, todo[number::workers]) for number in range(workers) if todo[number::workers]]
     while alive:
         ready, _, _ = select.select([worker.lines for worker in alive], [], [], 1.0)
