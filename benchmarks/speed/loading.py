@@ -28,8 +28,8 @@ from nearplane.coding.blob import stored_base
 from nearplane.formats.container import Place
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS, open_container
-from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.recipe.schemes import RateScheme
+from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.recipe.schemes import GridScheme, RateScheme
 
 OCTAVES = 0.8  # standard deviation of the columns' spread
 
@@ -46,16 +46,28 @@ def sampled(out: int, columns: int, bits: float, rng: np.random.Generator) -> Qu
     return QuantizedMatrix(codes=torch.from_numpy(codes), grid=grid)
 
 
-def write(out: Path, source: Path, config: LlamaConfig, bits: float) -> int:
-    """Write a random coded checkpoint and return how many weights are coded."""
+def on_grid(out: int, columns: int, bits: float, rng: np.random.Generator) -> QuantizedMatrix:
+    """Return uniform 4-bit codes in groups of 128."""
+    codes = torch.from_numpy(rng.integers(-8, 8, (out, columns), np.int8)).to(torch.int32)
+    scale = torch.full((out, columns // 128), 2.0**-8)
+    group = torch.arange(columns) // 128
+    return QuantizedMatrix(codes=codes, grid=Grid(scale=scale, zero=0 * scale, group=group, low=-8, high=7))
+
+
+MATRICES = {"nearplane": sampled, "compressed-tensors": on_grid}  # by format
+
+
+def write(out: Path, source: Path, config: LlamaConfig, bits: float, format: str = "nearplane") -> int:
+    """Write a random quantized checkpoint and return its number of quantized weights."""
     source.mkdir(parents=True)
     config.save_pretrained(source)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     layers = {name: part for name, part in model.named_modules() if type(part) is torch.nn.Linear and name != "lm_head"}
     rng, weights = np.random.default_rng(0), 0
-    network = Quantized(scheme=RateScheme(rate=bits), quantized=list(layers), version=nearplane.__version__)
-    quantization = FORMATS["nearplane"].config.describe(network)
+    scheme = RateScheme(rate=bits) if format == "nearplane" else GridScheme(bits=4, group_size=128)
+    network = Quantized(scheme=scheme, quantized=list(layers), ignore=["lm_head"], version=nearplane.__version__)
+    quantization = FORMATS[format].config.describe(network)
     blocks = len(model.model.layers)
     rest = {name: torch.randn(tensor.shape, dtype=torch.bfloat16) for name, tensor in model.state_dict().items()}
     place = Place(out=out, source=source)
@@ -63,7 +75,7 @@ def write(out: Path, source: Path, config: LlamaConfig, bits: float) -> int:
         for i in range(blocks):
             for name, layer in layers.items():
                 if name.startswith(f"model.layers.{i}."):
-                    writer.add(name, sampled(*layer.weight.shape, bits, rng))
+                    writer.add(name, MATRICES[format](*layer.weight.shape, bits, rng))
                     weights += rest.pop(f"{name}.weight").numel()
             writer.close_block({})
         writer.close_block(rest)

@@ -148,9 +148,10 @@ def test_what_encoders_cannot_have_is_refused(how: dict[str, Any], match: str, m
     assert not (tmp_path / "out").exists()
 
 
-def test_an_encoder_generates_nothing(minilm: Path) -> None:
+def test_an_encoder_generates_nothing(minilm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RecipeError, match="an encoder, which predicts no tokens"):
-        nearplane.generate(minilm, "once", tokens=2, device="cpu")
+        cli.app(["generate", str(minilm), "once", "--tokens", "2", "--device", "cpu"])
+    assert capsys.readouterr().out == ""
 
 
 def test_positions_that_padding_takes_are_not_offered(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 import nearplane
 from families import FAMILIES, LLAMA, MOE, config_of, random_model
 from nearplane import ModelError
+from nearplane.cli.app import app
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.gguf import network_config
 from nearplane.formats.gguf.gguf_header import FILE, METADATA, metadata_digest, read_header
@@ -195,3 +196,18 @@ def test_the_config_says_what_the_metadata_say(out_of: Callable[[str], Path]) ->
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "attention_bias", "vocab_size", "head_dim"):
         assert config[name] == beside[name]
     assert config["quantization_config"] == beside["quantization_config"]
+
+
+def test_inspect_lists_the_tensors_of_another_program(
+    out_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = without_own_keys(out_of("llama") / FILE, tmp_path / "foreign.gguf")
+    app(["inspect", str(alone), "--json"], exit_on_error=False, result_action="return_value")
+    rows = {row["tensor"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["blk.0.attn_q.weight"] == {
+        "tensor": "blk.0.attn_q.weight",
+        "type": "q4_0",
+        "shape": "32 x 32",
+        "bytes": "576",
+    }
+    assert rows["output_norm.weight"]["type"] == "f32"

@@ -355,9 +355,9 @@ def test_what_cannot_be_tuned_is_refused_in_a_sentence(tuned_of, model_of, text,
             "are not those on which the checkpoint was calibrated",
         ),
         ((solved, "new"), {"against": model_of("gpt2")}, RecipeError, "is not the model that was quantized"),
-        ((solved, "new"), {"samples": 1}, RecipeError, "--samples is 1"),
+        ((solved, "new"), {"samples": 1}, RecipeError, "samples is 1"),
         ((solved, "new"), {"seqlen": 4000}, CalibrationError, "more than the model's maximum length of 64"),
-        ((solved, solved), {"overwrite": True}, RecipeError, "overlaps with the checkpoint to tune"),
+        ((solved, solved), {"overwrite": True}, RecipeError, "overlaps with"),
         ((tmp_path, "new"), {}, NearplaneError, "has no nearplane.json"),
     ]
     for (source, out), words, error, said in cases:
@@ -384,7 +384,7 @@ def test_no_checkpoint_is_written_over_the_one_that_is_tuned(tuned_of, tmp_path)
     shutil.copy(solved / RECORD, tmp_path / "holds" / RECORD)
     before = sorted(tmp_path.rglob("*"))
     for source, out in ((whole, tmp_path / "out"), (whole, whole / "new"), (within, tmp_path / "holds")):
-        with pytest.raises(RecipeError, match=r"overlaps with the checkpoint to tune"):
+        with pytest.raises(RecipeError, match=r"overlaps with"):
             nearplane.tune(source, out, against=original, overwrite=True)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -535,7 +535,7 @@ def test_the_commands_work(tuned_of, text, tmp_path, capsys, monkeypatch):
     assert json.loads(said[said.index("{\n") :])["tuning"]["samples"] == 60
 
 
-def test_layers_above_max_loss_are_named_and_the_command_ends_with_2(tuned_of, text, tmp_path, capsys, monkeypatch):
+def test_layers_above_max_loss_are_named_and_the_command_ends_with_4(tuned_of, text, tmp_path, capsys, monkeypatch):
     solved, _, original = tuned_of("gptq_v2")
     folder, record = shutil.copytree(solved, tmp_path / "solved"), read_record(solved)
     forgery.sign(folder, replace(record, recipe=replace(record.recipe, max_loss=1e-6)))
@@ -543,7 +543,7 @@ def test_layers_above_max_loss_are_named_and_the_command_ends_with_2(tuned_of, t
     monkeypatch.setattr("sys.argv", ["nearplane", *words])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 2
+    assert ended.value.code == 4
     said = capsys.readouterr().out
     assert f"{len(record.layers)} layers with a relative loss above --max-loss 1e-06" in said
     assert read_record(folder).exceeding[0].name in said

@@ -43,6 +43,16 @@ def test_the_quick_start_shows_every_step() -> None:
     assert {"demo", "inspect", "quantize", "report", "verify", "evaluate", "generate", "export"} <= shown
 
 
+def test_the_help_and_the_quick_start_list_the_same_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    section = (DOCS / "quick-start.md").read_text().partition("## Exit codes")[2].partition("##")[0]
+    listed = {code for cell in re.findall(r"^\| ([\d, ]+) \|", section, re.M) for code in cell.split(", ")}
+    assert listed == {"0", "1", "2", "3", "4", "130", "141", "143"}
+    for words in (["--help"], ["verify", "--help"]):
+        with pytest.raises(SystemExit):
+            app(words)
+        assert set(re.findall(r"\d+", capsys.readouterr().out.partition("Exit codes:")[2])) == listed
+
+
 def anchors(page: Path) -> set[str]:
     """Return what links to the headings of a page end in, as GitHub makes it."""
     headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.M)

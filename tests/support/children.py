@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from nearplane.cli import app as cli
 
@@ -38,14 +38,31 @@ class Child:
         return code, said[0], said[1]
 
 
-def command(*words: object) -> Child:
-    """Start the command line with some words."""
+def command(*words: object, streams: Mapping[int, str] | None = None) -> Child:
+    """Start the command line with some words, perhaps with standard streams that are spoiled, see `spoil`."""
 
     def run() -> None:
+        for number, state in (streams or {}).items():
+            spoil(number, state)
         sys.argv = ["nearplane", *map(str, words)]
         cli.main()
 
     return Child(run)
+
+
+def spoil(number: int, state: str) -> None:
+    """Make a standard stream of this process "closed", "full", or "unread", which is a pipe without a reader."""
+    name, stream = ("stdin", "stdout", "stderr")[number], None
+    if state == "closed":
+        os.close(number)
+    else:
+        reader, writer = (-1, os.open("/dev/full", os.O_WRONLY)) if state == "full" else os.pipe()
+        os.dup2(writer, number)
+        os.close(writer)
+        if reader >= 0:
+            os.close(reader)
+        stream = open(number, "w", closefd=False)  # noqa: SIM115
+    setattr(sys, name, stream)
 
 
 def _be(run: Callable[[], object], out: int, err: int) -> None:
@@ -63,6 +80,10 @@ def _be(run: Callable[[], object], out: int, err: int) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        try:
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:
+                    stream.flush()
+        except OSError:
+            code = 120  # as Python ends
         os._exit(code)

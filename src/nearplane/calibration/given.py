@@ -173,9 +173,14 @@ def refuse_unrecorded(calibration: object) -> None:
 
 
 def model_label(model: str | Path | PreTrainedModel) -> str:
-    """Return the name of a model for the run record."""
+    """Return the name of a model for the run record.
+
+    Raises:
+        ModelError: It is neither a path nor a model object.
+    """
     if isinstance(model, str | os.PathLike):
         return str(model)
+    check_model(model)
     return str(getattr(model, "name_or_path", "") or f"{type(model).__name__} given in Python")
 
 

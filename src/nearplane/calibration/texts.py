@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nearplane.errors import CalibrationError, first_line
 from nearplane.models.pretrained import as_model_error
-from nearplane.system.paths import SUFFIXES, check_text_exists
+from nearplane.system.paths import text_files
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
 LETTERS_PER_TOKEN = 6  # guess for the first attempt; most tokens are shorter
@@ -32,6 +32,7 @@ def read_windows(
     seqlen: int,
     seed: int = 0,
     between: tuple[int, ...] = (),
+    option: str = "--calibration",
 ) -> Tensor:
     """Read the first `samples` windows of `seqlen` tokens, or fewer if the text is shorter.
 
@@ -46,6 +47,7 @@ def read_windows(
         samples, seqlen: Number of windows, and tokens per window.
         seed: Seed of the shuffle of a data set; files are not shuffled.
         between: First and last token of every window, counted in `seqlen`; see `framing_tokens`.
+        option: Option that names the text; only --calibration takes data sets.
 
     Returns:
         (windows, seqlen) int64.
@@ -61,7 +63,7 @@ def read_windows(
     ids: list[int] = []
     separator = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     needed = samples * seqlen
-    for text in _documents(tokenizer, DEFAULT_DATASET if source is None else source, seed):
+    for text in _documents(tokenizer, DEFAULT_DATASET if source is None else source, seed, option):
         if ids:
             ids += separator
         with as_model_error("The model's tokenizer cannot tokenize the text (fetch the model again)"):
@@ -134,30 +136,22 @@ def check_start(tokens: Tensor, start: int | None, called: str) -> None:
         )
 
 
-def _documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str], seed: int) -> Iterator[str]:
+def _documents(
+    tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str], seed: int, option: str
+) -> Iterator[str]:
     """Yield the texts of a file, a folder, a data set or a list, one by one."""
     if not isinstance(source, str | Path):
         yield from source
         return
-    check_text_exists(source)
-    path = Path(source).expanduser()
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
-        if not files:
-            raise CalibrationError(f"The folder {source} contains no {' or '.join(SUFFIXES)} file for calibration.")
-        for file in files:
-            yield from _documents_in(file, tokenizer)
-    elif path.exists():
-        yield from _documents_in(path, tokenizer)
-    else:
-        for number, row in enumerate(_rows(str(source), seed), 1):
-            yield _text(row, f"{source}, row {number}", tokenizer)
+    files = text_files(source, option)
+    for file in files or ():
+        yield from _documents_in(file, tokenizer)
+    for number, row in enumerate(_rows(str(source), seed) if files is None else (), 1):
+        yield _text(row, f"{source}, row {number}", tokenizer)
 
 
 def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yield the documents of one file."""
-    if file.suffix not in SUFFIXES:
-        raise CalibrationError(f"{file} is not a {' or '.join(SUFFIXES)} file. Rename plain text to .txt.")
     try:
         content = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -173,7 +167,8 @@ def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[st
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise CalibrationError(f"{place} is not JSON ({error}). Expected one object per line.") from error
+                fault = "it nests too deep" if isinstance(error, RecursionError) else error
+                raise CalibrationError(f"{place} is not JSON ({fault}). Expected one object per line.") from error
             yield _text(row, place, tokenizer)
 
 
@@ -194,15 +189,10 @@ def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _rows(source: str, seed: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of a data set of the hub, streamed and shuffled."""
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise CalibrationError(
-            f"Reading the data set {source} needs the datasets package. "
-            f'Run pip install "nearplane[datasets]", or pass a .txt or .jsonl file with --calibration.'
-        ) from error
     name, config, split = [*source.split(":"), "", ""][:3]
     try:
+        from datasets import load_dataset
+
         rows = load_dataset(name, config or None, split=split or "train", streaming=True)
         yield from rows.shuffle(seed=seed, buffer_size=SHUFFLED_ROWS)
     except Exception as error:  # the network and the readers of many formats raise anything

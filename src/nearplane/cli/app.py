@@ -6,19 +6,22 @@ import os
 import sys
 from importlib.metadata import version
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from nearplane.cli.commands import COMMANDS
-from nearplane.cli.flags import refuse_mixed
+from nearplane.cli.flags import exactly, refuse_mixed
 from nearplane.cli.quantize_command import quantize
-from nearplane.cli.terminal import attended, say_stopped
-from nearplane.errors import NearplaneError
+from nearplane.cli.streams import lasting_streams
+from nearplane.cli.terminal import attended, errors_as_sentences
 
 app = App(
     name="nearplane",
     version=version("nearplane"),
     help="Quantize language models: GPTQ as a closest-vector problem on a lattice.",
     help_format="plaintext",
+    help_epilogue="Exit codes: 0 done; 1 refused or failed; 2 mistyped option; 3 verify found faults; 4 --max-loss is "
+    "exceeded; 130 stopped by Ctrl-C, 143 by SIGTERM, 141 because nobody reads the output of generate.",
+    default_parameter=Parameter(converter=exactly),
     suppress_keyboard_interrupt=False,  # main() prints what a stopped command left on disk
 )
 app.register_install_completion_command(help="Install Tab completion of commands and options in the shell.")
@@ -31,16 +34,7 @@ def main() -> None:
     # set before torch loads: spinning threads are slow on a busy machine; oneDNN keeps memory for every shape it has seen
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-    try:
-        with attended():
-            if sys.argv[1:2] == ["quantize"]:
-                refuse_mixed(sys.argv[2:])
-            app()
-    except NearplaneError as error:
-        print(f"nearplane: {error}", file=sys.stderr)
-        sys.exit(1)
-    except BrokenPipeError:  # `nearplane inspect out | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except KeyboardInterrupt as stopped:
-        sys.exit(say_stopped(stopped))
+    with lasting_streams(), errors_as_sentences(), attended():
+        if sys.argv[1:2] == ["quantize"]:
+            refuse_mixed(sys.argv[2:])
+        app(print_error=False, exit_on_error=False)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from nearplane.cli.printing import as_json, quiet, say, shown, table
+from nearplane.cli.printing import as_json, comparison, opening, print_piece, say, table
 from nearplane.cli.terminal import bar
+from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration, Way
-from nearplane.recipe.sizes import size_text, three_places
+from nearplane.recipe.sizes import size_text
 from nearplane.system.paths import check_named
+from nearplane.verbs.early_checks import check_evaluate, check_export, check_tune, check_verify
 
 Dense = Literal["bfloat16", "float16", "float32"]
 Switch = Annotated[bool, Parameter(negative="")]
@@ -38,7 +41,7 @@ def evaluate(
     The first token of each window is not scored.
 
     Args:
-        model: Folder or hub id of a transformers checkpoint, or of one that nearplane wrote.
+        model: Folder or hub id of a transformers checkpoint, or of one that nearplane wrote, or a .gguf file.
         text: Text to measure on: a .txt or .jsonl file, or a folder of them.
         seqlen: Tokens per window. Default: 2048, or the model's maximum length if that is shorter.
         samples: Number of windows, from the beginning of the text. Default: all.
@@ -47,15 +50,15 @@ def evaluate(
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the result as JSON.
     """
-    check_named(model, against, texts=(text,))
+    counts = {"seqlen": seqlen, "samples": samples}
+    check_evaluate(model, text, against=against, **counts)
+    opening(model)
     from nearplane import evaluate as run
 
-    quiet()
     score = run(
         model,
         text,
-        seqlen=seqlen,
-        samples=samples,
+        **counts,
         against=against,
         device=device,
         trust_remote_code=trust_remote_code,
@@ -116,12 +119,12 @@ def compare(
         trust_remote_code: Run model code that comes with the checkpoints.
         json: Print the result as JSON.
     """
-    check_named(*models, texts=(text, None if tokens is None else tokens.calibration))
-    from nearplane.verbs.compare import WAYS
+    check_named(*models, text=text, calibration=None if tokens is None else tokens.calibration)
+    opening(*models)
     from nearplane.verbs.compare import compare as run
     from nearplane.verbs.compare_figure import check_plot, draw
+    from nearplane.verbs.compare_recipes import WAYS
 
-    quiet()
     if plot is not None:
         check_plot(plot)
     rows = []
@@ -141,46 +144,21 @@ def compare(
         ):
             rows.append(row)
     finally:  # prints the rows so far even after an error
-        if rows and not json:
-            columns = (
-                "model",
-                "method",
-                "asked",
-                "bits/weight",
-                "weight files",
-                "perplexity",
-                "KL to original",
-                "time",
-                "note",
-            )
-            table(
-                columns,
-                (
-                    (
-                        Path(row.model).name,
-                        row.method,
-                        "-" if row.asked is None else f"{row.asked:g}",
-                        three_places(row.rate),
-                        "-" if row.bytes is None else size_text(row.bytes),
-                        "-" if row.perplexity is None else f"{row.perplexity:#.4g}",
-                        three_places(row.kl),
-                        f"{row.seconds:.1f} s",
-                        row.note,
-                    )
-                    for row in rows
-                ),
-            )
-    if json:
-        print(as_json([asdict(row) for row in rows]))
+        if rows and json:
+            print(as_json([asdict(row) for row in rows]))
+        elif rows:
+            comparison(rows)
     if plot is not None:
         draw(rows, plot)
+    if failed := sum(row.failed for row in rows):
+        raise NearplaneError(f"{failed} of {len(rows)} rows could not be measured; their notes say why.")
 
 
 def geometry(out: Path) -> None:
     """Draw pictures of the geometry of quantization with two weights, as SVG and PNG files.
 
     Args:
-        out: Folder for the pictures.
+        out: Folder for the pictures; older ones in it are replaced, and a folder with other files is refused.
     """
     from nearplane.theory.pictures import draw_geometry
 
@@ -192,12 +170,12 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
     """Quantize the small model that ships with nearplane to 4, 3 and 2 bits, and measure the quality of each checkpoint.
 
     Args:
-        out: Folder for the checkpoints; older ones in it are replaced.
+        out: Folder for the checkpoints; older ones in it are replaced, and a folder with other files is refused.
         json: Print the result as JSON.
     """
+    opening("the demo model")
     from nearplane.demo.demonstration import run
 
-    quiet()
     rows = list(run(out, bar))
     if json:
         print(as_json([asdict(row) for row in rows]))
@@ -227,12 +205,17 @@ def inspect(out: Path, *, json: Switch = False) -> None:
     """Show layers, grids, losses and sizes of a checkpoint from its run record, without reading weights.
 
     Args:
-        out: Folder of a checkpoint that nearplane wrote.
+        out: Folder of a checkpoint that nearplane wrote, or a .gguf file.
+            For a .gguf file of another program, its tensors are shown.
         json: Print the run record as JSON.
     """
-    from nearplane.formats.find_record import find_record
+    from nearplane.formats.find_record import find_record, foreign_tensors
     from nearplane.record.summary import layer_table
 
+    if (tensors := foreign_tensors(out)) is not None:
+        names = ("tensor", "type", "shape", "bytes")
+        print(as_json([dict(zip(names, row, strict=True)) for row in tensors])) if json else table(names, tensors)
+        return
     record = find_record(out)
     if json:
         print(record.to_json())
@@ -255,7 +238,7 @@ def verify(
 ) -> None:
     """Check the files of a checkpoint against its run record; with --against, also measure every loss again.
 
-    Prints one line for each fault in a layer or file, and then ends with exit code 1.
+    Prints one line for each fault in a layer or file, and then ends with exit code 3.
 
     Args:
         out: Folder of a checkpoint that nearplane wrote.
@@ -266,11 +249,10 @@ def verify(
         trust_remote_code: Run model code that comes with the original model.
         json: Print the result as JSON.
     """
-    check_named(against, texts=(calibration,))
+    check_verify(out, against=against, calibration=calibration, tolerance=tolerance)
+    opening(out)
     from nearplane.verbs.verify import verify as run
 
-    if against is not None:
-        quiet()
     verified = run(
         out,
         against=against,
@@ -295,7 +277,7 @@ def verify(
             print(f"{fault.where}: {fault.what}")
         print(verified.summary())
     if verified.faults:
-        sys.exit(1)
+        sys.exit(3)
 
 
 def report(out: Path, page: Path | None = None, /, *, overwrite: Switch = False) -> None:
@@ -330,9 +312,10 @@ def export(
         dtype: Dtype of the decoded weights.
         trust_remote_code: Run model code that comes with the checkpoint, and copy it.
     """
+    check_export(out, folder, format)
+    opening(out)
     from nearplane import export as run
 
-    quiet()
     size = run(out, folder, format=format, dtype=dtype, trust_remote_code=trust_remote_code)
     print(f"weights decoded to {dtype}, {size_text(size)}: {folder}")
 
@@ -356,7 +339,7 @@ def tune(
     NEW has the format and the widths of OUT, and entropy-coded layers stay within their requested bytes.
     Codes are trained if they have 2 or 3 bits or are entropy-coded.
     A fifth of the text's windows is held out. The state that is best on them is written, which may be that of OUT.
-    The command ends with exit code 2 if a layer exceeds the --max-loss of OUT.
+    The command ends with exit code 4 if a layer exceeds the --max-loss of OUT.
 
     Args:
         out: Folder of a checkpoint that nearplane quantize wrote with --bits, --grid or --rate.
@@ -372,19 +355,18 @@ def tune(
         trust_remote_code: Run model code that comes with the original model.
         json: Print the run record as JSON instead of a summary.
     """
-    check_named(against, texts=(calibration,))
+    counts = {"samples": samples, "seqlen": seqlen, "steps": steps}
+    check_tune(out, new, against=against, calibration=calibration, overwrite=overwrite, **counts)
+    opening(out, against)
     from nearplane import tune as run
     from nearplane.record.summary import tuned
 
-    quiet()
     record = run(
         out,
         new,
         against=against,
         calibration=calibration,
-        samples=samples,
-        seqlen=seqlen,
-        steps=steps,
+        **counts,
         device=device,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
@@ -395,7 +377,7 @@ def tune(
     else:
         say(tuned(record, new))
     if record.exceeding:
-        sys.exit(2)
+        sys.exit(4)
 
 
 def generate(
@@ -414,7 +396,7 @@ def generate(
     A GGUF runs in llama.cpp if llama-cpp-python is installed, else in transformers, as all other models do.
 
     Args:
-        model: Folder that nearplane wrote, in any format, or folder or hub id that transformers loads.
+        model: Folder that nearplane wrote, in any format, a .gguf file, or folder or hub id that transformers loads.
         prompt: Text to continue.
         compare: Another model, for example the original, whose text is printed below.
         tokens: Largest number of new tokens.
@@ -423,20 +405,19 @@ def generate(
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
+    check_named(model, compare)
+    opening(model)
     from nearplane import generate as run
 
-    quiet()
     for name in [model] if compare is None else [model, compare]:
-        if compare is not None:
-            print(f"── {name}")
-        print(prompt, end="", flush=True)
+        before = prompt if compare is None else f"── {name}\n{prompt}"
         run(
             name,
             prompt,
             tokens=tokens,
             temperature=temperature,
             seed=seed,
-            say=lambda piece: print("".join(map(shown, piece)), end="", flush=True),
+            say=partial(print_piece, before),
             device=device,
             trust_remote_code=trust_remote_code,
         )

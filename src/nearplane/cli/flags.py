@@ -9,9 +9,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import MISSING, field, fields, make_dataclass
 from itertools import combinations
-from typing import Annotated, Any, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
 
-from cyclopts import Group, Parameter
+from cyclopts import Group, Parameter, convert
 
 from nearplane.errors import RecipeError
 from nearplane.recipe.recipe import Calibration, LayerScheme, merged_options, translated_options
@@ -47,6 +48,16 @@ GROUPS = {  # fields that are flags, and their groups in the help
     "damp": SOLVER_GROUP,
     "correct": SOLVER_GROUP,
 }
+
+
+def exactly(kind: Any, words: Sequence[Any]) -> Any:
+    """Convert the words of an option as cyclopts does, but refuse what it would round or take for the current folder."""
+    for text in (word.value for word in words):
+        if {int, float} & {kind, *get_args(kind)} == {int} and "." in text and not float(text).is_integer():
+            raise ValueError(f"{text} is not a whole number")
+        if kind is Path and not text:
+            raise ValueError("the path is empty")
+    return convert(kind, words)
 
 
 def flags_of(part: type, but: str | None = None) -> type:
@@ -129,6 +140,9 @@ def layer_schemes(texts: Sequence[str], flags: Any, *, format: str | None = None
         pairs = [change.split(":", 1) for change in changes.split(",")]
         if not pattern or not all(len(pair) == 2 for pair in pairs):
             raise RecipeError(f"--layer {text!r} is not PATTERN=NAME:VALUE; expected for example 'down_proj=bits:4'.")
+        changed = [name.strip() for name, _ in pairs]
+        if twice := {name for name in changed if changed.count(name) > 1}:
+            raise RecipeError(f"--layer {text!r} gives {min(twice)} twice. Leave out one of them.")
         overrides = translated_options({name.strip(): _value(value.strip()) for name, value in pairs})
         schemes.append(
             LayerScheme(pattern=pattern, scheme=scheme_of(into=format, **merged_options(options, overrides)))

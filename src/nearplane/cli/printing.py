@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from nearplane.cli.streams import refuse_unread
 from nearplane.errors import printable
+from nearplane.recipe.sizes import size_text, three_places
+
+if TYPE_CHECKING:
+    from nearplane.verbs.compare import Row
 
 
 def say(lines: Iterable[str]) -> None:
@@ -47,11 +54,34 @@ def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
         print(f"columns left out: {', '.join(columns[visible:])} (set a larger COLUMNS, or use --json)")
 
 
-def quiet() -> None:
-    """Switch off the progress bars of transformers, which would mix with those of nearplane."""
-    from transformers.utils import logging
+def comparison(rows: Sequence[Row]) -> None:
+    """Print the rows of a comparison as a table, and below it the note of every row in full."""
+    columns = ("model", "method", "asked", "bits/weight", "weight files", "perplexity", "KL to original", "time")
+    table(
+        columns,
+        (
+            (
+                Path(row.model).name,
+                row.method,
+                "-" if row.asked is None else f"{row.asked:g}",
+                three_places(row.rate),
+                "-" if row.bytes is None else size_text(row.bytes),
+                "-" if row.perplexity is None else f"{row.perplexity:#.4g}",
+                three_places(row.kl),
+                f"{row.seconds:.1f} s",
+            )
+            for row in rows
+        ),
+    )
+    say(f"{Path(row.model).name}, {row.method} at {row.asked:g} bits: {row.note}" for row in rows if row.note)
 
-    logging.disable_progress_bar()
+
+def opening(*names: object) -> None:
+    """Log what a command opens, then load transformers and switch off its progress bars, which would mix with ours."""
+    logging.getLogger("nearplane").info("opening %s (torch is loaded first)", " and ".join(map(str, names)))
+    from transformers.utils import logging as of_transformers
+
+    of_transformers.disable_progress_bar()
 
 
 def as_json(data: Any) -> str:
@@ -59,6 +89,15 @@ def as_json(data: Any) -> str:
     return json.dumps(data, indent=1, default=str)
 
 
-def shown(letter: str) -> str:
-    """Return a letter of generated text, with control characters escaped except line ends and tabs."""
-    return letter if letter in "\n\t" else printable(letter)
+def print_piece(before: str, piece: str) -> None:
+    """Print a piece of generated text at once, with control characters escaped except line ends and tabs.
+
+    Args:
+        before: Text to print in place of the first piece, which is empty.
+        piece: Next piece of the text.
+
+    Raises:
+        Unread: The output is a pipe that nobody reads any more.
+    """
+    print("".join(sign if sign in "\n\t" else printable(sign) for sign in piece) or before, end="", flush=True)
+    refuse_unread()

@@ -22,11 +22,12 @@ from nearplane.cli.flags import (
     layer_schemes,
     scheme_from,
 )
-from nearplane.cli.printing import quiet, say
+from nearplane.cli.printing import opening, say
 from nearplane.cli.terminal import bar
 from nearplane.recipe.recipe import Calibration, Recipe, Tune
 from nearplane.recipe.scheme import Allocation, Format
 from nearplane.system.paths import check_named
+from nearplane.verbs.early_checks import check_quantize
 
 Flat = Parameter(name="*")
 
@@ -65,7 +66,7 @@ def quantize(
         allocate: Use the same bits for every layer (uniform), or measure where more bits help most (slope).
             Default: slope with --rate, --size or a fraction of bits, else uniform.
         max_loss: Largest relative loss of a layer, for example 0.01. Entropy-coded layers get more bits to keep to it.
-            Layers that exceed it are listed, and the command ends with exit code 2.
+            Layers that exceed it are listed, and the command ends with exit code 4.
         tune: After the solve, train steps, norms and codes against the original's predictions (network).
             Takes five to eleven times as long. See nearplane tune.
         pre: Name of the tokenizer's pre-tokenizer in llama.cpp, if nearplane does not recognize it.
@@ -77,10 +78,7 @@ def quantize(
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the run record as JSON instead of a summary.
     """
-    check_named(model, texts=(None if tokens is None else tokens.calibration,))
-    from nearplane import quantize as run
-
-    quiet()
+    check_named(model, calibration=None if tokens is None else tokens.calibration)
     recipe = Recipe(
         scheme=scheme_from(scheme, format=format, allocate=allocate),
         layers=layer_schemes(layer, scheme, format=format),
@@ -92,6 +90,10 @@ def quantize(
         tune=tune,
         pre=pre,
     )
+    check_quantize(model, out, recipe, overwrite=overwrite, memory=memory)
+    opening(model)
+    from nearplane import quantize as run
+
     record = run(
         model,
         out,
@@ -109,4 +111,4 @@ def quantize(
     else:
         say(summary(record, out))
     if record.exceeding:
-        sys.exit(2)
+        sys.exit(4)

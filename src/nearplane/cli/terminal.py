@@ -1,4 +1,4 @@
-"""Progress bars, log output and signals of the command line."""
+"""Progress bars, log output, signals and errors of the command line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
+
+from nearplane.cli.streams import Unread, say_error
+from nearplane.errors import NearplaneError, printable
 
 
 class Terminated(KeyboardInterrupt):
@@ -80,9 +85,33 @@ def attended() -> Iterator[None]:
         progress.setLevel(levels[1])
 
 
-def say_stopped(stopped: KeyboardInterrupt) -> int:
-    """Print in one line the signal that stopped the command and the files left on disk; return the exit code."""
-    terminated = isinstance(stopped, Terminated)
-    state = " ".join(getattr(stopped, "__notes__", None) or ["Repeat the command."])
-    print(f"nearplane: stopped by {'SIGTERM' if terminated else 'Ctrl-C'}. {state}", file=sys.stderr)
-    return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
+@contextmanager
+def errors_as_sentences() -> Iterator[None]:
+    """A context whose errors are printed as one sentence, and end the program with their exit code."""
+    try:
+        yield
+    except CycloptsError as error:
+        say_error(printable(_mistyped(error)))
+        sys.exit(2)
+    except NearplaneError as error:
+        say_error(str(error))
+        sys.exit(1)
+    except Unread:
+        sys.exit(141)  # as of a command that SIGPIPE ends
+    except KeyboardInterrupt as stopped:  # its notes name the files left on disk
+        number = signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT
+        state = " ".join(getattr(stopped, "__notes__", None) or ["Repeat the command."])
+        say_error(f"stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}. {state}")
+        sys.exit(128 + number)
+
+
+def _mistyped(error: CycloptsError) -> str:
+    """Return what is wrong with a command line, in a sentence."""
+    command = " ".join(error.command_chain or ())
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        name = error.argument.name
+        needs = name.removeprefix("--").upper() if error.argument.field_info.is_positional else f"{name} with a value"
+        return f"{command} needs {needs}. See nearplane {command} --help."
+    if isinstance(error, UnusedCliTokensError):
+        return f"{command} does not take {' '.join(error.unused_tokens or ())}. See nearplane {command} --help."
+    return str(error)

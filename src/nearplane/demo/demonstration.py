@@ -10,6 +10,7 @@ from nearplane.demo import CALIBRATION, CALIBRATION_WINDOWS, EVALUATION_WINDOWS,
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.scheme import Format, Solver
 from nearplane.recipe.schemes import GridScheme, RateScheme
+from nearplane.system.files import check_output
 from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import ShardReader
 from nearplane.verbs.evaluate import evaluate
@@ -52,13 +53,19 @@ class Row:
 
 
 def run(out: Path, progress: Progress = silent) -> Iterator[Row]:
-    """Quantize the demo model on grids and entropy-coded into folders below `out`, and yield a row for each."""
+    """Quantize the demo model on grids and entropy-coded into folders below `out`, and yield a row for each.
+
+    Raises:
+        RecipeError: `out` has files that an earlier demonstration did not write, or cannot be written.
+    """
+    folders = [f"{label} {solver}".replace(" ", "-") for label, solver, _ in recipes()]
+    check_output(out, folders, "nearplane demo")
     perplexity, original, _ = _measure(MODEL, progress)
     size = sum(path.stat().st_size for path in MODEL.glob("*.safetensors"))
     dtype = ShardReader(MODEL).dtype("model.norm.weight").lower()
     yield Row(grid=f"original ({dtype})", solver="-", rate=16.0, bytes=size, perplexity=perplexity)
-    for label, solver, recipe in recipes():
-        folder = out / f"{label} {solver}".replace(" ", "-")
+    for (label, solver, recipe), name in zip(recipes(), folders, strict=True):
+        folder = out / name
         record = quantize(MODEL, folder, recipe, overwrite=True, progress=progress)
         perplexity, nll, kl = _measure(folder, progress)
         yield Row(

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import FormatError
 from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_copied
 from nearplane.formats.layer_format import ConfigFile, LayerFormat, config_text
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record.record import RunRecord
 from nearplane.system.files import sha256
-from nearplane.system.output_folder import Unfinished
+from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import peak_memory
 from nearplane.system.safetensors_files import INDEX, ShardReader, ShardWriter, TensorReader, kind_of, shard_size
@@ -75,16 +74,14 @@ class Container(ABC):
     def __init__(
         self, place: Place, format: Format, config: Mapping[str, Any], *, dtype: torch.dtype, shards: int
     ) -> None:
-        refuse_overlap(place.out, place.source)
         self.place, self.layers, self.config_file, self.config = place, format.layers, format.config, dict(config)
         self.shards = shards
         self.record_json: str | None = None
         self.room = 0
         self.size = 0  # bytes that `close_block` has written so far
-        with readable_errors(place.out):  # reading the folder may fail, too
-            self._unfinished = Unfinished(place.out, overwrite=place.overwrite, resumes=place.resumes)
+        overwrite, resumes = place.overwrite, place.resumes
+        self._unfinished = Unfinished(place.out, overwrite=overwrite, resumes=resumes, sources=[place.source])
         self.folder = self._unfinished.folder  # files are written here until the checkpoint is complete
-        refuse_overlap(self.folder, place.source)
         self._scale_dtype = self.layers.scale_dtype(dtype)
         self.pending: dict[str, Tensor] = {}  # tensors of the layers of the next block
         self._first = ""
@@ -290,17 +287,6 @@ class Format(NamedTuple):
     reader: Callable[..., TensorReader] = ShardReader
 
 
-def refuse_overlap(out: Path, source: Path) -> None:
-    """Refuse an output folder that is the model's folder, contains it or lies in it.
-
-    Raises:
-        RecipeError: The two folders overlap.
-    """
-    output, model = out.resolve(), source.resolve()
-    if output == model or output in model.parents or model in output.parents:
-        raise RecipeError(f"The output {out} overlaps with the model's folder {source}. Choose another folder.")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """Size in bytes and checksum of one layer's tensors in the file, see `written`."""
@@ -316,14 +302,3 @@ def written(tensors: Mapping[str, Tensor]) -> Written:
         digest.update(f"{name} {kind_of(tensor)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return Written(bytes=sum(tensor.nbytes for tensor in tensors.values()), checksum=digest.hexdigest())
-
-
-@contextmanager
-def readable_errors(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` of the file system into a `FormatError`."""
-    try:
-        yield
-    except OSError as error:
-        raise FormatError(
-            f"{folder} could not be written ({error}). Free some space and repeat the command. The folder does not load."
-        ) from error

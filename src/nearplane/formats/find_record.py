@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from nearplane.errors import FormatError
-from nearplane.formats.gguf.gguf_header import FILE, MAGIC, RECORD_KEY, check_metadata, read_header
+from nearplane.formats.gguf.gguf_header import FILE, MAGIC, NUMBER, RECORD_KEY, check_metadata, read_header
+from nearplane.lattice.number_formats import TYPES
 from nearplane.record.record import RunRecord, digest_of, read_record
 from nearplane.system.file_hashes import check_hashes
-from nearplane.system.paths import RECORD
+from nearplane.system.paths import RECORD, is_gguf
 
 
 def find_record(out: Path) -> RunRecord:
@@ -63,6 +64,25 @@ def sound_record(folder: Path) -> RunRecord:
         )
     check_hashes(folder)
     return record
+
+
+def foreign_tensors(path: Path) -> list[tuple[str, str, str, str]] | None:
+    """Return (name, type, shape, bytes) of the tensors in a GGUF of another program; None for any other path.
+
+    Raises:
+        ModelError: The file is damaged, or describes a network that nearplane does not write.
+    """
+    if not is_gguf(path) or (header := read_header(path)).own:
+        return None
+    from nearplane.formats.gguf.network_config import config_of  # imports torch
+
+    config_of(path, header)
+    types = {number: name.lower() for name, number in NUMBER.items()} | {
+        each.number: each.name for each in TYPES.values()
+    }
+    return [
+        (info.name, types[info.type], " x ".join(map(str, info.shape)), f"{info.size:,}") for info in header.tensors
+    ]
 
 
 def _begins(path: Path) -> bytes:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError, RecipeError, first_few, printable
 from nearplane.formats.container import Container
+from nearplane.recipe.sizes import size_text
 from nearplane.record.record import read_record
 from nearplane.system.device import Device
 from nearplane.system.files import flush, read_object, sha256
@@ -227,7 +228,7 @@ class JournalPages:
             if (written := self._container.state()) is None:
                 return
             if size > (free := shutil.disk_usage(self._container.folder).free) / 2:
-                why = f"{size / 1e9:.1f} GB of state would leave too little of {free / 1e9:.1f} GB for the checkpoint"
+                why = f"{size_text(size)} of state would leave too little of {size_text(free)} for the checkpoint"
                 self._give_up(why)
                 return
             self._folder.mkdir(exist_ok=True)

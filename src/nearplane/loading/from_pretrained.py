@@ -52,6 +52,7 @@ from nearplane.loading.packed_linear import PackedLinear
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.conversion import renamed
 from nearplane.models.pretrained import empty_network, network_of
+from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.file_hashes import check_hashes
 from nearplane.system.safetensors_files import ShardReader
@@ -68,6 +69,7 @@ def register() -> None:
         register_quantizer(METHOD)(NearplaneQuantizer)
 
 
+@checked()
 def load(
     source: str | Path,
     *,

@@ -17,6 +17,7 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor, factorize, one_thread
 from nearplane.lattice.moments import Moments, correction, mismatch, trust, weighted_difference
 from nearplane.recipe.scheme import Order, Scheme
+from nearplane.system.device import refuse_meta
 from nearplane.system.memory import release
 
 MAX_ASYMMETRY = 1e-4  # relative to the largest entry: rounding errors of a product in float32
@@ -167,6 +168,7 @@ def lattice_problem(
     Raises:
         NumericalError: `W` or the Hessian has a wrong type, shape or value.
     """
+    refuse_meta()
     W = _floating(W, f"{name}: W", "(out, in) weights")
     if isinstance(statistics, Inputs):
         inputs = statistics
@@ -202,6 +204,9 @@ def _floating(array: Any, called: str, expected: str) -> Tensor:
     if not isinstance(array, Tensor):
         kind = f"an array of {array.dtype}" if isinstance(array, np.ndarray) else f"a {type(array).__name__}"
         raise NumericalError(f"{called} is {kind}; expected {expected} as a tensor of torch or an array of numpy.")
+    if array.layout != torch.strided or array.is_meta:
+        kind = "has no values (meta device)" if array.is_meta else "is sparse: convert it with to_dense()"
+        raise NumericalError(f"{called} {kind}; expected {expected}.")
     if array.ndim != 2 or 0 in array.shape:
         raise NumericalError(f"{called} has the shape {tuple(array.shape)}; expected {expected}, at least 1 x 1.")
     if not array.is_floating_point():

@@ -37,11 +37,13 @@ from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.recipe.scheme import Scheme
 from nearplane.recipe.schemes import BlockScheme, GridScheme
 from nearplane.record.record import LayerRecord
+from nearplane.system.arguments import checked
 
 ROW_DAMP = 0.1  # damping of G, relative to the mean of its diagonal
 MAX_PARTS, MIN_ROWS = 16, 16  # a run of rows is solved in at most 16 parts, of at least 16 rows
 
 
+@checked("W", "statistics", "scheme")
 def quantize_matrix(
     W: Tensor | NDArray[Any],
     statistics: Tensor | NDArray[Any] | Moments | Inputs,
@@ -74,6 +76,11 @@ def quantize_matrix(
             f"{name}: found a {type(scheme).__name__}, expected a GridScheme. Use quantize_matrix_to_rate for a rate."
         )
     W, inputs = lattice_problem(W, statistics, name)
+    if scheme.default_allocation == "slope":
+        raise RecipeError(
+            f"{name}: the scheme has bits for each layer of a model chosen by measuring ({scheme}). For one matrix, pass a whole "
+            f"number of bits, or the grid of a type."
+        )
     scheme = scheme.grouped([W.shape[1]])
     if scheme.mixed or W.shape[1] % scheme.number_format.run:
         raise RecipeError(f"{name}: {W.shape[1]} inputs {scheme.misfit}")

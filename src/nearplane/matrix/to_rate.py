@@ -29,12 +29,14 @@ from nearplane.matrix.on_grid import rounded
 from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import RateScheme
 from nearplane.record.record import LayerRecord
+from nearplane.system.arguments import checked, within
 from nearplane.system.memory import release
 
 TOLERANCE = 0.003  # relative error of the rate, or absolute below one bit, at which the search stops
 ESTIMATE_TOLERANCE = 0.05  # the same while the overhead of the file is not known yet
 SEARCHED_ROWS = 256  # rows to search on if a matrix has more than twice as many
 MAX_ATTEMPTS = 16  # trials of one search
+MAX_RATE = 16  # bits per weight of one matrix, as fine as the weights themselves
 HIGHEST_RATE = 7.0  # bits per weight, to which --max-loss may raise a rate
 MAX_PREDICTED_WEIGHTS = 1 << 21  # above which the size is measured by coding instead of predicted
 Sized = Callable[[QuantizedMatrix[ProductGrid]], float]
@@ -133,6 +135,7 @@ def scaled(matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor) -> Quanti
     return replace(matrix, grid=replace(grid, base=stored_base(grid.base * math.sqrt(energy / square))))
 
 
+@checked("W", "statistics")
 def quantize_matrix_to_rate(
     W: Tensor | NDArray[Any],
     statistics: Tensor | NDArray[Any] | Moments | Inputs,
@@ -161,6 +164,12 @@ def quantize_matrix_to_rate(
     if rate is None:
         raise RecipeError(f"{name}: a size is for a whole checkpoint. Pass a rate in bits per weight.")
     W, inputs = lattice_problem(W, statistics, name)
+    if sensitivity is not None and sensitivity.shape != W.shape[:1]:
+        raise NumericalError(
+            f"{name}: sensitivity is {tuple(sensitivity.shape)}; expected one number per row, ({len(W)},)."
+        )
+    within("rate", rate, 0 < rate <= MAX_RATE, f"up to {MAX_RATE} bits per weight")
+    within("max_loss", max_loss, max_loss is None or 0 < max_loss < 1, "between 0 and 1")
     try:
         T, rho = corrected(W, inputs, scheme)
         steps = waterfilled_steps(W, inputs.factor_of_the_sweep(scheme), sensitivity)

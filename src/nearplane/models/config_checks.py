@@ -120,10 +120,10 @@ def check_sizes(network: nn.Module, reader: TensorReader) -> None:
                     f"{reader.folder}: {stored[name]} is {shape}, but config.json describes {tuple(parameter.shape)}. "
                     f"These files do not belong together. Fetch the folder again."
                 )
-            if math.prod(shape) and parameter.is_floating_point() and reader.dtype(stored[name]) in INTEGERS:
+            if math.prod(shape) and parameter.is_floating_point() and (dtype := reader.dtype(stored[name])) in INTEGERS:
                 raise ModelError(
-                    f"{reader.folder}: {stored[name]} is stored as {reader.dtype(stored[name])}, expected floating-point numbers. "
-                    f"Fetch the folder again."
+                    f"{reader.folder}: {stored[name]} is stored as {dtype}, but weights are floating-point numbers. Save it in "
+                    f"the dtype of the other weights, or fetch the folder again."
                 )
         elif name.rpartition(".")[0] not in owners:
             unknown, first_unknown = unknown + parameter.numel(), first_unknown or name

@@ -24,8 +24,8 @@ from nearplane.errors import ModelError, NearplaneError, first_line
 from nearplane.models.config_checks import BuildBudget, check_config, check_sizes
 from nearplane.models.kinds import SPEECH_TYPES, hears_alone, is_headless, is_multimodal, is_seq2seq
 from nearplane.system.files import read_object
-from nearplane.system.paths import folder_named
-from nearplane.system.safetensors_files import ShardReader, TensorReader, refuse_unfinished
+from nearplane.system.paths import folder_named, refuse_unfinished
+from nearplane.system.safetensors_files import ShardReader, TensorReader
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 MAX_QUOTED_LETTERS = 400  # letters of a message of transformers that an error quotes

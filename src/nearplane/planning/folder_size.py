@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from nearplane.errors import RecipeError
@@ -28,8 +29,8 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.allocate import MIN_RATE
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.schemes import MEASURED_TYPES, BlockScheme, RateScheme
-from nearplane.recipe.sizes import bytes_in
+from nearplane.recipe.schemes import MEASURED_TYPES, AnyScheme, BlockScheme, RateScheme
+from nearplane.recipe.sizes import bytes_in, check_room
 from nearplane.record.record import (
     LayerRecord,
     RunRecord,
@@ -103,6 +104,33 @@ class Overhead:
     def total(self) -> int:
         """Return the sum of all bytes."""
         return math.ceil(sum(self.dense.values()) + self.files + self.fixed + sum(self.entries.values()))
+
+
+def check_disk(out: Path, model: Model, recipe: Recipe, *, copies: int = 1) -> None:
+    """Refuse a full disk before work; headers and the run record are not counted.
+
+    Args:
+        out: Folder to write.
+        model, recipe: The model, and the recipe resolved for it.
+        copies: Number of checkpoints of this size that are on the disk at the same time.
+
+    Raises:
+        RecipeError: The checkpoint does not fit.
+    """
+    dense = sum(model.reader.nbytes(name) for name in model.reader.names() if name not in model.quantized_names)
+    bits = sum(math.prod(layer.shape) * _bits(recipe.scheme_of(layer.name), layer.shape[1]) for layer in model.layers)
+    copied = size_copied(model.folder, trust_remote_code=model.trust_remote_code)
+    size = getattr(recipe.scheme, "size", None)
+    check_room(out, copies * (math.ceil(bits / 8) + dense + copied if size is None else bytes_in(size)))
+
+
+def _bits(scheme: AnyScheme, columns: int) -> float:
+    """Return about how many bits a weight of a layer takes, with steps of 16 bits; 0 if only a size is given."""
+    if isinstance(scheme, RateScheme):
+        return scheme.rate or 0.0
+    if isinstance(scheme, BlockScheme):
+        return scheme.budget or scheme.number_format.rate
+    return scheme.bits + 16 / (scheme.number_format.group or columns)
 
 
 def predict_overhead(model: Model, recipe: Recipe, scheme: RateScheme) -> Overhead:

@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from nearplane.errors import RecipeError
 from nearplane.recipe.patterns import compiled, fault_of
-from nearplane.recipe.scheme import FILE_FORMATS, Allocation, FileFormat, Format, names_of, one_of, spelled_out, within
+from nearplane.recipe.scheme import FILE_FORMATS, Allocation, FileFormat, Format, names_of, spelled_out
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, scheme_of
 from nearplane.recipe.spellings import translated
+from nearplane.system.arguments import check_fields, described, within
 
 Rare = Literal["mean", "error"]
 Way = Literal["rtn-mse", "gptq-mse", "rtn-huffman", "gptq-huffman", "nearplane-grid", "nearplane"]  # see compare.py
@@ -53,7 +54,7 @@ class Calibration:
             raise RecipeError(
                 f"calibration is a {kind}; expected a file, a folder or the name of a data set. Pass texts or tokens to quantize()."
             )
-        one_of("rare_experts", self.rare_experts, Rare)
+        check_fields(self, "seed", "true_sequential", "rare_experts")
         within("samples", self.samples, isinstance(self.samples, int) and self.samples > 0, "a positive number")
         length = self.seqlen
         within("seqlen", length, length is None or (isinstance(length, int) and length > 1), "at least 2")
@@ -73,6 +74,7 @@ class LayerScheme:
 
     def __post_init__(self) -> None:
         check_pattern("layers", self.pattern)
+        check_fields(self, "scheme")
 
     def check(self, others: AnyScheme) -> None:
         """Refuse a scheme that cannot be combined with the scheme of the other layers.
@@ -144,23 +146,24 @@ class Recipe:
     pre: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("layers", "ignore"):
+            if isinstance(several := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(several))
+        check_fields(self, "scheme", "calibration", "layers", "format", "ignore", "allocate", "tune", "pre")
         if self.format is None:
             object.__setattr__(self, "format", self.scheme.FORMATS[0])
-        one_of("format", self.format, Format)
         if self.format not in self.scheme.FORMATS:
             raise RecipeError(_unfit(str(self.format), self.scheme))
         for each in self.layers:
             each.check(self.scheme)
         loss = self.max_loss
         within("max_loss", loss, loss is None or (isinstance(loss, int | float) and 0 < loss < 1), "between 0 and 1")
-        one_of("tune", self.tune, Tune)
         if self.pre is not None and not self.files.for_llama_cpp:
             raise RecipeError(
                 f"--pre is {self.pre!r}, but the format is {self.format}: only a GGUF has a pre-tokenizer. Leave out --pre."
             )
         if self.allocate is None:
             object.__setattr__(self, "allocate", self.scheme.default_allocation)
-        one_of("allocate", self.allocate, Allocation)
         if isinstance(self.scheme, BlockScheme):
             self._check_blocks(self.scheme)
         elif isinstance(self.scheme, GridScheme) and self.files.for_llama_cpp and self.allocate == "slope":
@@ -248,7 +251,8 @@ class Recipe:
             RecipeError: A keyword is unknown, is given twice under two names, or has an unsupported value.
         """
         options = translated_options(spellings)
-        layers = options.pop("layers", None) or {}
+        layers = {} if options.get("layers") is None else options["layers"]
+        options.pop("layers", None)
         if not isinstance(layers, Mapping) or not all(isinstance(changes, Mapping) for changes in layers.values()):
             raise RecipeError(
                 f"layers is {str(layers)[:60]!r}; expected a dict from patterns to options: {{'down_proj': {{'bits': 4}}}}. Only "
@@ -325,6 +329,8 @@ def translated_options(spellings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_pattern(option: str, pattern: str) -> None:
-    """Refuse a text that is not a regular expression."""
+    """Refuse an empty text, which every name contains, and one that is not a regular expression."""
+    if not isinstance(pattern, str) or not pattern:
+        raise RecipeError(f"{option} is {described(pattern)}; expected a regular expression, for example 'down_proj'.")
     if (fault := fault_of(pattern)) is not None:
         raise RecipeError(f"{option}: {pattern[:60]!r} {fault}.")

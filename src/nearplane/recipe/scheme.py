@@ -1,4 +1,4 @@
-"""Fields and checks shared by all schemes, and what the readers of each file format accept. Needs no torch.
+"""Fields shared by all schemes, and what the readers of each file format accept. Needs no torch.
 
 No format is written here: `formats/table.py` holds the layout of a layer's tensors in a file, under the same names.
 """
@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
 from nearplane.lattice.number_formats import ENTROPY_CODED_FORMAT, TYPES, NumberFormat, find_format, integers
+from nearplane.system.arguments import check_fields, whole, within
 
 Order = Literal["natural", "activation", "pivoted"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best"]
@@ -85,20 +86,18 @@ class Scheme:
     types_vary: ClassVar[bool] = False  # whether a layer that does not fit the number format may get another
 
     def __post_init__(self) -> None:
-        one_of("order", self.order, Order)
+        check_fields(self, "order", "solver", "correct")
         if self.solver is None:
             object.__setattr__(self, "solver", self.default_solver)
-        one_of("solver", self.solver, Solver)
         if self.beam is None and self.solver == "k-best":
             object.__setattr__(self, "beam", BEAM)
         if self.beam is not None and self.solver != "k-best":
             raise RecipeError(f"beam is {self.beam}, but only solver 'k-best' has a beam, not {self.solver!r}.")
-        whole("beam", self.beam, 1)
+        whole("beam", self.beam, 1, 1000)
         numeric = isinstance(self.damp, int | float) and 0 <= self.damp < 10
         within("damp", self.damp, self.damp == "auto" or numeric, "auto or a number from 0 to 10")
         damp = self.sweep_damp
         within("sweep_damp", damp, damp is None or (isinstance(damp, int | float) and 0 <= damp < 10), "0 to 10")
-        true_or_false("correct", self.correct)
         if not self.calibrated and damp is not None:
             raise RecipeError(f"sweep_damp needs calibration, but solver {self.solver!r} uses none.")
 
@@ -181,30 +180,6 @@ class Scheme:
 def names_of(part: type) -> set[str]:
     """Return the names of the fields of a dataclass."""
     return {f.name for f in fields(part)}
-
-
-def within(name: str, value: object, good: bool, expected: str) -> None:
-    """Refuse a bool, and a value that is not `good`; the message says what is `expected`."""
-    if isinstance(value, bool) or not good:
-        raise RecipeError(f"{name} is {value!r}; expected {expected}.")
-
-
-def whole(name: str, value: object, least: int) -> None:
-    """Refuse a value that is neither None nor a whole number from `least` to 1000."""
-    good = value is None or (isinstance(value, int) and least <= value <= 1000)
-    within(name, value, good, f"a whole number from {least} to 1000")
-
-
-def true_or_false(name: str, value: object) -> None:
-    """Refuse a value that is not a bool."""
-    if not isinstance(value, bool):
-        raise RecipeError(f"{name} is {value!r}; expected true or false.")
-
-
-def one_of(name: str, value: object, choices: Any) -> None:
-    """Refuse a value that is none of a Literal's words."""
-    if value not in choices.__args__:
-        raise RecipeError(f"{name} is {value!r}; expected one of {', '.join(choices.__args__)}.")
 
 
 def options_of(format: NumberFormat) -> dict[str, Any]:

@@ -30,14 +30,11 @@ from nearplane.recipe.scheme import (
     Solver,
     contradiction,
     names_of,
-    one_of,
     options_of,
     spelled_out,
-    true_or_false,
-    whole,
-    within,
 )
 from nearplane.recipe.sizes import bytes_in
+from nearplane.system.arguments import check_fields, check_type, whole, within
 
 Scale = Literal["minmax", "mse"]
 Rows = Literal["sensitivity", "equal"]
@@ -84,7 +81,7 @@ class GridScheme(Scheme):
         Scheme.__post_init__(self)
         if self.grid is not None:
             self._take_grid(self.grid)
-        if self.group_size == -1:  # spelling of other tools
+        if isinstance(self.group_size, int) and self.group_size == -1:  # spelling of other tools
             object.__setattr__(self, "group_size", None)
         within("bits", self.bits, isinstance(self.bits, int | float) and 2 <= self.bits <= 8, "a number from 2 to 8")
         if self.bits == int(self.bits):
@@ -92,9 +89,7 @@ class GridScheme(Scheme):
         size = self.group_size
         known = size in (None, "auto") or (isinstance(size, int) and size > 0)
         within("group_size", size, known, "a positive number, auto or none")
-        true_or_false("symmetric", self.symmetric)
-        one_of("scale", self.scale, Scale)
-        true_or_false("two_sided", self.two_sided)
+        check_fields(self, "symmetric", "scale", "two_sided")
         if self.two_sided and not self.calibrated:
             raise RecipeError(f"two_sided needs calibration, but solver {self.solver!r} uses none.")
         _settle_refits(self)
@@ -201,7 +196,7 @@ class BlockScheme(Scheme):
             raise RecipeError(
                 f"{option}, which measures layers on calibration text, but solver {self.solver!r} uses none."
             )
-        one_of("embeddings", self.embeddings, Ends)
+        check_fields(self, "embeddings")
         _settle_refits(self)
 
     def _check_grid(self) -> None:
@@ -314,9 +309,7 @@ class RateScheme(Scheme):
         if self.size is not None:
             object.__setattr__(self, "size", str(self.size))
             self.bytes()
-        true_or_false("include_head", self.include_head)
-        true_or_false("include_embeddings", self.include_embeddings)
-        one_of("rows", self.rows, Rows)
+        check_fields(self, "include_head", "include_embeddings", "rows")
 
     @property
     def title(self) -> str:
@@ -371,7 +364,8 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
     given = {name: value for name, value in options.items() if value is not None}
     format = find_format(str(given.get("grid")))
     title = f"--grid {given['grid']}" if "grid" in given else f"--size {given.get('size')} of a GGUF"
-    in_blocks = FILE_FORMATS.get(into, FILE_FORMATS[None]).for_llama_cpp
+    check_type("format", into, Format | None)
+    in_blocks = FILE_FORMATS[into].for_llama_cpp
     if in_blocks and not given.keys() & {"grid", "size", "rate"}:
         bits = given.get("bits", DEFAULT_BITS)
         if spread == "slope" or (isinstance(bits, float) and not bits.is_integer()):
@@ -406,11 +400,11 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
 def _settle_refits(scheme: GridScheme | BlockScheme) -> None:
     """Fill in and check `polish` and `rounds`, which are 0 without calibration."""
     for name, default in (("polish", DEFAULT_POLISH), ("rounds", DEFAULT_ROUNDS)):
-        if (asked := getattr(scheme, name)) and not scheme.calibrated:
+        whole(name, asked := getattr(scheme, name), 0, 1000)
+        if asked and not scheme.calibrated:
             raise RecipeError(f"{name} needs calibration, but solver {scheme.solver!r} uses none.")
         if asked is None:
             object.__setattr__(scheme, name, default if scheme.calibrated else 0)
-        whole(name, getattr(scheme, name), 0)
 
 
 def fitting_group(inputs: Iterable[int], most: int = DEFAULT_GROUP_SIZES[0]) -> int:

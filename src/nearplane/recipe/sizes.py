@@ -1,10 +1,13 @@
-"""Numbers as text: sizes as typed ("3.1GB") and as printed ("3.10 GB"), and counts. Needs no torch."""
+"""Sizes as typed ("3.1GB") and as printed ("3.10 GB"), free space on a disk, and counts as text. Needs no torch."""
 
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 
 from nearplane.errors import RecipeError
+from nearplane.system.paths import UNFINISHED
 
 SIZE_UNITS = ("bytes", "KB", "MB", "GB", "TB")  # each is 1000 times the one before
 
@@ -15,11 +18,30 @@ def bytes_in(text: str, called: str = "size") -> int:
     Raises:
         RecipeError: The text is not a positive number, or has another unit.
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(?:([kKMGT])(i?)B|B?)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(?:([KMGT])(I?)B|B?)\s*", text, re.ASCII | re.IGNORECASE)
     if not match or float(match[1]) <= 0:
-        raise RecipeError(f"{called} is {text!r}; expected a number of bytes or one with a unit: 3.1GB, 800MB, 2.9GiB.")
+        raise RecipeError(
+            f"{called} is {text[:60]!r}; expected a number of bytes or one with a unit: 3.1GB, 800MB, 2.9GiB."
+        )
     power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def check_room(out: Path, needed: int) -> None:
+    """Refuse a folder for which its disk has too little free space; what a stopped run has written is not needed again.
+
+    Raises:
+        RecipeError: `needed` bytes do not fit.
+    """
+    place = out.resolve()
+    unfinished = place.with_name(place.name + UNFINISHED)
+    written = sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
+    free = shutil.disk_usage(next(folder for folder in place.parents if folder.is_dir())).free
+    if needed - written > free:
+        raise RecipeError(
+            f"{out} needs about {size_text(needed - written)} of disk space, but only {size_text(free)} are free there. Free some "
+            f"space or choose another folder."
+        )
 
 
 def size_text(size: int) -> str:

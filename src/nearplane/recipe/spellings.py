@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from nearplane.errors import RecipeError
+from nearplane.system.arguments import described
 
 
 def translated(word: str, value: Any, known: Collection[str]) -> dict[str, Any]:
@@ -18,7 +19,10 @@ def translated(word: str, value: Any, known: Collection[str]) -> dict[str, Any]:
     """
     meaning = SPELLINGS.get(word)
     if callable(meaning):
-        return meaning(value)
+        try:
+            return meaning(value)
+        except (TypeError, AttributeError, RuntimeError) as error:  # a number or tensor in place of a list
+            raise RecipeError(f"{word} is {described(value)}, which has the wrong type for this keyword.") from error
     name = meaning or word
     if name not in known:
         words = sorted({*known, *SPELLINGS})

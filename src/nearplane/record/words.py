@@ -15,8 +15,11 @@ from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 from nearplane.recipe.schemes import BlockScheme
 from nearplane.recipe.sizes import bytes_in, counted
 from nearplane.record.record import RunRecord
+from nearplane.system.files import read_object
 
 NOT_FITTED = "to which nothing was fitted"  # said of windows that follow the calibration windows in the text
+GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of the names of models that predict text
+VLLM_FORMATS = ("int4", "int8")  # beginnings of the grids in compressed-tensors that every vLLM loads
 MIN_TOKENS_PER_INPUT, ADVISED_TOKENS_PER_INPUT = 1, 4  # of the widest layer; a run with fewer than the first is refused
 
 
@@ -248,5 +251,17 @@ def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
             f"with an error); for other programs: nearplane export {out} FOLDER"
         )
     else:
-        needs = " (which needs gptqmodel and optimum)" if record.recipe.files.by_gptqmodel else ""
-        yield f'use it: vllm serve {out}, or from_pretrained("{out}") in transformers{needs}'
+        gptq = record.recipe.files.by_gptqmodel
+        commands = [f'from_pretrained("{out}") in transformers{" (which needs gptqmodel and optimum)" * gptq}']
+        if _is_served(out):
+            every = gptq or all(layer.format.startswith(VLLM_FORMATS) for layer in record.layers)
+            commands.insert(0, f"vllm serve {out}{'' if every else ' (in a newer vLLM, which loads such grids)'}")
+        yield f"use it: {', or '.join(commands)}"
+
+
+def _is_served(out: Path) -> bool:
+    """Return whether vLLM generates text with a checkpoint: false for encoders, and for encoders with a decoder."""
+    path = out / "config.json"
+    config = read_object(path, expected="Expected the config of a model") if path.is_file() else {}
+    names = map(str, config.get("architectures") or ["ForCausalLM"])
+    return not config.get("is_encoder_decoder") and any(name.endswith(GENERATING) for name in names)

@@ -27,11 +27,12 @@ class Device:
         Raises:
             RecipeError: The name is not a device of torch, or this machine has no such device.
         """
+        refuse_meta()
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             place = torch.device(name)
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError, ValueError):
             place = torch.device("meta")
         if place.type == "meta":
             raise RecipeError(f"device is {str(name)!r}; expected auto, cpu, cuda, or one of several GPUs as cuda:1.")
@@ -66,3 +67,15 @@ class Device:
 
     def __str__(self) -> str:
         return str(self.place)
+
+
+def refuse_meta() -> None:
+    """Refuse to compute while new tensors of torch have no values.
+
+    Raises:
+        RecipeError: The default device of torch is meta.
+    """
+    if torch.get_default_device().type == "meta":
+        raise RecipeError(
+            "The default device of torch is meta, which holds no values. Call torch.set_default_device('cpu')."
+        )

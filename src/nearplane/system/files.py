@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import NoneType
@@ -20,7 +20,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from nearplane.errors import FormatError, NearplaneError, RecipeError, first_line
+from nearplane.errors import FormatError, NearplaneError, RecipeError, first_few, first_line
 
 CURRENT_FOLDER, SWAP_FLAG = -100, 2  # AT_FDCWD; RENAME_EXCHANGE (Linux) and RENAME_SWAP (macOS)
 LOCK_TIMEOUT = 0.5  # seconds to wait for a lock, so that a process that is just ending can release it
@@ -41,6 +41,24 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise RecipeError(f"{folder} is not a folder that can be written ({error}). Choose another folder.") from error
+
+
+def check_output(folder: Path, starts: Sequence[str], command: str) -> None:
+    """Make a folder for the output of a command, or refuse one with files that the command does not write.
+
+    Args:
+        folder: Path of the folder; a model or a checkpoint may be in it.
+        starts: Beginnings of the names that the command writes.
+        command: The command, for the message.
+
+    Raises:
+        RecipeError: The folder has other files or cannot be written.
+    """
+    check_writable(folder)
+    if others := sorted(path.name for path in folder.iterdir() if not path.name.startswith(tuple(starts))):
+        raise RecipeError(
+            f"{folder} has files that {command} did not write: {first_few(others)}. Choose a new or empty folder."
+        )
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -105,12 +123,12 @@ def exclusive_lock(lock: Path, refusal: str) -> Iterator[None]:
         refusal: Message of the error if another process holds the lock.
 
     Raises:
-        RecipeError: Another process holds the lock.
+        RecipeError: Another process holds the lock, or the folder cannot be written.
         FormatError: The file cannot be made or locked.
     """
     file_lock = FileLock(lock, thread_local=False)
+    check_writable(lock.parent)  # else the lock waits for it, as if another process held it
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
         file_lock.acquire(timeout=LOCK_TIMEOUT)
     except Timeout:
         raise RecipeError(refusal) from None

@@ -18,15 +18,16 @@ import os
 import shutil
 import socket
 import stat
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from fnmatch import fnmatch
+from itertools import product
 from pathlib import Path
 
 from nearplane.errors import FormatError, NearplaneError, RecipeError
 from nearplane.system.files import exclusive_lock, flush, flush_all, swap
-from nearplane.system.paths import INCOMPLETE, JOURNAL, RECORD, UNFINISHED
-from nearplane.system.safetensors_files import MARK
+from nearplane.system.paths import INCOMPLETE, JOURNAL, MARK, RECORD, UNFINISHED, refuse_overlap
 
 STATE = "state.json"  # in the journal: its presence means that the run can be resumed
 OLD_NAME = "old"  # in the journal: the old content of OUT; empty between a swap and the move of that content
@@ -46,18 +47,24 @@ class Unfinished:
         out: A new or empty folder, or with `overwrite` a checkpoint of nearplane, kept until the new one is complete.
         overwrite: Whether the checkpoint in `out` may be replaced; files of others in it are kept.
         resumes: Whether to keep the files of a run that can be resumed; the caller resumes it or calls `clear`.
+        sources: Folders that are read, which may not overlap with `out`.
 
     Raises:
-        RecipeError: `out` cannot be replaced, is not empty, or is written by another run.
+        RecipeError: `out` cannot be replaced, is not empty, overlaps with a source, or is written by another run.
+        FormatError: `out` cannot be read.
     """
 
-    def __init__(self, out: Path, *, overwrite: bool = False, resumes: bool = False) -> None:
+    def __init__(
+        self, out: Path, *, overwrite: bool = False, resumes: bool = False, sources: Iterable[Path] = ()
+    ) -> None:
         self.out, self._overwrite, self._resumes = out, overwrite, resumes
-        self._place = out.resolve()
+        self._place, self._held = out.resolve(), ExitStack()
         _check_replaceable(out, self._place)
         self.folder = self._place.with_name(self._place.name + UNFINISHED)
-        self._held = ExitStack()
-        self._check_free()
+        for written, source in product((out, self.folder), sources):
+            refuse_overlap(written, source)
+        with readable_errors(out):
+            self._check_free()
 
     def _check_free(self) -> None:
         """Refuse an `out` with content that may not be replaced."""
@@ -158,17 +165,19 @@ class Unfinished:
                 return
             unwritten = self._remove_if_nothing_is_written()
             if not isinstance(error, NearplaneError):  # stopped by a signal, or a fault of the program
-                error.add_note(self._left(unwritten))
+                error.add_note(self._left(unwritten, fault=isinstance(error, Exception)))
         finally:
             self._held.close()
 
-    def _left(self, unwritten: bool) -> str:
-        """Return a sentence on the files that a stopped run left on disk."""
+    def _left(self, unwritten: bool, *, fault: bool) -> str:
+        """Return a sentence on the files that a stopped run left on disk; a fault of the program would come again."""
         old = f"{self.out} is unchanged" if self._place.is_dir() and any(self._place.iterdir()) else ""
         if unwritten:
-            return f"Nothing was written{'; ' * bool(old)}{old}. Repeat the command."
-        continuation = "resume" if self._resumes and self.resumable else "start again"
-        return f"The unfinished checkpoint is in {self.folder}{'; ' * bool(old)}{old}. Repeat the command to {continuation}."
+            return f"Nothing was written{'; ' * bool(old)}{old}.{' Repeat the command.' * (not fault)}"
+        left = f"The unfinished checkpoint is in {self.folder}{'; ' * bool(old)}{old}."
+        if fault:
+            return left
+        return f"{left} Repeat the command to {'resume' if self._resumes and self.resumable else 'start again'}."
 
     def _remove_if_nothing_is_written(self) -> bool:
         with suppress(OSError):
@@ -237,6 +246,17 @@ class Unfinished:
                 shutil.rmtree(old.parent)
         except OSError as error:
             log.warning("%s is complete. Delete its old files in %s, which remain (%s).", self.out, old.parent, error)
+
+
+@contextmanager
+def readable_errors(folder: Path) -> Iterator[None]:
+    """Turn an `OSError` of the file system into a `FormatError`."""
+    try:
+        yield
+    except OSError as error:
+        raise FormatError(
+            f"{folder} could not be written ({error}). Free some space and repeat the command. The folder does not load."
+        ) from error
 
 
 def _check_replaceable(out: Path, place: Path) -> None:

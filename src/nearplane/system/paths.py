@@ -1,16 +1,21 @@
-"""Early checks of the models and texts that a user names, so that a mistyped path is refused at once. Needs no torch."""
+"""Early checks of the models, texts and folders that a user names, so that a wrong path is refused at once. Needs no torch."""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
-from nearplane.errors import CalibrationError, ModelError
+from nearplane.errors import CalibrationError, ModelError, RecipeError
+from nearplane.system.files import read_object
 
 SUFFIXES = (".txt", ".jsonl")  # of text files
 RECORD = "nearplane.json"  # the run record, in the folder of a checkpoint
 UNFINISHED = ".unfinished"  # suffix of the folder in which a checkpoint is written until it is complete
 INCOMPLETE = "INCOMPLETE"  # name of a file in that folder until the checkpoint is complete
+MARK = "This checkpoint is not finished: the run that writes it is under way or died.\n"  # first line of that file
 JOURNAL = "journal"  # name of the folder in it from which a stopped run is resumed
 
 
@@ -20,12 +25,32 @@ def is_gguf(source: str | Path) -> bool:
     return path.suffix == ".gguf" and path.is_file()
 
 
+def check_path(name: str, path: str | os.PathLike[str]) -> None:
+    """Refuse what no file system takes as a path, for example a text that was passed in place of its file.
+
+    Raises:
+        RecipeError: The path is empty, has a null character or is too long.
+    """
+    text, fault = os.fspath(path), ""
+    try:
+        fault = "" if text else "is empty"
+        os.lstat(text)
+    except ValueError:
+        fault = "has a null character or a lone surrogate"
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            fault = f"has {len(text):,} letters and is too long for a path (texts are passed as a list: [text])"
+    if fault:
+        raise RecipeError(f"{name}: {text[:60]!r} {fault}. Pass the path of a file or folder.")
+
+
 def folder_named(source: str | Path) -> Path | None:
     """Return the local folder of a model, or None for a hub id.
 
     Raises:
         ModelError: The source is neither a folder nor a hub id.
     """
+    check_path("model", source)
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -38,34 +63,78 @@ def folder_named(source: str | Path) -> Path | None:
     return None
 
 
+def refuse_unfinished(folder: Path) -> None:
+    """Raise ModelError if a checkpoint folder is incomplete."""
+    if (folder / INCOMPLETE).exists():
+        raise ModelError(f"{folder} is incomplete: its run has not finished. Repeat the command of that run.")
+
+
 def unfinished_run(folder: Path) -> str:
     """Return a sentence if a stopped run left an unfinished folder for this one, else an empty text."""
     unfinished = folder.with_name(folder.name + UNFINISHED)
     if not folder.name or folder.exists() or not unfinished.is_dir():
         return ""
-    return f" A stopped run left {unfinished}. Repeat the command of that run to resume it."
+    return f" A stopped run left {unfinished}. Repeat the command of that run to finish it."
 
 
-def check_text_exists(source: str | Path) -> None:
-    """Refuse a text that neither exists nor is named like a data set.
+def text_files(source: str | Path, option: str = "--calibration") -> list[Path] | None:
+    """Return the files of a text in their order; None if it is the name of a data set, which only --calibration takes.
 
     Raises:
-        CalibrationError: The text does not exist; the message lists the accepted forms.
+        CalibrationError: There is no such file, or one that is no regular .txt or .jsonl file. The message names `option`.
     """
-    path = Path(source).expanduser()
-    is_dataset = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]*){0,2}", str(source)) and path.suffix not in SUFFIXES
-    if not path.exists() and not is_dataset:
-        raise CalibrationError(
-            f"{source} does not exist. Pass a {' or '.join(SUFFIXES)} file, a folder of them, "
-            f"or a data set as name:config:split."
+    check_path(option, source)
+    path, suffixes = Path(source).expanduser(), " or ".join(SUFFIXES)
+    if not path.exists():
+        set_name = option == "--calibration" and path.suffix not in SUFFIXES
+        if set_name and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]*){0,2}", str(source)):
+            if find_spec("datasets") is None:
+                raise CalibrationError(
+                    f"There is no file or folder {source}, and reading a data set of this name needs the datasets package. Run "
+                    f'pip install "nearplane[datasets]", or pass a {suffixes} file with --calibration.'
+                )
+            return None
+        others = (
+            " or a folder of them"
+            if option != "--calibration"
+            else ", a folder of them, or a data set as name:config:split"
         )
+        raise CalibrationError(f"{option} {source} does not exist. Pass a {suffixes} file{others}.")
+    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else [path]
+    if not files:
+        raise CalibrationError(f"The folder {source} contains no {suffixes} file for {option}.")
+    for file in files:
+        if not file.is_file():
+            raise CalibrationError(
+                f"{option}: {file} is not a regular file, but a pipe, a device, a folder or a broken link. Pass a {suffixes} file."
+            )
+        if file.suffix not in SUFFIXES:
+            raise CalibrationError(f"{file} is not a {suffixes} file. Rename plain text to .txt.")
+    return files
 
 
-def check_named(*models: str | Path | None, texts: tuple[str | Path | None, ...] = ()) -> None:
-    """Refuse models and texts that do not exist; None stands for an option that was not given."""
+def check_named(*models: str | Path | None, **texts: str | Path | None) -> None:
+    """Refuse models and texts that do not exist; None stands for an option that was not given.
+
+    Args:
+        models: Folders or hub ids; a local folder needs a config.json.
+        texts: Texts by the name of their option.
+    """
     for model in models:
-        if model is not None and not is_gguf(model):
-            folder_named(model)
-    for text in texts:
+        if model is not None and not is_gguf(model) and (folder := folder_named(model)) is not None:
+            refuse_unfinished(folder)
+            read_object(folder / "config.json", expected="Pass what save_pretrained wrote", error=ModelError)
+    for option, text in texts.items():
         if text is not None:
-            check_text_exists(text)
+            text_files(text, f"--{option}")
+
+
+def refuse_overlap(out: Path, source: Path) -> None:
+    """Refuse an output folder that is the folder it is made from, contains it or lies in it.
+
+    Raises:
+        RecipeError: The two folders overlap.
+    """
+    output, model = out.resolve(), source.resolve()
+    if output == model or output in model.parents or model in output.parents:
+        raise RecipeError(f"The output {out} overlaps with {source}, from which it is made. Choose another folder.")

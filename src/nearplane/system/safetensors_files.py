@@ -26,11 +26,10 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError
 from nearplane.system.files import flush, flush_all, read_object, sha256
-from nearplane.system.paths import INCOMPLETE
+from nearplane.system.paths import INCOMPLETE, MARK, refuse_unfinished
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
-MARK = "This checkpoint is not finished: the run that writes it is under way or died.\n"  # first line of `INCOMPLETE`
 DTYPE_NAMES = {  # names of dtypes in safetensors
     torch.float64: "F64",
     torch.float32: "F32",
@@ -74,12 +73,6 @@ def shard_size(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> int:
         begin += size
     text = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
     return 8 + -(-text // 8) * 8 + begin
-
-
-def refuse_unfinished(folder: Path) -> None:
-    """Raise ModelError if a checkpoint folder is incomplete."""
-    if (folder / INCOMPLETE).exists():
-        raise ModelError(f"{folder} is incomplete: its run has not finished. Repeat the command of that run.")
 
 
 class TensorInfo(NamedTuple):

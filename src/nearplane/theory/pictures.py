@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nearplane.errors import RecipeError
 from nearplane.lattice.bounds import quadratic
-from nearplane.system.files import write_whole
+from nearplane.system.files import check_output, write_whole
 from nearplane.theory import geometry as g
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def draw_geometry(out: Path) -> list[Path]:
         The files, in the order of `PICTURES`.
 
     Raises:
-        RecipeError: matplotlib is not installed, or `out` is a file.
+        RecipeError: matplotlib is not installed, or `out` has other files or cannot be written.
         FormatError: A picture cannot be written.
     """
     try:
@@ -58,8 +58,7 @@ def draw_geometry(out: Path) -> list[Path]:
         raise RecipeError(
             'Pictures need matplotlib, which is not installed. Run pip install "nearplane[figures]".'
         ) from error
-    if out.exists() and not out.is_dir():
-        raise RecipeError(f"{out} is a file; expected a folder. Choose another name.")
+    check_output(out, [f"{name}." for name in PICTURES], "nearplane geometry")
     written = []
     with mpl.rc_context({"svg.hashsalt": "nearplane", "font.size": 11, "savefig.facecolor": "white"}):
         for name, draw in PICTURES.items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from nearplane.recipe.schemes import BlockScheme, GridScheme
 from nearplane.recipe.sizes import size_text
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.device import Device
-from nearplane.system.paths import UNFINISHED
 from nearplane.tuning.network import needed, norms_of
 from nearplane.tuning.parameters import TunedBlocks, TunedLadders, TunedLayer, TunedMatrix, TunedVector
 from nearplane.tuning.settings import CODE_BITS, Split, split
@@ -129,30 +127,6 @@ def norms_stored(model: Model) -> dict[str, str]:
     return {name: model.weights.source_name(name) for name in names}
 
 
-def check_recipe(recipe: Recipe, called: str) -> None:
-    """Refuse a recipe whose checkpoints cannot be tuned; `called` names the checkpoint in errors.
-
-    Raises:
-        RecipeError: The recipe cannot be tuned; the message gives the reason.
-    """
-    if any(recipe.scheme.ends) and recipe.scheme.entropy_coded:
-        raise RecipeError(
-            f"{called} cannot be tuned: its embeddings or head are entropy-coded, which is not supported yet. Quantize without "
-            f"--include-embeddings and --include-head."
-        )
-    for scheme in (recipe.scheme, *(each.scheme for each in recipe.layers)):
-        if not scheme.tunable:
-            raise RecipeError(
-                f"{called} cannot be tuned: it has weights in {scheme.number_format.name}, not integers or entropy-coded weights. "
-                f"Quantize with --bits or --rate."
-            )
-    if getattr(recipe.scheme, "size", None) is not None:
-        raise RecipeError(
-            f"{called} cannot be tuned: it was quantized with --size, and tuning makes the run record longer. Quantize with "
-            f"--rate, or a GGUF with --grid."
-        )
-
-
 def check_layers(model: Model, called: str) -> None:
     """Refuse a model with layers that cannot be tuned; `called` names the checkpoint in errors.
 
@@ -195,25 +169,6 @@ def _may_move(recipe: Recipe, name: str) -> bool:
     if isinstance(scheme, BlockScheme):
         return scheme.measured or scheme.number_format.bits <= CODE_BITS
     return not isinstance(scheme, GridScheme) or recipe.allocate == "slope" or scheme.bits < CODE_BITS + 1
-
-
-def check_checkpoint(folder: Path, record: RunRecord, out: Path) -> None:
-    """Refuse checkpoints that cannot be tuned, and an output folder that would overwrite the checkpoint.
-
-    Args:
-        folder, record: Folder and run record of the checkpoint.
-        out: Folder to write.
-
-    Raises:
-        RecipeError: The checkpoint is tuned or cannot be tuned, or overlaps with `out` or with its unfinished folder.
-    """
-    if record.tuning is not None:
-        raise RecipeError(f"{folder} is tuned already. Tune the checkpoint from which it was made.")
-    check_recipe(record.recipe, str(folder))
-    for written, role in ((out, ""), (Path(f"{out.resolve()}{UNFINISHED}"), f", where {out} is written first,")):
-        target, source = written.resolve(), folder.resolve()
-        if target == source or target in source.parents or source in target.parents:
-            raise RecipeError(f"{written}{role} overlaps with the checkpoint to tune, {folder}. Choose another folder.")
 
 
 def check_model(model: Model, record: RunRecord, stored: Stored) -> None:

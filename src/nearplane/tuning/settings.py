@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nearplane.errors import CalibrationError, RecipeError
+from nearplane.errors import CalibrationError
 from nearplane.recipe.sizes import counted
 from nearplane.record.record import RunRecord
 
@@ -76,12 +76,8 @@ def split(
         samples, seqlen, steps: Arguments of `tune`.
 
     Raises:
-        RecipeError: A number is too small.
         CalibrationError: The text has fewer than two windows.
     """
-    for name, value, low in (("samples", samples, 2), ("seqlen", seqlen, 2), ("steps", steps, 1)):
-        if value is not None and value < low:
-            raise RecipeError(f"--{name} is {value}; expected at least {low}.")
     samples, length = samples or SAMPLES_FACTOR * (record.windows or DEFAULT_WINDOWS), seqlen or record.seqlen
     windows = read(samples, length)
     count, length = windows.shape

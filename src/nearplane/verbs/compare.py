@@ -25,40 +25,34 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from nearplane.calibration.windows import calibration_windows, check_tokens
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import FormatError, NearplaneError, RecipeError
 from nearplane.formats.find_record import sound_record
 from nearplane.formats.journal_pages import run_inputs
-from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
 from nearplane.models.pretrained import find_folder
 from nearplane.recipe.recipe import Calibration, Recipe, Way
-from nearplane.recipe.scheme import Format, Solver
-from nearplane.recipe.schemes import GridScheme, RateScheme, fitting_group
 from nearplane.record.record import RunRecord, versions
+from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.files import check_writable, exclusive_lock, read_object, sha256, write_whole
 from nearplane.system.matmul_library import chosen_library
-from nearplane.system.paths import RECORD
+from nearplane.system.paths import RECORD, refuse_unfinished
 from nearplane.system.progress import Progress, logged, silent
-from nearplane.system.safetensors_files import refuse_unfinished
-from nearplane.theory.hptq import hptq_layers, hptq_recipe
+from nearplane.theory.hptq import hptq_layers
+from nearplane.verbs.compare_recipes import HUFFMAN, WAYS, Recipes, recipes_for
 from nearplane.verbs.evaluate import evaluate, load_dense
 from nearplane.verbs.quantize_api import quantize
 
-WAYS: tuple[Way, ...] = Way.__args__  # type: ignore[attr-defined]
 ORIGINAL_METHOD = "original"
-HUFFMAN: tuple[Way, ...] = ("rtn-huffman", "gptq-huffman")
-GROUPS = (32, 64, 128, 256, 512, 1024)  # powers of two, so that the largest fitting one is a greatest common divisor
 ROWS_FILE = "rows.json"
 LOCK_FILE = f"{ROWS_FILE}.lock"
 MAX_RATE_ERROR = 0.005  # relative deviation from the requested bits that needs no note
@@ -92,6 +86,11 @@ class Row:
     note: str = ""
     folder: Path | None = None
 
+    @property
+    def failed(self) -> bool:
+        """Whether nothing was measured; `note` is then the reason."""
+        return self.perplexity is None
+
 
 class Compared:
     """Rows of a comparison on disk, written as soon as they are measured, so that `compare --keep FOLDER` can be resumed.
@@ -100,6 +99,7 @@ class Compared:
         FOLDER/rows.json.lock   lock file of the comparison that writes them
 
     Rows are reused only for the same models, texts, tokens and versions; rows of other bits and methods are added to them.
+    A row of a method that failed is kept with its reason, and is measured anew by the next command.
     Nothing is written before `writing` is entered.
 
     Args:
@@ -158,20 +158,19 @@ class Compared:
             for entry in saved["rows"]:
                 folder = None if entry["folder"] is None else Path(entry["folder"])
                 row = Row(**{**entry, "folder": folder})
-                if row.perplexity is not None:
-                    self._rows[row.model, row.method, row.asked] = row
+                self._rows[row.model, row.method, row.asked] = row
         except (KeyError, TypeError) as error:
             raise FormatError(f"{path} is not what was written ({error!r}). {expected}.") from error
 
     def get(self, model: str, method: str, asked: float | None) -> Row | None:
         """Return a row that was measured before, or None."""
-        return self._rows.get((model, method, asked))
+        row = self._rows.get((model, method, asked))
+        return None if row is None or row.failed else row
 
     def add(self, row: Row) -> Row:
-        """Keep a row and return it; rows without figures are not kept, because repeating their error takes no time."""
-        if row.perplexity is not None:
-            self._rows[row.model, row.method, row.asked] = row
-            self._write()
+        """Keep a row and return it."""
+        self._rows[row.model, row.method, row.asked] = row
+        self._write()
         return row
 
     def _write(self) -> None:
@@ -181,6 +180,7 @@ class Compared:
             write_whole(self._folder / ROWS_FILE, content.encode())
 
 
+@checked()
 def compare(
     models: str | Path | Sequence[str | Path],
     bits: Sequence[float],
@@ -213,21 +213,22 @@ def compare(
 
     Returns:
         For each model the row of the original, then one for every method and number of bits. The row of a method that
-        does not support these bits has a note with the reason.
+        failed has a note with the reason.
 
     Raises:
-        RecipeError: An option is invalid for all models. With the first row: another comparison writes `keep`.
-        NearplaneError: A model or text cannot be read, or a matrix cannot be quantized; earlier rows were yielded.
+        RecipeError: A method cannot have these bits on a model; nothing was measured. With the first row: another
+            comparison writes `keep`.
+        NearplaneError: A model or text cannot be read; earlier rows were yielded.
     """
     models = [models] if isinstance(models, str | Path) else list(models)
-    if unknown := set(methods) - set(WAYS):
-        raise RecipeError(f"{', '.join(sorted(unknown))} is not a method; expected some of {', '.join(WAYS)}.")
     if not models or not bits or not methods:
         raise RecipeError("Nothing to compare: give at least one model, one number of bits and one method.")
     names = [Path(model).name for model in models]
     if keep is not None and len(set(names)) < len(names):
         raise RecipeError(f"{keep} has one folder per model ({', '.join(names)}); expected different names.")
     calibration = calibration or Calibration()
+    opened = {str(model): open_model(str(model), trust_remote_code=trust_remote_code) for model in models}
+    recipes = recipes_for(opened, methods, bits, calibration)
     measure = _Measure(
         text=text,
         calibration=calibration,
@@ -239,7 +240,7 @@ def compare(
         progress=progress,
     )
     known = Compared(measure.keep, {} if keep is None else measure.run_inputs(models))
-    return _rows(models, bits, methods, measure, known)
+    return _rows(opened, recipes, measure, known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,10 +291,9 @@ class _Measure:
         row = replace(row, rate=record.rate, bytes=record.bytes, seconds=record.seconds, folder=out, note=notes)
         return self.measured(row, out, against=row.model)
 
-    def coded(self, row: Row, bits: float, opened: Model) -> Row:
+    def coded(self, row: Row, recipe: Recipe, opened: Model) -> Row:
         """Quantize the model of a row with Huffman codes, in memory, and complete the row."""
         began, device = time.perf_counter(), Device.named(self.device)
-        recipe = hptq_recipe(bits, self.calibration, calibrated=row.method == "gptq-huffman")
         windows = calibration_windows(opened, recipe)
         check_tokens(opened, recipe, windows)
         network, tokenizer = load_dense(row.model, device.place, trust_remote_code=self.trust_remote_code)
@@ -320,15 +320,16 @@ def _rate_note(row: Row, rate: float) -> str:
 
 
 def _rows(
-    models: Sequence[str | Path], bits: Sequence[float], methods: Sequence[Way], measure: _Measure, known: Compared
+    opened: Mapping[str, Model],
+    recipes: Mapping[str, Recipes],
+    measure: _Measure,
+    known: Compared,
 ) -> Iterator[Row]:
     keep = measure.keep
     with known.writing(), tempfile.TemporaryDirectory(prefix="nearplane-") as temporary:
-        for model in map(str, models):
-            opened = open_model(model, trust_remote_code=measure.trust_remote_code)
-            yield known.get(model, ORIGINAL_METHOD, None) or known.add(measure.original(model, opened))
-            layers = [layer for block in opened.blocks for layer in block.layers]
-            for asked, method in product(bits, methods):
+        for model, network in opened.items():
+            yield known.get(model, ORIGINAL_METHOD, None) or known.add(measure.original(model, network))
+            for (asked, method), (recipe, note) in recipes[model].items():
                 if (earlier := known.get(model, method, asked)) is not None:
                     yield earlier
                     continue
@@ -336,14 +337,14 @@ def _rows(
                 out = Path(keep or temporary) / Path(model).name / f"{method}-{asked:g}"
                 try:
                     if method in HUFFMAN:
-                        row = measure.coded(row, asked, opened)
+                        row = measure.coded(row, recipe, network)
                     else:
-                        row = measure.written(row, *recipe_for(method, asked, layers, measure.calibration), out)
+                        row = measure.written(row, recipe, note, out)
                 except KeyboardInterrupt as stopped:
                     if keep is None:
                         stopped.__notes__ = []  # the notes name files in the temporary folder
                     raise
-                except RecipeError as error:  # these bits or this model are not supported, or the folder is in use
+                except NearplaneError as error:  # e.g. the folder is in use, or a matrix cannot be quantized
                     row = replace(row, note=str(error))
                 if keep is None:
                     shutil.rmtree(out, ignore_errors=True)
@@ -367,52 +368,3 @@ def content_of(text: Path) -> str:
     if not text.is_dir():
         return str(text)
     return hashlib.sha256("".join(sha256(p) for p in sorted(text.rglob("*")) if p.is_file()).encode()).hexdigest()
-
-
-def recipe_for(method: Way, bits: float, layers: Iterable[Layer], calibration: Calibration) -> tuple[Recipe, str]:
-    """Return the recipe of a method that writes a checkpoint at `bits` per weight, and a note on any deviation.
-
-    Raises:
-        RecipeError: The method does not support these bits.
-    """
-    if method == "nearplane":
-        return Recipe(scheme=RateScheme(rate=bits), calibration=calibration), ""
-    solver: Solver = "round-to-nearest" if method.startswith("rtn") else "nearest-plane"
-    layers = list(layers)
-    width, group_size, note = fixed_grid(bits, [layer.shape[1] for layer in layers])
-    scheme = GridScheme(bits=width, group_size=group_size)
-    if method != "nearplane-grid":
-        scheme = replace(scheme, order="natural", solver=solver, correct=False, polish=0, rounds=0)
-    linear = all(layer.kind == "Linear" for layer in layers)
-    format: Format = "compressed-tensors" if linear else "gptq"  # gptq supports GPT-2's Conv1D too
-    return Recipe(scheme=scheme, format=format, allocate="uniform", calibration=calibration), note
-
-
-def fixed_grid(bits: float, columns: Sequence[int]) -> tuple[int, int | None, str]:
-    """Return width, group size and a note for a grid of `bits` = width + 16 / group size.
-
-    Without a fraction, a row has one step. Groups that do not divide the layers are halved until they do, down to 16; if
-    that does not fit either, a row has one step.
-
-    Args:
-        bits: Bits per weight.
-        columns: Number of inputs of every layer.
-
-    Raises:
-        RecipeError: No grid has these bits.
-    """
-    width = math.floor(bits)
-    fraction = bits - width
-    group_size = round(16 / fraction) if fraction > 2**-20 else None
-    if not 2 <= width <= 8 or (group_size is not None and (group_size not in GROUPS or 16 / group_size != fraction)):
-        raise RecipeError(
-            f"no fixed grid has {bits:g} bits: expected 2 to 8, plus 16 / group for groups of {', '.join(map(str, GROUPS))}"
-        )
-    if group_size is None or all(n % group_size == 0 for n in columns):
-        return width, group_size, ""
-    fitting = fitting_group(columns, group_size)
-    unfit = next((n for n in columns if n % fitting), None)
-    if unfit is not None:
-        return width, None, f"one step a row: groups of {fitting} or more do not divide {unfit} inputs"
-    least = next(n for n in columns if n % group_size)
-    return width, fitting, f"groups of {fitting}: {group_size} does not divide {least} inputs"

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from nearplane.errors import RecipeError
 from nearplane.recipe.recipe import Way
 from nearplane.system.files import check_writable, write_whole
-from nearplane.verbs.compare import ORIGINAL_METHOD, WAYS, Row
+from nearplane.verbs.compare import ORIGINAL_METHOD, Row
+from nearplane.verbs.compare_recipes import WAYS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,12 +50,13 @@ def draw(rows: Iterable[Row], out: str | Path) -> None:
     measured = [row for row in rows if row.perplexity is not None]
     originals = [row for row in measured if row.method == ORIGINAL_METHOD]
     if len(measured) == len(originals):
-        raise RecipeError("There is nothing to draw, because no method supports the requested bits.")
+        raise RecipeError("There is nothing to draw, because no method was measured.")
     methods: list[Way] = [way for way in WAYS if any(row.method == way for row in measured)]
     with mpl.rc_context({"svg.hashsalt": "nearplane", "font.size": 10, "savefig.facecolor": "white"}):
         if len(originals) == 1:
-            figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+            figure = Figure(figsize=(8.4, 4.4), layout="constrained")
             _curves(figure.subplots(), originals[0], {w: [r for r in measured if r.method == w] for w in methods})
+            figure.legend(loc="outside right upper", frameon=False, fontsize=8)  # inside, its lines look like curves
         else:
             columns = min(3, len(methods))
             lines = math.ceil(len(methods) / columns)
@@ -107,7 +109,6 @@ def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:
         label = _label(way, [y for _, y in points], top)
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linewidth=width, markersize=5, label=label)
     axes.margins(x=0.04)
-    axes.legend(frameon=False, fontsize=8)
     axes.set_xlabel("bits per quantized weight, every byte of the layers counted")
     axes.set_ylabel("perplexity")
     axes.set_title(Path(original.model).name, fontsize=11, loc="left")
@@ -140,7 +141,7 @@ def _panel(
         for row, (x, y) in zip([*line, original], points, strict=True):
             marker = "*" if row is original else markers[row.asked]
             axes.plot(x, y, color=colour, marker=marker, markersize=8 if row is original else 4.5)
-    axes.legend(frameon=False, fontsize=7)
+    axes.legend(frameon=False, fontsize=7, handlelength=0, handletextpad=0, labelcolor="linecolor")
     axes.set_title(way, fontsize=10, loc="left")
 
 

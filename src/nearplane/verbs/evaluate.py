@@ -24,9 +24,11 @@ from nearplane.loading.dense_network import dense_network
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import Divergence, InputKind, divergence
 from nearplane.models.pretrained import as_model_error, tokenizer_of
+from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library
 from nearplane.system.progress import Progress, logged, silent
+from nearplane.verbs.early_checks import check_evaluate
 from nearplane.verbs.evaluate_networks import Network, opened, predictions, windows_at_a_time
 
 
@@ -58,6 +60,7 @@ class Evaluation:
     worst_cosine: float | None = None
 
 
+@checked("model", "text", "against")
 def evaluate(
     model: str | Path | PreTrainedModel,
     text: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor],
@@ -90,16 +93,13 @@ def evaluate(
         CalibrationError: The text is missing, empty or shorter than one window.
         ModelError, FormatError: A model cannot be read, or the two have different vocabularies.
     """
-    if samples is not None and samples < 1:
-        raise RecipeError(f"samples is {samples}; expected a positive number, or none for the whole text.")
-    if seqlen is not None and seqlen < 2:
-        raise RecipeError(f"seqlen is {seqlen}; expected at least 2, as the first token is not scored.")
+    check_evaluate(model, text, against=against, seqlen=seqlen, samples=samples)
     given = Given.of(text, "text")
     refuse_tokenizer(model, tokenizer)
     sources = (model,) if against is None else (model, against)
-    place = Device.named(device)
+    names, place = [model_label(each) for each in sources], Device.named(device)
     networks = [opened(each, place, trust_remote_code=trust_remote_code) for each in sources]
-    network, names = networks[0], [model_label(each) for each in sources]
+    network = networks[0]
     _check_taken(networks, names, InputKind.TEXT if given is None else given.kind)
     if network.folder is not None and (given is None or given.tokens is None):
         tokenizer = tokenizer_of(network.folder, trust_remote_code=trust_remote_code)
@@ -226,6 +226,7 @@ def _windows(
         samples=samples or sys.maxsize,
         seqlen=seqlen,
         between=framing_tokens(tokenizer) if network.framed else (),
+        option="--text",
     )
 
 

@@ -9,23 +9,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nearplane.errors import FormatError, ModelError, RecipeError
+from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import CONFIG, copy_beside
-from nearplane.formats.container import readable_errors, refuse_overlap
-from nearplane.formats.find_record import sound_record
 from nearplane.formats.layer_format import WEIGHTS, json_text, read_config
 from nearplane.formats.stored import quantization_of, reader_of
-from nearplane.formats.table import FORMATS
 from nearplane.loading.dense_network import decoded_tensors
 from nearplane.models.pretrained import empty_network
-from nearplane.system.output_folder import Unfinished
-from nearplane.system.paths import RECORD
+from nearplane.recipe.sizes import check_room
+from nearplane.system.arguments import checked
+from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.safetensors_files import ShardWriter
+from nearplane.verbs.early_checks import check_export
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD = 2 * 10**9  # bytes of tensors in a file, at most, unless one tensor is larger
 
 
+@checked()
 def export(
     source: str | Path,
     out: str | Path,
@@ -51,26 +51,13 @@ def export(
         FormatError, ModelError: The checkpoint cannot be read, or `out` cannot be written.
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
-    if format != "safetensors":
-        raise RecipeError(
-            f"--format {format}: export writes only safetensors, which any program reads. For other formats, quantize the "
-            f"original model with nearplane quantize --format {format if format in FORMATS else 'gguf'}."
-        )
-    if dtype not in DTYPES:
-        raise RecipeError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}.")
-    if not source.is_dir():
-        raise ModelError(f"The folder {source} does not exist. Pass a folder that nearplane quantize wrote.")
+    check_export(source, out, format)
     if quantization_of(source) is None:
         raise RecipeError(f"{source} is not quantized: its weights are dense already. Copy the folder instead.")
-    refuse_overlap(out, source)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RecipeError(f"{out} exists and is not empty. Empty it or choose another folder.")
-    place = Unfinished(out)
-    refuse_overlap(place.folder, source)
-    if (source / RECORD).is_file():
-        sound_record(source)
+    place = Unfinished(out, sources=[source])
     network = empty_network(source, trust_remote_code=trust_remote_code, reader=reader_of(source))
-    tensors = decoded_tensors(source, network, check=False)
+    check_room(out, DTYPES[dtype].itemsize * sum(parameter.numel() for parameter in network.parameters()))
+    tensors = decoded_tensors(source, network)
     with readable_errors(out), place:
         writer = ShardWriter(place.folder, None)
         for shard in _shards(tensors, DTYPES[dtype]):

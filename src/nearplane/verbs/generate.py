@@ -25,6 +25,7 @@ from nearplane.models.kinds import InputKind, has_head, input_kind
 from nearplane.models.model import positions_of
 from nearplane.models.pretrained import as_model_error, tokenizer_of
 from nearplane.recipe.scheme import FILE_FORMATS, FileFormat
+from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.file_hashes import check_hashes
 
@@ -34,6 +35,7 @@ UNFINISHED = "\ufffd"  # incomplete bytes of a letter decode to this
 MAX_SPECIAL_TOKENS = 16  # that a tokenizer puts before a prompt, whose own tokens are at most its bytes
 
 
+@checked()
 def generate(
     source: str | Path,
     prompt: str,
@@ -52,7 +54,7 @@ def generate(
         prompt: Text to continue; the tokenizer adds its special tokens.
         tokens: Largest number of new tokens; fewer if the model ends or has no positions left.
         temperature, seed: Sampling temperature and random seed; temperature 0 takes the most likely token each time.
-        say: Callback for every new piece of text.
+        say: Callback for every new piece of text. It gets an empty text first, once all checks have passed.
         device: Device to compute on; llama.cpp chooses its own.
         trust_remote_code: Whether to run model code that comes with the checkpoint.
 
@@ -114,6 +116,7 @@ class _Pieces(BaseStreamer):  # type: ignore[misc]
         self._ids += value.reshape(-1).tolist()
         if first:
             self._prompt = len(self._decoded())
+            self._say("")
         elif not (text := self._decoded()).endswith(UNFINISHED):
             self._tell(text)
 
@@ -155,12 +158,14 @@ def _by_llama_cpp(folder: Path, prompt: str, tokens: int, temperature: float, se
         ids = model.tokenize(prompt.encode(), add_bos=True)
         positions = model.metadata.get(f"{model.metadata.get('general.architecture')}.context_length")
         tokens = _room(len(ids), None if positions is None else int(positions), tokens)
+        say("")
         text, sampling = "", dict(top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0, seed=seed, stream=True)
         try:
             for part in model.create_completion(ids, max_tokens=tokens, temperature=temperature, **sampling):
                 piece = part["choices"][0]["text"]
-                text += piece
-                say(piece)
+                if piece:
+                    text += piece
+                    say(piece)
         finally:
             model.close()
     return text

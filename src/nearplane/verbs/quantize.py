@@ -15,6 +15,7 @@ from pathlib import Path
 from nearplane.calibration.walk import Stage, walk
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.matrix.solve_layer import solve_layer
+from nearplane.planning.folder_size import check_disk
 from nearplane.planning.ledger import Solved
 from nearplane.planning.start import Job, Options, container_for, open_resolved
 from nearplane.recipe.recipe import Recipe
@@ -33,6 +34,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         NearplaneError: As for `quantize`.
     """
     model, settled = open_resolved(folder, recipe, trust_remote_code=options.trust_remote_code)  # weights stay on disk
+    check_disk(out, model, settled)
     remote, overwrite = options.trust_remote_code, options.overwrite
     with container_for(model, settled, out, overwrite=overwrite, trust_remote_code=remote) as container:
         windows = calibration_windows(model, settled, options.given)

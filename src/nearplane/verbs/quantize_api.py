@@ -17,25 +17,26 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nearplane.calibration.given import as_folder, model_label, split_calibration
 from nearplane.calibration.windows import calibration_windows
 from nearplane.errors import NearplaneError, RecipeError
-from nearplane.formats.container import refuse_overlap
 from nearplane.models.pretrained import find_folder
+from nearplane.planning.folder_size import check_disk
 from nearplane.planning.start import Job, Options, open_resolved
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.sizes import bytes_in
 from nearplane.record.record import RunRecord, read_record
+from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.output_folder import Unfinished
-from nearplane.system.paths import check_text_exists
+from nearplane.system.paths import refuse_unfinished, text_files
 from nearplane.system.progress import Progress, say_compiling, silent
-from nearplane.system.safetensors_files import refuse_unfinished
-from nearplane.tuning.checkpoint import check_layers, check_recipe, check_tunable
+from nearplane.tuning.checkpoint import check_layers, check_tunable
+from nearplane.verbs.early_checks import check_quantize, check_recipe
 from nearplane.verbs.quantize import quantize_folder
 from nearplane.verbs.tune import tune
 
 log = logging.getLogger(__name__)
 
 
+@checked("model")
 def quantize(
     model: str | Path | PreTrainedModel,
     out: str | Path,
@@ -87,20 +88,16 @@ def quantize(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         progress=progress,
-        memory=None if memory is None else bytes_in(str(memory), "memory"),
+        memory=check_quantize(model, out, recipe, overwrite=overwrite, memory=memory),
     )
     calibrates_on_text = (given is None or given.tokens is None) and recipe.scheme.calibrated
     if calibrates_on_text and tokenizer is None and isinstance(model, torch.nn.Module):
         raise RecipeError(
             "A model object has no tokenizer: pass tokenizer=, or token ids (windows, seqlen) as calibration."
         )
-    if options.memory is not None and recipe.tune != "none":
-        raise RecipeError(
-            "--memory does not limit tuning. Leave out --tune, and tune the checkpoint with nearplane tune."
-        )
     return_large_blocks()
     if given is None and recipe.scheme.calibrated and recipe.calibration.calibration is not None:
-        check_text_exists(recipe.calibration.calibration)
+        text_files(recipe.calibration.calibration)
     with as_folder(model, tokenizer) as folder:
         recipe = recipe if given is None else given.recorded(recipe)
         quantizes = quantize_folder if recipe.tune == "none" else _then_tuned
@@ -121,12 +118,10 @@ def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> Run
         NearplaneError: A subclass names the cause.
     """
     solved, given = Path(f"{out.resolve()}.untuned"), options.given
-    place = Unfinished(out, overwrite=options.overwrite)  # raises now what tuning would raise after the solve
     model = find_folder(folder, trust_remote_code=options.trust_remote_code)
-    for target in (out, place.folder):
-        refuse_overlap(target, model)
+    Unfinished(out, overwrite=options.overwrite, sources=[model])  # raises now what tuning would raise after the solve
     if not solved.is_symlink() and (not solved.exists() or (solved.is_dir() and not any(solved.iterdir()))):
-        _check_tunable(folder, recipe, options)
+        _check_tunable(folder, out, recipe, options)
         quantize_folder(folder, solved, recipe, options)
     elif difference := _differing(solved, recipe, options):
         raise RecipeError(
@@ -159,10 +154,11 @@ def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> Run
     return record
 
 
-def _check_tunable(folder: str, recipe: Recipe, options: Options) -> None:
+def _check_tunable(folder: str, out: Path, recipe: Recipe, options: Options) -> None:
     """Raise before the solve the errors that `tune` would raise after it."""
     model, settled = open_resolved(folder, recipe, trust_remote_code=options.trust_remote_code)
     check_recipe(settled, "This run")
+    check_disk(out, model, settled, copies=2)  # OUT.untuned is kept until OUT is complete
     check_layers(model, "This run")
     windows = calibration_windows(model, settled, options.given)
     job = Job(model=model, asked=recipe, recipe=settled, windows=windows, options=options)

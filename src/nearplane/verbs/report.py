@@ -8,11 +8,13 @@ from pathlib import Path
 from nearplane.errors import RecipeError
 from nearplane.formats.find_record import find_record
 from nearplane.record.report.page import render
+from nearplane.system.arguments import checked
 from nearplane.system.files import write_whole
 
 GENERATOR_TAG = b'<meta name="generator" content="nearplane report">'  # marks a page of nearplane
 
 
+@checked()
 def write_report(out: str | Path, page: str | Path | None = None, *, overwrite: bool = False) -> Path:
     """Write an HTML report about a checkpoint, and return its path.
 

@@ -37,17 +37,20 @@ from nearplane.planning.request import open_original, resolved
 from nearplane.planning.start import container_for
 from nearplane.record.record import LayerRecord, RunRecord, read_record, versions
 from nearplane.record.tuning_record import KL_TOLERANCE, Solved, Tuning
+from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.progress import Progress, silent
-from nearplane.tuning.checkpoint import Checkpoint, check_checkpoint, check_model, fits, norms_stored, trains_codes
+from nearplane.tuning.checkpoint import Checkpoint, check_model, fits, norms_stored, trains_codes
 from nearplane.tuning.loop import Outcome, TrainingJournal, mean_kl, train
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split, split
+from nearplane.verbs.early_checks import check_tune
 from nearplane.verbs.verify_losses import along_both_networks, tuned_norms
 
 
+@checked("calibration")
 def tune(
     source: str | Path,
     out: str | Path,
@@ -88,9 +91,10 @@ def tune(
     Raises:
         NearplaneError: A subclass names the cause. Unsuitable checkpoints, texts and folders are refused before any work.
     """
+    counts = {"samples": samples, "seqlen": seqlen, "steps": steps}
+    record = check_tune(source, out, against=against, calibration=calibration, overwrite=overwrite, **counts)
     began, folder, where, given = time.perf_counter(), Path(source), Device.named(device), Given.of(calibration)
-    record = sound_record(folder)
-    check_checkpoint(folder, record, Path(out))
+    sound_record(folder)
     stored = Stored(folder)
     model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)
     check_model(model, record, stored)
@@ -100,7 +104,7 @@ def tune(
     recipe = with_calibration_path(resolved(model, record.recipe), calibration)
     solved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
     windows = _windows_of_the_run(solved)
-    cut = split(solved.windows, record, samples=samples, seqlen=seqlen, steps=steps)
+    cut = split(solved.windows, record, **counts)
     codes = sum(layer.out_features * layer.in_features for layer in solved.of_blocks() if trains_codes(layer))
     hold = fits(model, cut, codes, where)
     matrices = solved.matrices(codes=True)

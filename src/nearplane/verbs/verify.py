@@ -15,15 +15,16 @@ from torch import Tensor
 
 from nearplane.calibration.given import Given, with_calibration_path
 from nearplane.calibration.windows import Windows, calibration_windows
-from nearplane.errors import CalibrationError, FormatError, ModelError, RecipeError
+from nearplane.errors import CalibrationError, FormatError, ModelError
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
 from nearplane.formats.layer_format import EXPERTS_WITH, READ_WITH, WEIGHTS, read_config
 from nearplane.formats.stored import Stored
 from nearplane.models.model import Model
 from nearplane.planning.request import open_original, quantization_config, resolved, with_types
 from nearplane.recipe.recipe import Recipe
-from nearplane.record.record import RunRecord, read_record
+from nearplane.record.record import RunRecord
 from nearplane.record.tuning_record import Tuning
+from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.files import sha256, unordered
 from nearplane.system.matmul_library import recorded_library
@@ -32,6 +33,7 @@ from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
+from nearplane.verbs.early_checks import check_verify
 from nearplane.verbs.verify_files import Fault, names, shard, sound_files
 from nearplane.verbs.verify_losses import MAX_NAMED, losses_again, tuned_norms
 
@@ -71,6 +73,7 @@ class Verified:
         return f"{checked}: {len(self.faults) or 'no'} fault{'' if len(self.faults) == 1 else 's'}; {measured}"
 
 
+@checked("calibration")
 def verify(
     out: str | Path,
     *,
@@ -95,14 +98,8 @@ def verify(
     Raises:
         NearplaneError: There is no run record, or the original or the text cannot be read.
     """
-    if calibration is not None and against is None:
-        raise RecipeError(
-            "--calibration needs --against: losses are measured with both the original model and the text."
-        )
-    if not 0 <= tolerance < 1:
-        raise RecipeError(f"--tolerance is {tolerance}; expected a number from 0 to 1.")
-    folder, given = Path(out), Given.of(calibration)
-    record, faults = read_record(folder), list[Fault]()
+    record = check_verify(out, against=against, calibration=calibration, tolerance=tolerance)
+    folder, given, faults = Path(out), Given.of(calibration), list[Fault]()
     stored, measured = sound_files(folder, record, progress, faults), False
     if against is not None and stored is not None:
         return_large_blocks()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -107,6 +110,8 @@ def test_long_texts_raise_no_warning(
         ("a.jsonl", '{"messages": ["hello"]}', "line 1: the chat template cannot be applied"),
         ("a.jsonl", '{"text": "abc"}', "has 3 tokens, but a window has 20"),
         ("a.csv", "text\nabc", r"a\.csv is not a \.txt or \.jsonl file"),
+        ("a.jsonl", "[" * 100_000, r"a\.jsonl, line 1 is not JSON \(it nests too deep\)"),
+        ("a.jsonl", '{"text": "a", "more": ' + "[" * 100_000, r"line 1 is not JSON \(it nests too deep\)"),
     ],
 )
 def test_files_that_cannot_be_used_are_named_with_the_reason(
@@ -134,6 +139,36 @@ def test_chats_need_a_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Pat
 def test_a_missing_file_is_no_data_set(source: str, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(CalibrationError, match="does not exist"):
         read_windows(tokenizer, source, samples=1, seqlen=2)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket", "broken link", "folder"])
+@pytest.mark.parametrize("within", [False, True], ids=["itself", "in a folder"])
+def test_what_is_no_regular_file_is_not_read(
+    kind: str, within: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """A pipe that nobody writes held the command up for ever, and /dev/zero never ends."""
+    path = tmp_path / "a.txt"
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(tmp_path):
+                server.bind("a.txt")
+        case "folder":
+            path.mkdir()
+        case _:
+            path.symlink_to("/dev/zero" if kind == "device" else "nowhere")
+    expected = (
+        "does not exist|contains no" if not within and kind in ("broken link", "folder") else "not a regular file"
+    )
+    with pytest.raises(CalibrationError, match=expected):
+        read_windows(tokenizer, tmp_path if within else path, samples=1, seqlen=2)
+
+
+def test_a_text_to_measure_on_is_no_data_set(tokenizer: PreTrainedTokenizerFast) -> None:
+    """A mistyped `--text heldout` was taken for one, and answered with advice on `--calibration`."""
+    with pytest.raises(CalibrationError, match=r"--text heldout does not exist\. Pass a \.txt or \.jsonl file"):
+        read_windows(tokenizer, "heldout", samples=1, seqlen=2, option="--text")
 
 
 def test_an_empty_folder_is_named(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

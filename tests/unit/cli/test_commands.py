@@ -11,8 +11,6 @@ import sys
 import pytest
 
 import forgery
-import nearplane
-from families import config_of, random_model
 from nearplane.cli import app as cli
 from nearplane.cli.flags import scheme_from
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
@@ -82,10 +80,18 @@ def test_bad_input_gets_one_clear_sentence(monkeypatch, capsys, tmp_path, words,
     assert "Traceback" not in err
 
 
-def test_a_mistyped_flag_is_explained(monkeypatch, capsys):
-    code, out, err = command(monkeypatch, capsys, "quantize", "a", "b", "--bitz", "4")
-    assert code == 2
-    assert "--bitz" in out + err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("quantize", "a", "b", "--bitz", "4"), "Unknown option: --bitz. Did you mean --bits?"),
+        (("quantize", "a"), "quantize needs OUT. See nearplane quantize --help."),
+        (("quantize", "a", "b", "c"), "quantize does not take c. See nearplane quantize --help."),
+        (("evaluate", "a"), "evaluate needs --text with a value. See nearplane evaluate --help."),
+        (("evaluate", "a", "--text"), "evaluate needs --text with a value. See nearplane evaluate --help."),
+    ],
+)
+def test_a_mistyped_command_line_ends_with_2_and_one_sentence(monkeypatch, capsys, words, said):
+    assert command(monkeypatch, capsys, *words) == (2, "", f"nearplane: {said}\n")
 
 
 @pytest.mark.parametrize(("flag", "bits"), [("3.5", 3.5), ("2.25", 2.25), ("4", 4), ("3.0", 3)])
@@ -119,17 +125,21 @@ def test_the_shell_can_complete_commands_and_options(tmp_path):
     )
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A random model of two narrow blocks, its checkpoint and the text: (model, checkpoint, text)."""
-    folder = tmp_path_factory.mktemp("tiny")
-    model, out, text = (folder / name for name in ("model", "out", "text.txt"))
-    random_model(config_of("llama", vocab_size=2048, num_hidden_layers=2)).float().save_pretrained(model)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (model / name).write_bytes((MODEL / name).read_bytes())
-    text.write_text(CALIBRATION.read_text()[:4000])
-    nearplane.quantize(model, out, bits=3, group_size=32, calibration=str(text), samples=4, seqlen=40)
-    return model, out, text
+@pytest.mark.parametrize("verb", ["demo", "geometry"])
+def test_a_folder_with_other_files_is_refused_and_stays_as_it_is(monkeypatch, capsys, tiny, tmp_path, verb):
+    if verb == "geometry":
+        pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("mine")
+    for out, said in (
+        (tiny[0], f"has files that nearplane {verb} did not write: config.json"),
+        (tiny[1], f"has files that nearplane {verb} did not write: config.json"),
+        (tmp_path / "file", "is not a folder that can be written"),
+    ):
+        names = sorted(path.name for path in out.parent.rglob("*"))
+        code, printed, err = command(monkeypatch, capsys, verb, out)
+        assert (code, printed) == (1, "")
+        assert f"{out} {said}" in err
+        assert sorted(path.name for path in out.parent.rglob("*")) == names
 
 
 def test_verify_says_that_all_holds_in_one_line(monkeypatch, capsys, tiny):
@@ -143,7 +153,7 @@ def test_verify_says_that_all_holds_in_one_line(monkeypatch, capsys, tiny):
     assert printed.endswith("14 layers checked: no faults; every loss was measured again\n")
 
 
-def test_verify_prints_a_line_for_every_fault_and_ends_with_1(monkeypatch, capsys, tiny, tmp_path):
+def test_verify_prints_a_line_for_every_fault_and_ends_with_3(monkeypatch, capsys, tiny, tmp_path):
     model, out, _ = tiny
     shutil.copytree(out, tmp_path / "out")
     record = read_record(out)
@@ -152,17 +162,17 @@ def test_verify_prints_a_line_for_every_fault_and_ends_with_1(monkeypatch, capsy
         forgery.forge_layer(tmp_path / "out", name, "relative_loss", random.Random(0))
     (tmp_path / "out" / "extra.py").write_text("import os")
     code, printed, err = command(monkeypatch, capsys, "verify", tmp_path / "out")
-    assert code == 1
+    assert code == 3
     assert printed.splitlines()[0] == "extra.py: the record does not list this file"
     assert printed.splitlines()[-1].endswith(": 1 fault; losses were not measured (this needs --against)")
     assert len(printed.splitlines()) == 2
     code, printed, err = command(monkeypatch, capsys, "verify", tmp_path / "out", "--against", model)
-    assert code == 1
+    assert code == 3
     assert [line.partition(":")[0] for line in printed.splitlines()[:-1]] == ["extra.py", *names]
     assert printed.splitlines()[-1].endswith(": 4 faults; every loss was measured again")
     assert "Traceback" not in err
     code, printed, _ = command(monkeypatch, capsys, "verify", tmp_path / "out", "--json")
-    assert code == 1
+    assert code == 3
     assert json.loads(printed) == {
         "faults": [{"where": "extra.py", "what": "the record does not list this file"}],
         "asked": False,
@@ -175,7 +185,7 @@ def test_verify_takes_a_tolerance(monkeypatch, capsys, tiny, tmp_path):
     shutil.copytree(out, tmp_path / "out")
     forgery.forge_layer(tmp_path / "out", read_record(out).layers[2].name, "relative_loss", random.Random(0))
     words = ("verify", tmp_path / "out", "--against", model)
-    assert command(monkeypatch, capsys, *words)[0] == 1
+    assert command(monkeypatch, capsys, *words)[0] == 3
     assert command(monkeypatch, capsys, *words, "--tolerance", 0.02)[0] == 0
 
 
@@ -185,14 +195,14 @@ def test_a_text_without_the_original_is_refused_in_one_sentence(monkeypatch, cap
     assert "--calibration needs --against" in err
 
 
-def test_layers_that_lose_more_than_max_loss_are_named_and_the_command_ends_with_2(monkeypatch, capsys, tiny, tmp_path):
+def test_layers_that_lose_more_than_max_loss_are_named_and_the_command_ends_with_4(monkeypatch, capsys, tiny, tmp_path):
     """The checkpoint is written all the same."""
     model, out, text = tiny
     losses = sorted(layer.relative_loss for layer in read_record(out).layers)
     words = ("quantize", model, tmp_path / "out", "--bits", 3, "--group-size", 32, "--calibration", text, "--samples", 4,
              "--seqlen", 40)  # fmt: skip
     code, printed, _ = command(monkeypatch, capsys, *words, "--max-loss", (losses[-2] + losses[-1]) / 2)
-    assert code == 2
+    assert code == 4
     assert "with a relative loss above --max-loss" in printed
     assert read_record(tmp_path / "out").exceeding[0].name in printed
     assert command(monkeypatch, capsys, "verify", tmp_path / "out")[0] == 0
@@ -227,29 +237,126 @@ def test_names_in_files_cannot_steer_the_terminal(monkeypatch, capsys, tiny, tmp
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     for words in (("inspect",), ("inspect", "--json"), ("verify",), ("report",), ("evaluate", "--text", HELD_OUT)):
         code, out, err = command(monkeypatch, capsys, words[0], tmp_path / "out", *words[1:])
-        assert code == (0 if words[0] in ("inspect", "report") else 1), err
+        assert code == {"verify": 3, "evaluate": 1}.get(words[0], 0), err
         assert all(line.isprintable() for line in f"{out}{err}".split("\n")), words
         assert "all is well" not in f"{out}{err}".split("\n")
     page = (tmp_path / "out-report.html").read_text()
     assert "\x1b" not in page
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["quantize", "nowhere", "out"],
-        ["quantize", str(MODEL), "out", "--calibration", "nowhere.txt"],
-        ["evaluate", str(MODEL), "--text", "nowhere.txt"],
-        ["tune", "out", "new", "--against", "nowhere"],
-    ],
-    ids=lambda words: words[0],
+REFUSED = {  # commands, with places of the fixture `refusals` in braces, and what they say
+    "quantize nowhere out": "nowhere does not exist",
+    "quantize {model} out --calibration nowhere.txt": "--calibration nowhere.txt does not exist",
+    "quantize {model} out --calibration /dev/zero": "/dev/zero is not a regular file, but a pipe, a device",
+    "quantize {model} out --calibration pipe.txt": "pipe.txt is not a regular file, but a pipe",
+    "quantize {model} full": "full exists and is not empty",
+    "quantize {model} {model}/out": "overlaps with {model}",
+    "quantize full out": "full/config.json cannot be read",
+    "quantize {model} out --bits 99": "bits is 99.0; expected a number from 2 to 8",
+    "quantize {model} out --memory much": "memory is 'much'; expected",
+    "quantize {model} out --layer d=bits:4,bits:5": "gives bits twice",
+    "quantize {model} out --layer d=ignore:true": "ignore is True, which has the wrong type",
+    "evaluate {model} --text nowhere": "--text nowhere does not exist. Pass a .txt or .jsonl file or a folder of them",
+    "evaluate {model} --text {text} --samples 0": "samples is 0; expected a whole number, at least 1",
+    "evaluate started --text {text}": "started is incomplete",
+    "tune {out} new --against nowhere": "nowhere does not exist",
+    "tune full new --against {model}": "full has no nearplane.json",
+    "tune {out} full --against {model}": "full exists and is not empty",
+    "tune {out} {out}/new --against {model}": "overlaps with {out}",
+    "tune {out} new --against {model} --steps 0": "steps is 0; expected a whole number, at least 1",
+    "verify full": "full has no nearplane.json",
+    "verify {out} --tolerance nan": "tolerance is nan; expected a number from 0 to 1",
+    "export {out} full": "full exists and is not empty. Empty it or choose another folder",
+    "export nowhere new": "nowhere does not exist",
+    "generate full hello": "full/config.json cannot be read",
+}
+OPENS = (  # commands with which nothing is wrong that can be known before torch is loaded
+    "quantize {model} new",
+    "evaluate {model} --text {text}",
+    "tune {out} new --against {model}",
+    "verify {out}",
+    "export {out} new",
+    "generate {model} hello",
+    "compare {model} --bits 4 --text {text}",
 )
-def test_what_is_not_there_is_refused_before_torch_is_imported(words, tmp_path):
-    code = (
-        "import sys; from nearplane.cli.app import app; from nearplane.errors import NearplaneError\n"
-        f"try: app({words!r})\n"
-        "except NearplaneError as error: print(error, 'torch' in sys.modules)"
+RUNS = """
+import json, logging, sys
+from nearplane.cli.app import app
+from nearplane.errors import NearplaneError
+
+class FirstLine(logging.Handler):
+    def emit(self, record):
+        raise NearplaneError(record.getMessage())
+
+logging.getLogger("nearplane").addHandler(FirstLine())
+logging.getLogger("nearplane").setLevel(logging.INFO)
+for words in json.loads(sys.argv[1]):
+    try:
+        app(words)
+    except NearplaneError as error:
+        print(json.dumps([str(error), "torch" in sys.modules]))
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(tiny, tmp_path_factory):
+    """What every command of `REFUSED` and `OPENS` says first, and whether torch is loaded by then."""
+    model, out, text = tiny
+    place = tmp_path_factory.mktemp("refused")
+    for name in ("full/file", "started/INCOMPLETE"):
+        (place / name).parent.mkdir()
+        (place / name).write_text("")
+    os.mkfifo(place / "pipe.txt")
+    places = {"model": model, "out": out, "text": text}
+    commands = [[word.format(**places) for word in line.split()] for line in (*REFUSED, *OPENS)]
+    run = [sys.executable, "-c", RUNS, json.dumps(commands)]
+    lines = subprocess.run(run, capture_output=True, text=True, cwd=place, check=True).stdout.splitlines()
+    return places, dict(zip((*REFUSED, *OPENS), map(json.loads, lines), strict=True))
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_needs_no_model_is_refused_before_torch_is_loaded(refusals, line):
+    """A folder that exists was refused after ten seconds; a pipe was read until it ended."""
+    places, said = refusals
+    message, loaded = said[line]
+    assert REFUSED[line].format(**places) in message
+    assert not loaded
+
+
+@pytest.mark.parametrize("line", OPENS)
+def test_the_first_line_comes_before_torch_is_loaded(refusals, line):
+    """`evaluate` said nothing for 7 seconds, `tune` for 15."""
+    message, loaded = refusals[1][line]
+    assert message.startswith("opening ")
+    assert not loaded
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 64 KB, which holds no checkpoint."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", place], capture_output=True, check=False
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert "does not exist" in run.stdout
-    assert run.stdout.strip().endswith("False")
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs rights")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.parametrize(
+    "words", ["quantize {model} {disk} --bits 8", "tune {out} {disk} --against {model}", "export {out} {disk}"]
+)
+def test_a_full_disk_is_found_before_any_work(monkeypatch, capsys, tiny, small_disk, words):
+    """It was found when the last file was written."""
+    model, out, text = tiny
+    if words.startswith("quantize"):
+        words += f" --calibration {text} --samples 4 --seqlen 40"
+    words = words.format(model=model, out=out, disk=small_disk / "new").split()
+    code, _, err = command(monkeypatch, capsys, *words)
+    assert code == 1
+    assert re.search(
+        r"disk/new needs about \d+ KB of disk space, but only 65\.5 KB are free there\. Free some space", err
+    )
+    assert list(small_disk.iterdir()) == []

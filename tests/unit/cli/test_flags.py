@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from cyclopts import CycloptsError
 
 from nearplane import BlockScheme, GridScheme, RateScheme, RecipeError
 from nearplane.cli import app as cli
@@ -160,6 +161,11 @@ def test_layers_of_a_rate_have_rates():
         ("down_proj=rows:equal", "rows is 'equal', but only entropy-coded weights have this option"),
         ("(=bits:4", "not a regular expression"),
         ("down_proj=samples:9", "samples is not an option of a scheme"),
+        ("down_proj=bits:4,bits:5", "gives bits twice"),
+        ("down_proj=bits:4,wbits:5", "contradicts another keyword"),
+        ("down_proj=group_size:32.5", "group_size is 32.5; expected a positive number"),
+        ("down_proj=bits:NaN", "bits is nan"),
+        ("down_proj=ignore:true", "ignore is True"),
     ],
 )
 def test_what_is_no_scheme_for_layers_is_refused(text, said):
@@ -170,3 +176,27 @@ def test_what_is_no_scheme_for_layers_is_refused(text, said):
 def test_layer_may_be_given_several_times():
     words = ("--layer", "a=bits:3", "--layer", "b=bits:2")
     assert bound(*words)["layer"] == ("a=bits:3", "b=bits:2")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("quantize", "model", "out", "--samples", "1.5"),
+        ("quantize", "model", "out", "--group-size", "32.5"),
+        ("quantize", "model", "out", "--samples", "4", "--samples", "8"),
+        ("quantize", "model", ""),
+        ("evaluate", "model", "--text", "a.txt", "--samples", "1.5"),
+        ("evaluate", "model", "--text", ""),
+        ("tune", "out", "new", "--against", "model", "--steps", "2.5"),
+        ("generate", "model", "hello", "--seed", "0.5"),
+    ],
+    ids=" ".join,
+)
+def test_numbers_are_not_rounded_and_nothing_is_no_folder(words):
+    """`--samples 1.5` became 2, `--text ""` the current folder."""
+    with pytest.raises(CycloptsError, match=r"is not a whole number|multiple times|the path is empty"):
+        cli.app.parse_args(words, exit_on_error=False, print_error=False)
+
+
+def test_a_whole_number_may_have_a_point():
+    assert bound("--samples", "8.0")["tokens"].samples == 8

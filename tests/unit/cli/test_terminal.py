@@ -51,7 +51,7 @@ def stop(model, out, number, *more):
     child.send(number)
     code, printed, said = child.ended()
     assert printed == ""
-    progress = ("quantizing: ", "quantizing takes ", "the first block took")
+    progress = ("opening ", "quantizing: ", "quantizing takes ", "the first block took")
     return code, [line for line in said.splitlines() if not line.startswith(progress)]
 
 

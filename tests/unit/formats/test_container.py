@@ -252,7 +252,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_that_loads(tmp_path: Path,
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path, plain: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(FormatError, match="could not be written"):
+    with pytest.raises(RecipeError, match="is not a folder that can be written"):
         finish(writer(tmp_path / "file" / "out", plain))
 
 

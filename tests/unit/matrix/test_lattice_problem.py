@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from nearplane import GridScheme, NumericalError, RateScheme, quantize_matrix, quantize_matrix_to_rate
+from nearplane import (
+    BlockScheme,
+    GridScheme,
+    NumericalError,
+    RateScheme,
+    RecipeError,
+    quantize_matrix,
+    quantize_matrix_to_rate,
+)
 
 W = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 X = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
@@ -58,6 +66,9 @@ def test_arrays_of_numpy_are_taken(call: Any, dtype: str) -> None:
         (np.array([["a"]]), H, "W is an array of <U1; expected"),
         (np.array([[None]]), H, "W is an array of object; expected"),
         (None, H, "W is a NoneType; expected"),
+        (W.to_sparse(), H, r"W is sparse: convert it with to_dense\(\); expected \(out, in\) weights"),
+        (W, H.to_sparse(), "H is sparse"),
+        (W.to("meta"), H, r"W has no values \(meta device\)"),
         (W.masked_fill(W > 1, float("nan")), H, "matrix"),
         (W, -H, "matrix"),
     ],
@@ -66,6 +77,29 @@ def test_arrays_of_numpy_are_taken(call: Any, dtype: str) -> None:
 def test_what_is_no_problem_on_a_lattice_is_one_sentence(call: Any, weights: Any, hessian: Any, said: str) -> None:
     with pytest.raises(NumericalError, match=said):
         call(weights, hessian)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_default_device_without_values_is_named(call: Any) -> None:
+    with torch.device("meta"), pytest.raises(RecipeError, match=r"default device of torch is meta.*set_default_device"):
+        call(W, H)
+
+
+@pytest.mark.parametrize("scheme", [GridScheme(bits=3.5, group_size=4), BlockScheme("4.5")], ids=str)
+def test_a_mean_over_layers_is_no_number_of_bits_of_one_matrix(scheme: Any) -> None:
+    with pytest.raises(RecipeError, match=r"chosen by measuring .*pass a whole number of bits, or the grid of a type"):
+        quantize_matrix(W, H, scheme)
+
+
+@pytest.mark.parametrize("wrong", [{"rate": -1.0}, {"rate": 1e9}, {"max_loss": 0.0}, {"max_loss": 2.0}], ids=str)
+def test_a_rate_and_a_loss_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(RecipeError, match=f"{next(iter(wrong))} is .*; expected"):
+        quantize_matrix_to_rate(W, H, RateScheme(rate=3.0), **wrong)
+
+
+def test_a_sensitivity_of_other_rows_is_refused() -> None:
+    with pytest.raises(NumericalError, match=r"sensitivity is \(2,\); expected one number per row, \(6,\)"):
+        quantize_matrix_to_rate(W, H, RateScheme(rate=3.0), sensitivity=torch.ones(2))
 
 
 def test_what_a_product_in_float32_rounds_is_symmetric_enough() -> None:

@@ -198,6 +198,16 @@ def test_a_weight_that_is_missing_is_no_random_number(copy_of: Callable[[str], P
             call()
 
 
+@pytest.mark.parametrize("call", ["load", "evaluate", "quantize"])
+def test_a_weight_of_integers_is_named_by_its_dtype(copy_of: Callable[[str], Path], call: str) -> None:
+    """The network computed with truncated weights, or stopped in its third block."""
+    (file,) = (folder := copy_of("dense")).glob("*.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file((tensors := load_file(file)) | {name: tensors[name].int()}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{name} is stored as I32, but weights are floating-point"):
+        calls_of(folder)[call]()
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{", "null", "[" * 200_000, '{"version": "1.0"}', '{"model": {"type": "BPE", "vocab": 3}}', "\ud800"],

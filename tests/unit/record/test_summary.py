@@ -1,5 +1,6 @@
 """What the command says of a run is in its record, and what went otherwise than asked is said."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -179,6 +180,24 @@ def test_how_to_load_is_said_of_the_format_that_needs_it():
     assert not any("nearplane.load" in line for line in summary(RUN, OUT))
     gguf = replace(RUN, recipe=Recipe.from_spellings(bits=4.5, format="gguf", samples=2))
     assert "run it: llama-cli -m out/model.gguf" in list(summary(gguf, OUT))
+
+
+@pytest.mark.parametrize(
+    ("grid", "config", "said"),
+    [
+        ("int4-g16", {"architectures": ["LlamaForCausalLM"]}, 'vllm serve {out}, or from_pretrained("{out}") in transformers'),
+        ("int3-g16", {"architectures": ["LlamaForCausalLM"]}, "vllm serve {out} (in a newer vLLM, which loads such grids), or "
+         'from_pretrained("{out}") in transformers'),
+        ("int4-g16", {"architectures": ["BertModel"]}, 'from_pretrained("{out}") in transformers'),
+        ("int4-g16", {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+         'from_pretrained("{out}") in transformers'),
+    ],
+    ids=["served", "width", "encoder", "two stacks"],
+)  # fmt: skip
+def test_vllm_is_named_only_for_what_it_serves(grid, config, said, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = replace(RUN, layers=tuple(replace(layer, format=grid) for layer in RUN.layers))
+    assert list(summary(run, tmp_path))[-1] == "use it: " + said.format(out=tmp_path)
 
 
 def test_the_table_of_grids_has_a_row_for_every_layer():

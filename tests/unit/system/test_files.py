@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.system.files import check_writable, write_whole
+from nearplane.system.files import check_output, check_writable, exclusive_lock, write_whole
 
 
 def test_a_file_is_written_where_no_folder_is_and_replaced(tmp_path: Path) -> None:
@@ -52,3 +52,23 @@ def test_a_folder_is_made_or_refused(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
         with pytest.raises(RecipeError, match="not a folder that can be written"):
             check_writable(folder)
+
+
+def test_a_lock_in_a_folder_that_cannot_be_written_is_not_taken_for_a_lock_that_is_held() -> None:
+    with (
+        pytest.raises(RecipeError, match=r"/proc/self is not a folder that can be written"),
+        exclusive_lock(Path("/proc/self/out.lock"), "another run holds it"),
+    ):
+        raise AssertionError("a file was written to /proc")
+
+
+def test_a_command_writes_where_nothing_or_only_its_output_is(tmp_path: Path) -> None:
+    check_output(tmp_path / "new", ["4-bit"], "nearplane demo")
+    for name in ("4-bit.unfinished", "4-bit-report.html"):
+        (tmp_path / "new" / name).mkdir()
+    check_output(tmp_path / "new", ["3-bit", "4-bit"], "nearplane demo")
+    (tmp_path / "new" / "config.json").write_text("{}")
+    with pytest.raises(
+        RecipeError, match=r"new has files that nearplane demo did not write: config\.json\. Choose a new"
+    ):
+        check_output(tmp_path / "new", ["3-bit", "4-bit"], "nearplane demo")

@@ -160,10 +160,10 @@ def test_a_run_that_fails_before_it_writes_leaves_no_trace(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def stop_half_way(out: Path) -> None:
+def stop_half_way(out: Path, error: BaseException) -> None:
     with Unfinished(out, overwrite=True) as place:
         (place.folder / "part").write_text("")
-        raise KeyboardInterrupt
+        raise error
 
 
 def test_a_run_that_is_stopped_says_what_is_on_disk(tmp_path: Path) -> None:
@@ -173,10 +173,18 @@ def test_a_run_that_is_stopped_says_what_is_on_disk(tmp_path: Path) -> None:
     assert stopped.value.__notes__ == ["Nothing was written. Repeat the command."]
     finish(out, "old")
     with pytest.raises(KeyboardInterrupt) as stopped:
-        stop_half_way(out)
+        stop_half_way(out, KeyboardInterrupt())
     assert stopped.value.__notes__ == [
         f"The unfinished checkpoint is in {out}.unfinished; {out} is unchanged. Repeat the command to start again."
     ]
+
+
+def test_a_fault_of_the_program_is_not_told_to_go_away_by_repeating(tmp_path: Path) -> None:
+    """A run that fails on a weight fails on it again."""
+    out = tmp_path / "out"
+    with pytest.raises(RuntimeError) as fault:
+        stop_half_way(out, RuntimeError("of a library"))
+    assert fault.value.__notes__ == [f"The unfinished checkpoint is in {out}.unfinished."]
 
 
 @pytest.mark.parametrize("how", ["exchange", "two renames"])

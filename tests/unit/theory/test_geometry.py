@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import RecipeError
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.factor import factorize
 from nearplane.theory import geometry as g
@@ -304,9 +304,9 @@ def test_panels_have_equal_axes_and_say_what_was_computed() -> None:
 def test_a_file_where_the_folder_should_be_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(RecipeError, match="file is a file; expected a folder"):
+    with pytest.raises(RecipeError, match="file is not a folder that can be written"):
         draw_geometry(tmp_path / "file")
-    with pytest.raises(FormatError, match="could not be written"):
+    with pytest.raises(RecipeError, match="below is not a folder that can be written"):
         draw_geometry(tmp_path / "file" / "below")
     assert (tmp_path / "file").read_text() == "mine"
 

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -20,11 +21,12 @@ from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_matrices
 from nearplane.models.model import open_model
 from nearplane.record.record import read_record
-from nearplane.verbs.compare import ORIGINAL_METHOD, WAYS, Row, fixed_grid, recipe_for
+from nearplane.verbs.compare import ORIGINAL_METHOD, Row
 from nearplane.verbs.compare_figure import check_plot, draw
+from nearplane.verbs.compare_recipes import WAYS, fixed_grid, recipe_for
 
 TOKENS = Calibration(calibration=str(CALIBRATION), samples=10, seqlen=64)
-BITS = (3.125, 2.7)
+BITS = (3.125, 2.125)
 GRIDS = ("rtn-mse", "gptq-mse", "nearplane-grid")
 
 
@@ -73,11 +75,27 @@ def test_a_row_whose_true_bits_differ_says_so(rows, small):
     assert row.note == f"{row.rate:.3f} bits per weight, 3 asked for"
 
 
-def test_a_grid_that_does_not_exist_has_a_row_that_says_so(rows):
-    for row in rows[1:]:
-        missing = row.method in GRIDS and row.asked == 2.7
-        assert (row.perplexity is None) == missing
-        assert ("no fixed grid has 2.7 bits" in row.note) == missing
+@pytest.mark.parametrize(
+    ("bits", "methods", "said"),
+    [
+        (
+            [3.125, 2.7],
+            WAYS,
+            "rtn-mse, gptq-mse, nearplane-grid at 2.7 bits: no fixed grid has 2.7 bits: expected 2 to 8",
+        ),
+        (
+            [3.125, 9.5],
+            ["nearplane", "rtn-huffman"],
+            "nearplane, rtn-huffman at 9.5 bits: rate is 9.5; expected 0.5 to 7",
+        ),
+        ([1], ["gptq-huffman"], "gptq-huffman at 1 bits: 1.000 bits per weight are too few"),
+    ],
+    ids=["grid", "high", "low"],
+)
+def test_bits_that_a_method_cannot_have_are_refused_before_anything_is_measured(small, tmp_path, bits, methods, said):
+    with pytest.raises(RecipeError, match=f"{re.escape(said)}.*; nothing was measured"):
+        nearplane.compare([MODEL, small], bits, text=HELD_OUT, methods=methods, keep=tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
 
 
 def test_at_equal_bits_codes_without_limits_beat_grids_and_water_filling_beats_both(rows):
@@ -111,7 +129,7 @@ def test_the_paper_s_rows_are_without_what_this_package_adds(rows):
         recipe = read_record(row.folder).recipe
         assert (recipe.scheme.correct, recipe.scheme.order, recipe.allocate) == (False, "natural", "uniform")
         assert recipe.scheme.solver == ("round-to-nearest" if row.method.startswith("rtn") else "nearest-plane")
-        assert (recipe.scheme.bits, recipe.scheme.group_size, recipe.scheme.scale) == (3, 128, "mse")
+        assert (recipe.scheme.bits, recipe.scheme.group_size, recipe.scheme.scale) == (int(row.asked), 128, "mse")
 
 
 def test_checkpoints_are_deleted_as_soon_as_they_are_measured(small, tmp_path, monkeypatch):
@@ -165,7 +183,7 @@ def test_layers_that_are_not_linear_get_a_format_that_holds_them(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"methods": ("gptq", "rtn-mse")}, "gptq is not a method"),
+        ({"methods": ("gptq", "rtn-mse")}, r"methods\[0\] is 'gptq'; expected one of rtn-mse, "),
         ({"bits": ()}, "at least one"),
         ({"models": [MODEL, MODEL]}, "different names"),
     ],
@@ -206,9 +224,9 @@ def test_a_comparison_that_was_stopped_goes_on_behind_its_rows(rows, small, tmp_
     assert ran == ["small", "rtn-mse-3.125", "gptq-mse-3.125", "gptq-mse-3.125", "nearplane-grid-3.125"]
     wanted = {(r.method, r.asked): (r.rate, r.bytes, r.perplexity, r.kl) for r in rows}
     assert all(wanted[r.method, r.asked] == (r.rate, r.bytes, r.perplexity, r.kl) for r in found)
-    again = list(nearplane.compare(small, [3.125, 2.7], **words))
+    again = list(nearplane.compare(small, BITS, **words))
     assert again[:4] == found
-    assert len(ran) == 5
+    assert len(ran) == 8
     with pytest.raises(RecipeError, match="samples differ"):
         nearplane.compare(small, BITS[:1], **{**words, "samples": 4})
     (tmp_path / "kept" / "rows.json").write_text("{")
@@ -216,7 +234,7 @@ def test_a_comparison_that_was_stopped_goes_on_behind_its_rows(rows, small, tmp_
         nearplane.compare(small, BITS[:1], **words)
 
 
-def test_what_was_refused_is_asked_again(small, tmp_path):
+def test_a_method_that_failed_is_kept_with_its_reason_and_asked_again(small, tmp_path):
     """Files that were in the way may be gone, another run may have ended: a refusal is not for ever."""
     words = dict(text=HELD_OUT, calibration=TOKENS, samples=1, keep=tmp_path, methods=["rtn-mse"])
     rows = nearplane.compare(small, [3], **words)
@@ -228,9 +246,7 @@ def test_what_was_refused_is_asked_again(small, tmp_path):
     assert "exists and is not empty" in refused.note
     (out / "something").unlink()
     kept = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["method"] for row in kept["rows"]] == [ORIGINAL_METHOD]
-    entry = {**kept["rows"][0], "method": "rtn-mse", "asked": 3, "note": refused.note, "perplexity": None}
-    (tmp_path / "rows.json").write_text(json.dumps({**kept, "rows": [*kept["rows"], entry]}))  # as they were kept once
+    assert [(row["method"], row["note"]) for row in kept["rows"]] == [(ORIGINAL_METHOD, ""), ("rtn-mse", refused.note)]
     _, row = nearplane.compare(small, [3], **words)
     assert row.perplexity is not None, row.note
 
@@ -238,7 +254,7 @@ def test_what_was_refused_is_asked_again(small, tmp_path):
 def test_of_two_comparisons_in_one_folder_the_second_is_refused(small, tmp_path):
     """Else it would write its rows over those of the first; one that waited sees what the first left."""
     words = dict(text=HELD_OUT, calibration=TOKENS, samples=1, keep=tmp_path / "kept", methods=["rtn-huffman"])
-    first, second, waited = (nearplane.compare(small, [9.5], **words) for _ in range(3))
+    first, second, waited = (nearplane.compare(small, [3.5], **words) for _ in range(3))
     row = next(first)
     with pytest.raises(RecipeError, match=r"kept is being written by another comparison\."):
         next(second)
@@ -278,6 +294,19 @@ def test_values_beyond_the_figure_are_written_in_its_legend(tmp_path):
     assert "<!-- rtn-mse (above: 2e+10) -->" in (tmp_path / "figure.svg").read_text()
 
 
+def test_no_line_of_a_legend_lies_among_the_curves(rows, tmp_path, monkeypatch):
+    figures = []
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    save = figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda self, *a, **w: (figures.append(self), save(self, *a, **w))[1])
+    draw(rows, tmp_path / "one.svg")
+    draw(several(rows), tmp_path / "several.svg")
+    one, panels = figures
+    (box,) = (legend.get_window_extent() for legend in one.legends)
+    assert box.x0 >= one.axes[0].get_window_extent().x1
+    assert all(line.get_xdata()[-1] == 0 for axes in panels.axes for line in axes.get_legend().get_lines())
+
+
 def test_a_figure_of_the_original_alone_is_refused(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(RecipeError, match="nothing to draw"):
@@ -292,24 +321,59 @@ def test_a_figure_that_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
         check_plot(tmp_path / "figure.svg")
 
 
-def printed(monkeypatch, capsys, words):
+def printed(monkeypatch, capsys, words, expected=0):
     monkeypatch.setattr(sys, "argv", list(map(str, words)))
-    with pytest.raises(SystemExit) as stop:
+    code = 0
+    try:
         cli.main()
-    assert not stop.value.code
-    return capsys.readouterr().out
+    except SystemExit as stop:
+        code = stop.code or 0
+    assert code == expected
+    return capsys.readouterr()
 
 
 def test_the_command_prints_the_rows(small, monkeypatch, capsys):
-    words = ["nearplane", "compare", small, "--bits", 3.125, 2.7, "--text", HELD_OUT, "--eval-samples", 2]
+    words = ["nearplane", "compare", small, "--bits", 3.125, 2, "--text", HELD_OUT, "--eval-samples", 2]
     words += ["--eval-seqlen", 64, "--methods", "rtn-mse"]
-    found = json.loads(printed(monkeypatch, capsys, [*words, "rtn-huffman", "--json"]))
+    found = json.loads(printed(monkeypatch, capsys, [*words, "rtn-huffman", "--json"]).out)
     assert [(row["method"], row["asked"]) for row in found[1:]] == [
-        (method, bits) for bits in BITS for method in ("rtn-mse", "rtn-huffman")
+        (method, bits) for bits in (3.125, 2) for method in ("rtn-mse", "rtn-huffman")
     ]
-    table = " ".join(printed(monkeypatch, capsys, words).split())
-    assert f"{found[1]['perplexity']:.4g}" in table
-    assert "no fixed grid has 2.7 bits" in table
+    out = printed(monkeypatch, capsys, words).out
+    assert f"{found[1]['perplexity']:.4g}" in out
+    assert f"small, rtn-mse at 2 bits: {found[3]['note']}" in out.splitlines()
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_a_method_that_fails_says_why_and_the_others_are_printed(small, monkeypatch, capsys, tmp_path, form):
+    """The text is too short to calibrate on; rounding to nearest needs none."""
+    (tmp_path / "short.txt").write_text("to be or not to be " * 20)
+    words = [
+        "nearplane",
+        "compare",
+        small,
+        "--bits",
+        3.125,
+        "--text",
+        HELD_OUT,
+        "--eval-samples",
+        2,
+        "--eval-seqlen",
+        64,
+    ]
+    words += ["--methods", "gptq-mse", "rtn-mse", "--calibration", tmp_path / "short.txt", "--seqlen", 32]
+    monkeypatch.setenv("COLUMNS", "60")  # too narrow for the whole table
+    out, err = printed(monkeypatch, capsys, words + ["--json"] * (form == "json"), expected=1)
+    assert err.endswith("nearplane: 1 of 3 rows could not be measured; their notes say why.\n")
+    if form == "json":
+        failed, measured = json.loads(out)[1:]
+        assert failed["perplexity"] is None
+        assert measured["perplexity"] is not None
+        assert "calibration tokens are" in failed["note"]
+    else:
+        (note,) = (line for line in out.splitlines() if line.startswith("small, gptq-mse at 3.125 bits: "))
+        assert "calibration tokens are" in note
+        assert "rtn-mse" in out
 
 
 def test_places_that_cannot_be_written_are_refused_before_the_work(small, tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 import nearplane
 from families import config_of, random_model
-from nearplane import RecipeError
+from nearplane import NearplaneError, RecipeError
 from nearplane.cli.app import app
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.verbs.evaluate import load_dense
@@ -78,6 +78,24 @@ def test_the_command_shows_both(out: Path, capsys: pytest.CaptureFixture[str]) -
     assert ended.value.code in (0, None)
     said = capsys.readouterr().out
     assert said == f"── {out}\n{PROMPT}{likeliest(out, 4)}\n── {MODEL}\n{PROMPT}{likeliest(MODEL, 4)}\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words", "said"),
+    [
+        ("word " * 600, (), "maximum length is 512"),
+        (PROMPT, ("--tokens", "0"), "tokens is 0"),
+        (PROMPT, ("--temperature", "200"), "temperature 200.0"),
+        (PROMPT, ("--compare", "nowhere"), "nowhere does not exist"),
+    ],
+    ids=["prompt", "tokens", "temperature", "compared"],
+)
+def test_nothing_is_printed_before_all_checks(
+    prompt: str, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(NearplaneError, match=said):
+        app(["generate", str(MODEL), prompt, *words])
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,11 @@ def _header(path: Path, file: BinaryIO, lists: bool) -> Header:
     if file.read(4) != MAGIC:
         raise ModelError(f"{path} is not a GGUF file: its first bytes are not GGUF. Fetch the file again.")
     version, tensors, keys = _number(file, "I"), _number(file, "Q"), _number(file, "Q")
-    if version != VERSION or tensors > MAX_ENTRIES or keys > MAX_ENTRIES:
+    if version != VERSION:
+        raise ModelError(f"{path} is a GGUF of version {version}; nearplane reads only version {VERSION}.")
+    if max(tensors, keys) > MAX_ENTRIES:
         raise ModelError(
-            f"{path} is a GGUF of version {version} with {tensors} tensors; nearplane reads only version {VERSION}."
+            f"{path} has {tensors:,} tensors and {keys:,} keys; expected at most {MAX_ENTRIES:,}. Fetch the file again."
         )
     fields: dict[str, Any] = {}
     places: dict[str, range] = {}

@@ -25,7 +25,8 @@ from nearplane.formats.gguf.gguf_header import (
 from nearplane.formats.gguf.names import Rule, checkpoint_names, rule_of, unused
 from nearplane.formats.gguf.network_config import check_network
 from nearplane.system.files import read_object
-from nearplane.system.safetensors_files import DTYPE_NAMES, TensorInfo, TensorReader, refuse_unfinished
+from nearplane.system.paths import refuse_unfinished
+from nearplane.system.safetensors_files import DTYPE_NAMES, TensorInfo, TensorReader
 
 DENSE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # types without blocks
 

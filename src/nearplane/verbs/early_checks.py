@@ -1,0 +1,119 @@
+"""Checks of a verb's arguments that need no torch, so that the command line makes them before it loads torch.
+
+Each verb makes the same checks first, for calls from Python. What depends on the network is checked by the verb.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from nearplane.errors import CalibrationError, ModelError, RecipeError
+from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.scheme import FILE_FORMATS
+from nearplane.recipe.sizes import bytes_in, check_room
+from nearplane.record.record import RunRecord, read_record
+from nearplane.system.arguments import whole, within
+from nearplane.system.output_folder import Unfinished
+from nearplane.system.paths import check_named, folder_named
+
+
+def check_evaluate(model: Any, text: Any, *, against: Any, seqlen: int | None, samples: int | None) -> None:
+    """Refuse arguments of `evaluate`; model objects and texts in memory are checked by the verb."""
+    whole("samples", samples, 1)
+    whole("seqlen", seqlen, 2)
+    if text is None:
+        raise CalibrationError("text is None; expected a path, a list of texts, or token ids (windows, seqlen).")
+    check_named(_path(model), _path(against), text=_path(text))
+
+
+def check_quantize(
+    model: Any, out: str | Path, recipe: Recipe, *, overwrite: bool, memory: str | int | None
+) -> int | None:
+    """Refuse arguments of `quantize`, except its text; return the memory limit in bytes."""
+    limit = None if memory is None else bytes_in(str(memory), "memory")
+    if limit is not None and recipe.tune != "none":
+        raise RecipeError(
+            "--memory does not limit tuning. Leave out --tune, and tune the checkpoint with nearplane tune."
+        )
+    check_named(_path(model))
+    Unfinished(Path(out), overwrite=overwrite, sources=_folders(model))
+    return limit
+
+
+def check_tune(
+    source: str | Path, out: str | Path, *, against: Any, calibration: Any, overwrite: bool, **counts: int | None
+) -> RunRecord:
+    """Refuse arguments of `tune`, and checkpoints that cannot be tuned; return the run record of the checkpoint."""
+    for name, count in counts.items():
+        whole(name, count, 1 if name == "steps" else 2)
+    record = read_record(Path(source))
+    if record.tuning is not None:
+        raise RecipeError(f"{source} is tuned already. Tune the checkpoint from which it was made.")
+    check_recipe(record.recipe, str(source))
+    check_named(against, calibration=_path(calibration))
+    Unfinished(Path(out), overwrite=overwrite, sources=(Path(source), *_folders(against)))
+    check_room(Path(out), record.folder)
+    return record
+
+
+def check_recipe(recipe: Recipe, called: str) -> None:
+    """Refuse a recipe whose checkpoints cannot be tuned; `called` names the checkpoint in errors.
+
+    Raises:
+        RecipeError: The recipe cannot be tuned; the message gives the reason.
+    """
+    if any(recipe.scheme.ends) and recipe.scheme.entropy_coded:
+        raise RecipeError(
+            f"{called} cannot be tuned: its embeddings or head are entropy-coded, which is not supported yet. Quantize without "
+            f"--include-embeddings and --include-head."
+        )
+    for scheme in (recipe.scheme, *(each.scheme for each in recipe.layers)):
+        if not scheme.tunable:
+            raise RecipeError(
+                f"{called} cannot be tuned: it has weights in {scheme.number_format.name}, not integers or entropy-coded weights. "
+                f"Quantize with --bits or --rate."
+            )
+    if getattr(recipe.scheme, "size", None) is not None:
+        raise RecipeError(
+            f"{called} cannot be tuned: it was quantized with --size, and tuning makes the run record longer. Quantize with "
+            f"--rate, or a GGUF with --grid."
+        )
+
+
+def check_verify(out: str | Path, *, against: Any, calibration: Any, tolerance: float) -> RunRecord:
+    """Refuse arguments of `verify`; return the run record of the checkpoint."""
+    if calibration is not None and against is None:
+        raise RecipeError(
+            "--calibration needs --against: losses are measured with both the original model and the text."
+        )
+    within("--tolerance", tolerance, 0 <= tolerance < 1, "a number from 0 to 1")
+    check_named(against, calibration=_path(calibration))
+    return read_record(Path(out))
+
+
+def check_export(source: str | Path, out: str | Path, format: str) -> None:
+    """Refuse arguments of `export`."""
+    if format != "safetensors":
+        raise RecipeError(
+            f"--format {format}: export writes only safetensors, which any program reads. For other formats, quantize the "
+            f"original model with nearplane quantize --format {format if format in FILE_FORMATS else 'gguf'}."
+        )
+    if not Path(source).is_dir():
+        raise ModelError(f"The folder {source} does not exist. Pass a folder that nearplane quantize wrote.")
+    if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
+        raise RecipeError(f"{out} exists and is not empty. Empty it or choose another folder.")
+    check_named(source)
+    Unfinished(Path(out), sources=[Path(source)])
+
+
+def _path(value: Any) -> Any:
+    """Return a path; None for None and for an object in place of a file."""
+    return value if isinstance(value, str | os.PathLike) else None
+
+
+def _folders(model: Any) -> list[Path]:
+    """Return the folder of a model in a list, which is empty for hub ids and model objects."""
+    folder = None if _path(model) is None else folder_named(model)
+    return [] if folder is None else [folder]
