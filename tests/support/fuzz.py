@@ -320,31 +320,35 @@ def run(place: Path, seeds: Iterable[int], *, workers: int = 1, only: str = "") 
         for name in subject.readers():
             subject.prepare(name)
     alive = [Worker(found, place, todo[number::workers]) for number in range(workers) if todo[number::workers]]
-    while alive:
-        ready, _, _ = select.select([worker.lines for worker in alive], [], [], 1.0)
-        for worker in list(alive):
-            if worker.lines not in ready:
-                if worker.sleeps():
-                    os.kill(worker.process, signal.SIGKILL)
-                continue
-            outcomes = worker.outcomes()
-            if outcomes is not None:
-                report.outcomes += outcomes
-                continue
-            alive.remove(worker)
-            code = os.waitstatus_to_exitcode(os.waitpid(worker.process, 0)[1])
-            if worker.seeds:
-                report.outcomes.append(_ended(worker, code, found, place))
-            if worker.seeds:
-                alive.append(Worker(found, place, worker.seeds))
+    try:
+        while alive:
+            ready, _, _ = select.select([worker.lines for worker in alive], [], [], 1.0)
+            for worker in list(alive):
+                if worker.lines not in ready:
+                    if worker.sleeps():
+                        os.kill(worker.process, signal.SIGKILL)
+                    continue
+                outcomes = worker.outcomes()
+                if outcomes is not None:
+                    report.outcomes += outcomes
+                    continue
+                alive.remove(worker)
+                code = os.waitstatus_to_exitcode(os.waitpid(worker.process, 0)[1])
+                if worker.seeds:
+                    report.outcomes.append(_ended(worker, code, found, place))
+                if worker.seeds:
+                    alive.append(Worker(found, place, worker.seeds))
+    finally:
+        for worker in alive:  # the fuzz itself failed
+            os.kill(worker.process, signal.SIGKILL)
     report.seconds = time.perf_counter() - began
     return report
 
 
 def _ended(worker: Worker, code: int, found: Sequence[Subject], place: Path) -> Outcome:
     """Return the outcome of the seed at which a worker ended, which it does not read again."""
-    if worker.begun < 0:
-        raise RuntimeError(f"a worker ended with code {code} and had read no mutation")
+    if worker.begun < 0 or code > 0:
+        raise RuntimeError(f"the fuzz itself failed, with code {code} at seed {worker.begun}")
     worker.seeds.remove(worker.begun)
     subject, _, rng = drawn(found, worker.begun)
     shutil.rmtree(place / "again", ignore_errors=True)
@@ -353,7 +357,7 @@ def _ended(worker: Worker, code: int, found: Sequence[Subject], place: Path) -> 
         -signal.SIGXCPU: f"hangs: {CPU_SECONDS} s of the processor",
         -signal.SIGKILL: f"hangs: no work for {SLEEP_SECONDS:.0f} s, or killed for memory",
     }
-    fault = why.get(code, f"crashes: the process ends with {signal.Signals(-code).name if code < 0 else code}")
+    fault = why.get(code, f"crashes: the process ends with {signal.Signals(-code).name}")
     return Outcome(
         seed=worker.begun, subject=subject.name, kind=mutation.kind, what=str(mutation), outcome="fault", faults=[fault]
     )
