@@ -165,7 +165,7 @@ def edit_json(data: Any, rng: random.Random) -> str:
     value = inside[key]
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
     new = (
-        rng.choice((value + 1, -value, value * 10**7, value * 1.01))
+        rng.choice((value + 1, -value, value * 10**7, value + value // 100 if isinstance(value, int) else value * 1.01))
         if numeric and rng.random() < 0.4
         else rng.choice(VALUES)
     )

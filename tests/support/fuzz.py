@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -166,7 +168,6 @@ class Reader:
     def _peak(self, subject: Subject, name: str) -> int:
         """Return by how much memory grows while the files are read as they were written."""
         if (subject.name, name) not in self.peaks:
-            subject.prepare(name)  # the first time brings pages of libraries into memory
             read = subject.readers()[name]
             self.peaks[subject.name, name] = _measured(lambda: read(self._copy(subject)))[1]
         return self.peaks[subject.name, name]
@@ -253,6 +254,8 @@ class Worker:
                 with open(end, "wb", buffering=0) as out:
                     self._work(found, place, out)
                 code = 0
+            except Exception:  # of the fuzz itself
+                os.write(2, traceback.format_exc().encode())
             finally:
                 os._exit(code)
         os.close(end)
@@ -295,9 +298,8 @@ class Worker:
 
 def _quiet() -> None:
     """Send what libraries print to nowhere, and lower nothing else."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    faulthandler.disable()  # a crash is told by the code of the process
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     logging.disable_progress_bar()
     torch.set_num_threads(1)
 
@@ -314,32 +316,39 @@ def run(place: Path, seeds: Iterable[int], *, workers: int = 1, only: str = "") 
     began, report, todo = time.perf_counter(), Report(), list(seeds)
     logging.disable_progress_bar()
     found = subjects(place, only)
+    for subject in found:
+        for name in subject.readers():
+            subject.prepare(name)
     alive = [Worker(found, place, todo[number::workers]) for number in range(workers) if todo[number::workers]]
-    while alive:
-        ready, _, _ = select.select([worker.lines for worker in alive], [], [], 1.0)
-        for worker in list(alive):
-            if worker.lines not in ready:
-                if worker.sleeps():
-                    os.kill(worker.process, signal.SIGKILL)
-                continue
-            outcomes = worker.outcomes()
-            if outcomes is not None:
-                report.outcomes += outcomes
-                continue
-            alive.remove(worker)
-            code = os.waitstatus_to_exitcode(os.waitpid(worker.process, 0)[1])
-            if worker.seeds:
-                report.outcomes.append(_ended(worker, code, found, place))
-            if worker.seeds:
-                alive.append(Worker(found, place, worker.seeds))
+    try:
+        while alive:
+            ready, _, _ = select.select([worker.lines for worker in alive], [], [], 1.0)
+            for worker in list(alive):
+                if worker.lines not in ready:
+                    if worker.sleeps():
+                        os.kill(worker.process, signal.SIGKILL)
+                    continue
+                outcomes = worker.outcomes()
+                if outcomes is not None:
+                    report.outcomes += outcomes
+                    continue
+                alive.remove(worker)
+                code = os.waitstatus_to_exitcode(os.waitpid(worker.process, 0)[1])
+                if worker.seeds:
+                    report.outcomes.append(_ended(worker, code, found, place))
+                if worker.seeds:
+                    alive.append(Worker(found, place, worker.seeds))
+    finally:
+        for worker in alive:  # the fuzz itself failed
+            os.kill(worker.process, signal.SIGKILL)
     report.seconds = time.perf_counter() - began
     return report
 
 
 def _ended(worker: Worker, code: int, found: Sequence[Subject], place: Path) -> Outcome:
     """Return the outcome of the seed at which a worker ended, which it does not read again."""
-    if worker.begun < 0:
-        raise RuntimeError(f"a worker ended with code {code} and had read no mutation")
+    if worker.begun < 0 or code > 0:
+        raise RuntimeError(f"the fuzz itself failed, with code {code} at seed {worker.begun}")
     worker.seeds.remove(worker.begun)
     subject, _, rng = drawn(found, worker.begun)
     shutil.rmtree(place / "again", ignore_errors=True)
@@ -348,7 +357,7 @@ def _ended(worker: Worker, code: int, found: Sequence[Subject], place: Path) -> 
         -signal.SIGXCPU: f"hangs: {CPU_SECONDS} s of the processor",
         -signal.SIGKILL: f"hangs: no work for {SLEEP_SECONDS:.0f} s, or killed for memory",
     }
-    fault = why.get(code, f"crashes: the process ends with {signal.Signals(-code).name if code < 0 else code}")
+    fault = why.get(code, f"crashes: the process ends with {signal.Signals(-code).name}")
     return Outcome(
         seed=worker.begun, subject=subject.name, kind=mutation.kind, what=str(mutation), outcome="fault", faults=[fault]
     )

@@ -123,7 +123,7 @@ class Folder(Subject):
         return [name for name in names if name not in NETWORKS or name == network]
 
     def counts(self, reader: str) -> bool:
-        return reader in ("dense_network", "load", "open_model") or (reader == "read" and not self.signed)
+        return reader in NETWORKS or (reader == "read" and not self.signed)
 
     def judge(self, reader: str, result: Any, folder: Path, mutation: Mutation) -> str:
         expected = self.expected[reader]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+import edits
 import mutations
 import nearplane
 import plain_reader
@@ -161,7 +162,7 @@ class Record(Subject):
     def mutate(self, folder: Path, rng: random.Random) -> Mutation:
         if rng.random() < 0.5:
             return mutations.of_bytes(folder / RECORD, rng)
-        done = mutations.edit(folder, rng, [RECORD])
+        done = edits.edit(folder, rng, [RECORD])
         return Mutation(kind="metadata", file=done.file, what=done.what)
 
     def judge(self, reader: str, result: Any, folder: Path, mutation: Mutation) -> str:
@@ -195,10 +196,10 @@ class Texts(Subject):
         place = rng.randrange(len(lines) - 1)
         row = json.loads(lines[place])
         if rng.random() < 0.3:
-            kind = rng.choice(list(mutations.TEXT))
-            lines[place], what = mutations.TEXT[kind](lines[place], rng), kind
+            kind = rng.choice(list(edits.TEXT))
+            lines[place], what = edits.TEXT[kind](lines[place], rng), kind
         else:
-            what = mutations.edit_json(row, rng)
+            what = edits.edit_json(row, rng)
             lines[place] = json.dumps(row, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
         path.write_bytes(b"\n".join(lines))
         return Mutation(kind="header", file=path.name, what=f"line {place}: {what}")
@@ -290,7 +291,7 @@ class Journal(Subject):
         paths = sorted(path for path in unfinished.rglob("*") if path.is_file() and path.stat().st_size)
         match rng.choice(("state", "state", "refitted", "any", "gone")):
             case "state":
-                done = mutations.edit(journal, rng, ["state.json"])
+                done = edits.edit(journal, rng, ["state.json"])
                 return Mutation(kind="metadata", file=done.file, what=done.what)
             case "refitted":
                 path = rng.choice(sorted(journal.glob("*.pt")))

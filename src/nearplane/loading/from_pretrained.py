@@ -117,22 +117,27 @@ def load(
         if check:
             check_hashes(folder, weights=method != METHOD)  # transformers reads the files, native ones through `verify`
         model = network_of(folder, dtype=dtype, empty=empty, trust_remote_code=trust_remote_code)
-        _check_packed_shapes(model, folder)
+        if grid_format:
+            _check_packed(model, folder)
     if not packed and isinstance(getattr(model, "hf_quantizer", None), NearplaneQuantizer):
         model = model.dequantize(model.dtype)
     return model.to(Device.named(device).place)
 
 
-def _check_packed_shapes(model: PreTrainedModel, folder: Path) -> None:
-    """Refuse layers of compressed-tensors that name another shape than their own; they would fail when they are called.
+def _check_packed(model: PreTrainedModel, folder: Path) -> None:
+    """Refuse a network of compressed-tensors that would fail when it is called.
 
     Raises:
-        FormatError: The stored shape of a layer differs from that in config.json.
+        FormatError: A packed layer has another shape than its tensors name, or an unquantized weight is stored in integers.
     """
-    for name, module in model.named_modules():
+    for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and isinstance(stored := getattr(module, "weight_shape", None), Tensor):
             shape = (module.out_features, module.in_features)
-            check_stored_shape(f"{folder}: {name}.weight_shape", tuple(stored.tolist()), shape)
+            check_stored_shape(f"{folder}: {path}.weight_shape", tuple(stored.tolist()), shape)
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if not (parameter.is_floating_point() or hasattr(module, "quantization_scheme")):
+                kind = str(parameter.dtype).removeprefix("torch.")
+                raise FormatError(f"{folder}: {name} is stored as {kind}, expected a weight. Fetch the folder again.")
 
 
 class NearplaneConfig(QuantizationConfigMixin):

@@ -95,7 +95,7 @@ class BuildBudget(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def check_sizes(network: nn.Module, reader: TensorReader) -> None:
+def check_sizes(network: nn.Module, reader: TensorReader, *, plain: bool) -> None:
     """Refuse an empty network whose parameters differ in size or kind from the tensors of their names, or are far too many.
 
     Of tensors that transformers converts (fused experts) only the total is compared; quantized layers are not.
@@ -103,6 +103,7 @@ def check_sizes(network: nn.Module, reader: TensorReader) -> None:
     Args:
         network: The network on the meta device.
         reader: Reader of the weight files; their names may lack the prefix of the base model.
+        plain: Whether the files hold no quantized weights, which may be stored as integers.
 
     Raises:
         ModelError: A size differs, or integers are stored; the message names a tensor.
@@ -120,7 +121,7 @@ def check_sizes(network: nn.Module, reader: TensorReader) -> None:
                     f"{reader.folder}: {stored[name]} is {shape}, but config.json describes {tuple(parameter.shape)}. "
                     f"These files do not belong together. Fetch the folder again."
                 )
-            if math.prod(shape) and parameter.is_floating_point() and (dtype := reader.dtype(stored[name])) in INTEGERS:
+            if plain and parameter.is_floating_point() and (dtype := reader.dtype(stored[name])) in INTEGERS:
                 raise ModelError(
                     f"{reader.folder}: {stored[name]} is stored as {dtype}, but weights are floating-point numbers. Save it in "
                     f"the dtype of the other weights, or fetch the folder again."

@@ -103,7 +103,7 @@ def empty_network(
         options = {} if dtype is None else {"dtype": dtype}
         with torch.device("meta"), BuildBudget(reader):
             network = _builder(config).from_config(config, trust_remote_code=trust_remote_code, **options)
-    check_sizes(network, reader)
+    check_sizes(network, reader, plain=plain.get("quantization_config") is None)
     reader.check_network(network.config.to_dict())
     return network
 

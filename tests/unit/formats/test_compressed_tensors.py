@@ -120,16 +120,24 @@ def test_layers_with_widths_of_their_own_load_too(tmp_path: Path, source: Callab
     assert_loads_as_decoded(tmp_path / "out", folder, torch.bfloat16)
 
 
-def test_a_stored_shape_that_is_not_the_layers_does_not_load(tmp_path: Path, source: Callable[..., Path]) -> None:
-    """transformers loads it, and the network failed when it was called."""
-    out = tmp_path / "out"
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("mlp.up_proj.weight_shape", lambda shape: shape.flip(0), "is 128 x 352, but config.json describes 352 x 128"),
+        ("input_layernorm.weight", lambda norm: norm.to(torch.int32), "is stored as int32, expected a weight"),
+    ],
+)
+def test_what_would_fail_when_it_is_called_does_not_load(
+    tmp_path: Path, source: Callable[..., Path], name: str, change: Callable[[torch.Tensor], torch.Tensor], said: str
+) -> None:
+    """transformers loads a stored shape that is not the layer's, and integers in the place of weights."""
+    out, part = tmp_path / "out", f"model.layers.0.{name}"
     write_folder(out, source(torch.float32), "compressed-tensors", bits=4, group_size=32)
     (out / RECORD).unlink()
-    path, part = out / "model-00001-of-00003.safetensors", "model.layers.0.mlp.up_proj.weight_shape"
+    path = out / "model-00001-of-00003.safetensors"
     tensors = load_file(path)
-    tensors[part] = tensors[part].flip(0)
-    save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(FormatError, match=r"up_proj\.weight_shape is 128 x 352, but config\.json describes 352 x 128"):
+    save_file(tensors | {part: change(tensors[part])}, path, {"format": "pt"})
+    with pytest.raises(FormatError, match=f"{part} {said}"):
         nearplane.load(out, dtype="float32")
 
 

@@ -208,6 +208,15 @@ def test_a_weight_of_integers_is_named_by_its_dtype(copy_of: Callable[[str], Pat
         calls_of(folder)[call]()
 
 
+def test_weights_of_integers_that_others_quantized_are_left_to_their_readers(copy_of: Callable[[str], Path]) -> None:
+    """bitsandbytes stores 8-bit codes under the name of the weight."""
+    (file,) = (folder := copy_of("dense")).glob("*.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file((tensors := load_file(file)) | {name: tensors[name].char()}, file, {"format": "pt"})
+    reconfigure(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    assert empty_network(folder).get_parameter(name).is_meta
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{", "null", "[" * 200_000, '{"version": "1.0"}', '{"model": {"type": "BPE", "vocab": 3}}', "\ud800"],
