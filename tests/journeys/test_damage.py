@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import nearplane
 from checkpoints import save_part_of_the_demo
 from nearplane import FormatError
 from nearplane.demo import CALIBRATION
 from nearplane.formats.beside import CONFIG
+from nearplane.formats.find_record import find_record
 from nearplane.formats.stored import Stored
 from nearplane.recipe.recipe import Calibration
 from nearplane.system.paths import RECORD
@@ -89,12 +92,15 @@ def test_a_flipped_bit_is_refused(
     assert not new.exists()
 
 
-def test_a_comparison_does_not_go_on_with_a_damaged_checkpoint(text: Path, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_comparison_does_not_go_on_with_a_damaged_checkpoint(
+    measured: bool, text: Path, model: Path, tmp_path: Path
+) -> None:
     keep = tmp_path / "keep"
     settings = {"text": text, "calibration": Calibration(calibration=str(text), samples=16, seqlen=64), "samples": 1}
     list(nearplane.compare([model], [4], methods=["rtn-mse"], keep=keep, **settings))
     kept = json.loads((keep / "rows.json").read_text())
-    kept["rows"] = kept["rows"][:1]  # as if it had been stopped before it measured the checkpoint
+    kept["rows"] = kept["rows"][: 2 if measured else 1]  # else as if it had been stopped before it measured it
     (keep / "rows.json").write_text(json.dumps(kept))
     folder = keep / "model" / "rtn-mse-4"
     damaged(folder, tmp_path / "copy")
@@ -102,6 +108,7 @@ def test_a_comparison_does_not_go_on_with_a_damaged_checkpoint(text: Path, model
     shutil.move(tmp_path / "copy", folder)
     row = list(nearplane.compare([model], [4], methods=["rtn-mse"], keep=keep, **settings))[-1]
     assert "but nearplane.json lists" in row.note
+    assert f"Or delete {folder} and repeat the command." in row.note
     assert row.perplexity is None
 
 
@@ -137,3 +144,49 @@ def test_tune_refuses_a_record_that_contradicts_its_digest(
     (copy / RECORD).write_text(json.dumps(record))
     with pytest.raises(FormatError, match="its digest is"):
         CALLS["tune"](copy, text, model, tmp_path / "new")
+
+
+def test_a_forged_hash_is_refused_by_the_digest_of_the_record(
+    checkpoint: Callable[[str], Path], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint("compressed-tensors"), copy)
+    record = json.loads((copy / RECORD).read_text())
+    record["files"][CONFIG] = 64 * "0"
+    (copy / RECORD).write_text(json.dumps(record))
+    for call in (
+        lambda: nearplane.load(copy),
+        lambda: nearplane.evaluate(copy, text, samples=1, seqlen=16),
+        lambda: nearplane.export(copy, tmp_path / "new"),
+        lambda: find_record(copy),
+    ):
+        with pytest.raises(FormatError, match="was changed or is damaged: its digest is"):
+            call()
+
+
+@pytest.mark.parametrize("record", [True, False], ids=["with record", "without record"])
+def test_packed_weights_are_not_taken_for_dense_ones(
+    record: bool, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint("compressed-tensors"), copy)
+    config = json.loads((copy / CONFIG).read_text())
+    del config["quantization_config"]
+    (copy / CONFIG).write_text(json.dumps(config))
+    if not record:
+        (copy / RECORD).unlink()
+    expected = r"but nearplane\.json lists" if record else r"has no quantization_config, but .*weight_packed is packed"
+    with pytest.raises(FormatError, match=expected):
+        nearplane.export(copy, tmp_path / "new")
+
+
+def test_nan_weights_are_not_exported(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint("compressed-tensors"), copy)
+    (copy / RECORD).unlink()
+    path = sorted(copy.glob("*.safetensors"))[0]
+    tensors = load_file(path)
+    next(tensor for name, tensor in tensors.items() if name.endswith("weight_scale"))[0, 0] = math.nan
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(FormatError, match="has values that are NaN or Inf"):
+        nearplane.export(copy, tmp_path / "new")

@@ -173,7 +173,7 @@ def test_every_command_reads_the_folder(
 
 def test_a_file_in_place_of_a_folder_is_one_sentence(out_of: Callable[[str], tuple[Path, Path]]) -> None:
     out, _ = out_of("qwen3")
-    with pytest.raises(FormatError, match="is a file without a run record: expected the folder"):
+    with pytest.raises(FormatError, match="is a file, but this command compares several files: expected the folder"):
         nearplane.verify(out / FILE)
     with pytest.raises(ModelError, match=r"is a file\. Pass the folder"):
         nearplane.quantize(out / FILE, out.parent / "again", calibration=HELD_OUT)
@@ -404,7 +404,11 @@ def test_a_file_of_another_tool_is_refused(out_of: Callable[[str], tuple[Path, P
 @pytest.mark.parametrize(
     ("command", "alone", "said"),
     [
-        ("verify", True, "is a file without a run record: expected the folder that nearplane quantize wrote"),
+        (
+            "verify",
+            True,
+            "is a file, but this command compares several files: expected the folder that nearplane quantize wrote",
+        ),
         ("verify", False, "has no nearplane.json: expected a folder that nearplane quantize wrote"),
         ("inspect", True, "llama.attention.head_count is missing, or not a single value"),
         ("inspect", False, "has no run record in its key nearplane.record"),

@@ -18,8 +18,10 @@ from families import FAMILIES, LLAMA, MOE, config_of, random_model
 from nearplane import ModelError
 from nearplane.cli.app import app
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.formats.find_record import find_record
 from nearplane.formats.gguf import network_config
 from nearplane.formats.gguf.gguf_header import FILE, METADATA, metadata_digest, read_header
+from nearplane.formats.gguf.names import rule_of
 from nearplane.loading.source_folder import source_folder
 from nearplane.system.paths import RECORD
 from nightly import daily
@@ -118,6 +120,25 @@ def test_a_file_alone_is_the_network_of_its_folder(
     assert torch.equal(actual, expected)
     scores = [nearplane.evaluate(source, HELD_OUT, seqlen=32, samples=2).perplexity for source in (out, alone)]
     assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize("foreign", [False, True], ids=["own", "foreign"])
+def test_a_truncated_file_is_named_as_the_user_did(
+    foreign: bool, out_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    alone = tmp_path / "alone.gguf"
+    without_own_keys(out_of("llama") / FILE, alone) if foreign else shutil.copy(out_of("llama") / FILE, alone)
+    alone.write_bytes(alone.read_bytes()[:-64])
+    calls = [nearplane.load, lambda path: nearplane.generate(path, "Once", tokens=1)]
+    for call in calls if foreign else [*calls, find_record]:
+        with pytest.raises(ModelError, match=r"/alone\.gguf has [\d,]+ bytes, expected"):
+            call(alone)
+
+
+def test_a_foreign_file_may_leave_out_the_key_heads(out_of: Callable[[str], Path], tmp_path: Path) -> None:
+    header = read_header(out_of("llama") / FILE)
+    fields = {key: value for key, value in header.fields.items() if not key.endswith("head_count_kv")}
+    assert rule_of("blk.0.attn_k.weight", fields, dims=2).heads == fields["llama.attention.head_count"]
 
 
 def test_a_file_alone_generates(out_of: Callable[[str], Path], tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def attended() -> Iterator[None]:
         if not stopped:
             raise
         for note in getattr(error, "__notes__", ()):
-            stopped[-1].add_note(note)
+            stopped[-1].add_note(note if "Repeat the command" in note else f"{note} Repeat the command.")
         raise stopped[-1] from error  # e.g. safetensors raises a ValueError instead while it makes a tensor
     finally:
         for number, handler_before in before.items():

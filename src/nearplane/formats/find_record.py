@@ -7,8 +7,8 @@ from pathlib import Path
 from nearplane.errors import FormatError
 from nearplane.formats.gguf.gguf_header import FILE, MAGIC, NUMBER, RECORD_KEY, check_metadata, read_header
 from nearplane.lattice.number_formats import TYPES
-from nearplane.record.record import RunRecord, digest_of, read_record
-from nearplane.system.file_hashes import check_hashes
+from nearplane.record.record import RunRecord, read_record
+from nearplane.system.file_hashes import check_digest, check_hashes, digest_of
 from nearplane.system.paths import RECORD, is_gguf
 
 
@@ -26,7 +26,9 @@ def find_record(out: Path) -> RunRecord:
         return embedded_record(out)
     if (out / FILE).is_file() and not (out / RECORD).exists():
         return embedded_record(out / FILE)
-    return read_record(out)
+    record = read_record(out)
+    check_digest(out, record.digest)
+    return record
 
 
 def embedded_record(path: Path) -> RunRecord:
@@ -57,11 +59,6 @@ def sound_record(folder: Path) -> RunRecord:
         FormatError: The record is missing or damaged, or a file differs from it.
     """
     record = read_record(folder)
-    if (actual := digest_of((folder / RECORD).read_text(encoding="utf-8"))) != record.digest:
-        raise FormatError(
-            f"{folder / RECORD} is damaged: its digest is {actual[:16]}.., expected {record.digest[:16]}... "
-            f"Fetch the folder again."
-        )
     check_hashes(folder)
     return record
 

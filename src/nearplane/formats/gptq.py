@@ -144,12 +144,12 @@ class GPTQ(GridFormat):
                 f"{name}.qzeros contains {2**bits - 1}, which some readers of version 1 of GPTQ read as a zero point of 0 and "
                 f"others as {2**bits}. Convert the checkpoint to gptq_v2 with the program that wrote it."
             )
+        if bool(((group < 0) | (group >= groups)).any()):
+            raise FormatError(f"{name}.g_idx refers to groups outside 0 to {groups - 1}. Fetch the file again.")
         if not self.permuted and not torch.equal(group, consecutive(columns, group_size)):
             raise FormatError(
                 f"{name}.g_idx permutes groups of {group_size} although desc_act is false; readers differ in this."
             )
-        if bool(((group < 0) | (group >= groups)).any()):
-            raise FormatError(f"{name}.g_idx refers to groups outside 0 to {groups - 1}. Fetch the file again.")
         codes, zeros = unpack(words.T.contiguous(), bits, columns), (zeros + self.less).T
         return Integers(codes=codes, zeros=zeros, scale=scale.T, group=group, format=format).matrix()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import platform
@@ -19,6 +18,7 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import BlockScheme
 from nearplane.record.from_json import annotated
 from nearplane.record.tuning_record import Tuning
+from nearplane.system.file_hashes import digest_of
 from nearplane.system.matmul_choice import Products
 from nearplane.system.paths import INCOMPLETE, RECORD, unfinished_run
 
@@ -381,11 +381,6 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in packages}
 
 
-def digest_of(text: str) -> str:
-    """Return the digest of a record's JSON: the SHA-256 of the text with an empty digest."""
-    return hashlib.sha256(re.sub(r'"digest": "[0-9a-f]*"', '"digest": ""', text).encode()).hexdigest()
-
-
 def read_record(folder: Path) -> RunRecord:
     """Read the record of the checkpoint in a folder.
 
@@ -395,8 +390,8 @@ def read_record(folder: Path) -> RunRecord:
     path = folder / RECORD
     if folder.is_file():
         raise FormatError(
-            f"{folder} is a file without a run record: expected the folder that nearplane quantize wrote, with "
-            f"{RECORD}."
+            f"{folder} is a file, but this command compares several files: expected the folder that nearplane quantize "
+            f"wrote, with {RECORD}."
         )
     if not path.is_file():
         if (folder / INCOMPLETE).is_file():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,11 +26,13 @@ def check_hashes(folder: Path, *, weights: bool = True) -> None:
         weights: Whether weight files are hashed, which reads all their bytes on all cores.
 
     Raises:
-        FormatError: A file is missing or has another SHA-256, or the run record has no list of files.
+        FormatError: A file is missing or has another SHA-256, or the run record was changed.
     """
     if not (folder / RECORD).is_file():
         return
-    hashes = read_object(folder / RECORD, expected="Fetch the file again").get("files")
+    record = read_object(folder / RECORD, expected="Fetch the file again")
+    hashes = record.get("files")
+    check_digest(folder, record.get("digest"))
     if not isinstance(hashes, dict) or not all(isinstance(each, str) for each in hashes.values()):
         raise FormatError(f"{folder / RECORD} has no list of files with their SHA-256. Fetch the file again.")
     names = [name for name in hashes if not name.startswith(EDITED) and (weights or not name.endswith(WEIGHTS))]
@@ -40,6 +44,24 @@ def check_hashes(folder: Path, *, weights: bool = True) -> None:
                     f"{folder / name} {state}, but {RECORD} lists {hashes[name][:16]}..: the file is damaged, was "
                     f"changed or belongs to another checkpoint. Fetch the folder again."
                 )
+
+
+def check_digest(folder: Path, expected: object) -> None:
+    """Refuse a run record that differs from its digest.
+
+    Raises:
+        FormatError: The record was changed or is damaged.
+    """
+    if expected and (digest := digest_of((folder / RECORD).read_text(encoding="utf-8"))) != expected:
+        raise FormatError(
+            f"{folder / RECORD} was changed or is damaged: its digest is {digest[:16]}.., but it names "
+            f"{str(expected)[:16]}... Fetch the file again."
+        )
+
+
+def digest_of(text: str) -> str:
+    """Return the digest of a record's JSON: the SHA-256 of the text with an empty digest."""
+    return hashlib.sha256(re.sub(r'"digest": "[0-9a-f]*"', '"digest": ""', text).encode()).hexdigest()
 
 
 def _digest(folder: Path, name: str) -> str:

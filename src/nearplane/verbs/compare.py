@@ -45,7 +45,7 @@ from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.files import check_writable, exclusive_lock, read_object, sha256, write_whole
 from nearplane.system.matmul_library import chosen_library
-from nearplane.system.paths import RECORD, refuse_unfinished
+from nearplane.system.paths import refuse_unfinished
 from nearplane.system.progress import Progress, logged, silent
 from nearplane.theory.hptq import hptq_layers
 from nearplane.verbs.compare_recipes import HUFFMAN, WAYS, Recipes, recipes_for
@@ -284,9 +284,9 @@ class _Measure:
         row = Row(model=model, method=ORIGINAL_METHOD, rate=bits, bytes=size, folder=opened.folder)
         return replace(self.measured(row, model), kl=0.0)
 
-    def written(self, row: Row, recipe: Recipe, note: str, out: Path) -> Row:
-        """Quantize the model of a row into `out`, and complete the row."""
-        record = _quantized_before(out, recipe) or quantize(row.model, out, recipe, **self.options)
+    def written(self, row: Row, recipe: Recipe, note: str, out: Path, kept: RunRecord | None) -> Row:
+        """Quantize the model of a row into `out`, unless it was kept there, and complete the row."""
+        record = kept or quantize(row.model, out, recipe, **self.options)
         notes = "; ".join(filter(None, (note, record.missed or _rate_note(row, record.rate))))
         row = replace(row, rate=record.rate, bytes=record.bytes, seconds=record.seconds, folder=out, note=notes)
         return self.measured(row, out, against=row.model)
@@ -330,16 +330,17 @@ def _rows(
         for model, network in opened.items():
             yield known.get(model, ORIGINAL_METHOD, None) or known.add(measure.original(model, network))
             for (asked, method), (recipe, note) in recipes[model].items():
-                if (earlier := known.get(model, method, asked)) is not None:
-                    yield earlier
-                    continue
                 row = Row(model=model, method=method, asked=asked)
                 out = Path(keep or temporary) / Path(model).name / f"{method}-{asked:g}"
                 try:
+                    kept = _quantized_before(out, recipe)
+                    if (earlier := known.get(model, method, asked)) is not None:
+                        yield earlier
+                        continue
                     if method in HUFFMAN:
                         row = measure.coded(row, recipe, network)
                     else:
-                        row = measure.written(row, recipe, note, out)
+                        row = measure.written(row, recipe, note, out, kept)
                 except KeyboardInterrupt as stopped:
                     rows_kept = f"The finished rows are in {keep}. Repeat the command to resume."
                     stopped.__notes__ = [] if keep is None else [rows_kept]  # others name files in the temporary folder
@@ -353,11 +354,18 @@ def _rows(
 
 
 def _quantized_before(out: Path, recipe: Recipe) -> RunRecord | None:
-    """Return the record of a checkpoint from a comparison that was stopped before measuring it, or None."""
-    if not (out / RECORD).is_file():
+    """Return the record of a checkpoint that a comparison kept, or None.
+
+    Raises:
+        FormatError: The checkpoint was changed since then.
+    """
+    if not out.is_dir() or not any(out.iterdir()):
         return None
-    refuse_unfinished(out)
-    record = sound_record(out)
+    try:
+        refuse_unfinished(out)
+        record = sound_record(out)
+    except NearplaneError as error:
+        raise FormatError(f"{error} Or delete {out} and repeat the command.") from error
     return record if record.recipe == recipe else None
 
 

@@ -14,9 +14,11 @@ from nearplane.formats.beside import CONFIG, copy_beside
 from nearplane.formats.layer_format import WEIGHTS, json_text, read_config
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.loading.dense_network import decoded_tensors
+from nearplane.models.config_checks import PACKED_NAMES
 from nearplane.models.pretrained import empty_network
 from nearplane.recipe.sizes import check_room
 from nearplane.system.arguments import checked
+from nearplane.system.file_hashes import check_hashes
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.safetensors_files import ShardWriter
 from nearplane.verbs.early_checks import check_export
@@ -53,6 +55,11 @@ def export(
     source, out = Path(source).expanduser(), Path(out).expanduser()
     check_export(source, out, format)
     if quantization_of(source) is None:
+        check_hashes(source, weights=False)  # config.json may have lost its entry
+        if packed := next((name for name in reader_of(source).names() if PACKED_NAMES.search(name)), None):
+            raise FormatError(
+                f"{source / CONFIG} has no quantization_config, but {packed} is packed. Fetch the file again."
+            )
         raise RecipeError(f"{source} is not quantized: its weights are dense already. Copy the folder instead.")
     place = Unfinished(out, sources=[source])
     network = empty_network(source, trust_remote_code=trust_remote_code, reader=reader_of(source))
@@ -77,6 +84,10 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterat
     portion: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if tensor.is_floating_point():
+            if not bool(torch.isfinite(tensor).all()):
+                raise FormatError(
+                    f"{name} has values that are NaN or Inf: the file is damaged. Fetch the folder again."
+                )
             tensor = tensor.to(dtype)
             if dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
                 raise FormatError(f"{name} has values outside the range of float16. Export to bfloat16 or float32.")

@@ -17,8 +17,9 @@ from nearplane.formats.layer_format import Quantized
 from nearplane.formats.stored import Stored
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.record.record import LayerRecord, RunRecord, contradictions, digest_of
+from nearplane.record.record import LayerRecord, RunRecord, contradictions
 from nearplane.record.tuning_record import tuning_contradictions
+from nearplane.system.file_hashes import digest_of
 from nearplane.system.files import sha256
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, logged

@@ -15,6 +15,7 @@ from nearplane.cli import app as cli
 from nearplane.cli.flags import scheme_from
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.record.record import read_record
+from nearplane.system.file_hashes import digest_of
 
 
 def command(monkeypatch, capsys, *words):
@@ -231,7 +232,7 @@ def test_names_in_files_cannot_steer_the_terminal(monkeypatch, capsys, tiny, tmp
     data |= forgery_of
     for layer in data["layers"]:
         layer |= {"name": f"{ESCAPES}{layer['name']}", "stored": ESCAPES}
-    path.write_text(json.dumps(data))
+    path.write_text(json.dumps(data).replace(data["digest"], digest_of(json.dumps(data))))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     config["quantization_config"]["format"] = ESCAPES
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))

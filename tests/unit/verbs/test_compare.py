@@ -243,7 +243,7 @@ def test_a_method_that_failed_is_kept_with_its_reason_and_asked_again(small, tmp
     out.mkdir(parents=True)
     (out / "something").write_text("here")
     (refused,) = rows
-    assert "exists and is not empty" in refused.note
+    assert f"Or delete {out} and repeat the command" in refused.note
     (out / "something").unlink()
     kept = json.loads((tmp_path / "rows.json").read_text())
     assert [(row["method"], row["note"]) for row in kept["rows"]] == [(ORIGINAL_METHOD, ""), ("rtn-mse", refused.note)]

@@ -19,6 +19,7 @@ from nearplane.errors import ModelError
 from nearplane.lattice.number_formats import TYPES
 
 FILE = "model.gguf"
+LONE = "nearplane-gguf-"  # prefix of the temporary folder of a GGUF without a folder
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, LIST = 8, 9
@@ -153,11 +154,13 @@ def metadata_digest(path: Path, header: Header) -> str:
 
 
 def check_metadata(path: Path, header: Header) -> None:
-    """Refuse a GGUF of nearplane whose metadata were changed.
+    """Refuse a GGUF that is truncated, or one of nearplane whose metadata were changed.
 
     Raises:
-        ModelError: The metadata differ from their SHA-256 in the file.
+        ModelError: The file has another size than its header says, or its metadata differ from their SHA-256.
     """
+    if (size := path.stat().st_size) != header.size:
+        raise ModelError(f"{path} has {size:,} bytes, expected {header.size:,}. Fetch the file again.")
     expected = header.fields.get(METADATA)
     if expected is not None and (digest := metadata_digest(path, header)) != expected:
         raise ModelError(

@@ -14,6 +14,7 @@ from nearplane.errors import FormatError, ModelError
 from nearplane.formats.gguf.gguf_header import (
     BLOCKS,
     FILE,
+    LONE,
     SHA_SIZE,
     STAR,
     SUMS,
@@ -47,6 +48,8 @@ class GGUFReader(TensorReader):
 
     def __init__(self, folder: Path, *, unfinished: bool = False) -> None:
         self.folder, self.path = folder, folder / FILE
+        if folder.name.startswith(LONE):
+            self.path = self.path.resolve()  # the user's file
         if not unfinished:
             refuse_unfinished(folder)
         if not self.path.is_file():
@@ -57,8 +60,6 @@ class GGUFReader(TensorReader):
         sums = header.fields.get(SUMS) if header.own else [""] * len(names)
         if not isinstance(sums, list) or len(sums) != len(names) or not all(isinstance(each, str) for each in sums):
             raise ModelError(f"{self.path} has no valid key {SUMS}. Fetch the file again.")
-        if (size := self.path.stat().st_size) != header.size:
-            raise ModelError(f"{self.path} has {size:,} bytes, expected {header.size:,}. Fetch the file again.")
         self.infos = {}
         self._infos: dict[str, Info] = {}
         self._sums: dict[str, str] = {}

@@ -14,7 +14,7 @@ from typing import Any
 
 from nearplane.errors import ModelError
 from nearplane.formats.beside import CONFIG
-from nearplane.formats.gguf.gguf_header import BLOCKS, FILE, KEY_PREFIX, Header, check_metadata, read_header
+from nearplane.formats.gguf.gguf_header import BLOCKS, FILE, KEY_PREFIX, LONE, Header, check_metadata, read_header
 from nearplane.formats.gguf.gguf_layers import FORMAT_VERSION, METHOD
 from nearplane.formats.gguf.names import checkpoint_names
 from nearplane.formats.gguf.network_config import config_of
@@ -37,7 +37,7 @@ def _folder(path: Path, modified: int, size: int) -> tempfile.TemporaryDirectory
     check_metadata(path, header)
     contents = {CONFIG: json.dumps(config_of(path, header) | {"quantization_config": _quantization(path, header)})}
     contents |= tokenizer_files(path, header.fields)
-    folder = tempfile.TemporaryDirectory(prefix="nearplane-gguf-")
+    folder = tempfile.TemporaryDirectory(prefix=LONE)
     for name, text in contents.items():
         (Path(folder.name) / name).write_text(text, encoding="utf-8")
     try:

@@ -117,7 +117,8 @@ def rule_of(name: str, fields: Mapping[str, Any], *, dims: int) -> Rule:
     architecture = fields["general.architecture"]
     part = name.rsplit(".", 2)[-2]
     if architecture == "llama" and part in ("attn_q", "attn_k"):
-        return Rule(heads=int(fields[f"llama.attention.head_count{'_kv' if part == 'attn_k' else ''}"]))
+        heads = fields["llama.attention.head_count"]
+        return Rule(heads=int(fields.get("llama.attention.head_count_kv", heads) if part == "attn_k" else heads))
     if architecture.startswith("gemma") and part.endswith("norm"):
         return Rule(shift=1.0)
     return reshaping(name, architecture, dims=dims)
