@@ -301,6 +301,7 @@ def _quiet() -> None:
     faulthandler.disable()  # a crash is told by the code of the process
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     torch.set_num_threads(1)
 
 
