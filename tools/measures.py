@@ -36,7 +36,7 @@ ENDS = (
     "errors",
 )  # no floors: the first two import what they start, everything imports the last
 GRID_CLASS = re.compile(r"Grid|Codebook|Superblock")
-KERNEL_DECORATOR = re.compile(r"jit|kernel|intrinsic")  # numba.njit and triton.jit, also behind a wrapper
+KERNEL_DECORATOR = re.compile(r"jit|compiled|kernel|intrinsic")  # numba.njit and triton.jit, also behind a wrapper
 KERNEL_FILE = re.compile(r"_(cpu|gpu|cuda|triton)\.py$")
 CLI = re.compile(r"^(cli/.*|cli|finished|flags)(\.py)?$")
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import nearplane
+from checkpoints import add_tokenizer
 from families import config_of, random_model
 from killing import (
     StoppedError,
@@ -39,6 +40,11 @@ WAYS = {
     "size": dict(size="700kB"),
     "blocks of llama.cpp, embeddings too": dict(grid="q4_0"),
     "rounded to nearest": dict(bits=4, group_size=16, solver="round-to-nearest"),
+}
+EXPERT_WAYS = {
+    "grid": dict(bits=4, group_size=16),
+    "rate": dict(rate=3.0),
+    "GGUF": dict(grid="q4_0"),
 }
 TEXT = dict(samples=24, seqlen=40, device="cpu")
 
@@ -107,6 +113,25 @@ def stop(model, text, tmp_path_factory):
 def test_a_run_that_is_killed_goes_on_and_ends_with_the_same_bytes(model, text, whole, tmp_path, way, many):
     options = dict(calibration=str(text), **WAYS[way], **TEXT)
     check_goes_on(lambda out: nearplane.quantize(model, out, **options), contents(whole(way)), tmp_path, many)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", EXPERT_WAYS)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_run_on_experts_that_is_killed_or_cut_short_ends_with_the_same_bytes(text, tmp_path, way):
+    source = tmp_path / "experts"
+    config = config_of("qwen3_moe", vocab_size=2048, num_hidden_layers=2, moe_intermediate_size=32, norm_topk_prob=True)
+    random_model(config).float().save_pretrained(source)
+    add_tokenizer(source)
+
+    def run(out, **more):
+        nearplane.quantize(source, out, calibration=str(text), **EXPERT_WAYS[way], **TEXT, **more)
+
+    run(tmp_path / "whole")
+    for name in ("killed", "short"):
+        (tmp_path / name).mkdir()
+    check_goes_on(run, contents(tmp_path / "whole"), tmp_path / "killed", 8)
+    check_goes_on_with_a_file_cut_short(run, contents(tmp_path / "whole"), tmp_path / "short", 4)
 
 
 @pytest.mark.nightly

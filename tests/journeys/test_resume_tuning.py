@@ -10,6 +10,7 @@ import pytest
 import nearplane
 from families import config_of, random_model
 from killing import check_goes_on, contents
+from killing import stopped_behind as stopped_quantizing
 from nearplane import FormatError, RecipeError
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.tuning import loop
@@ -134,6 +135,15 @@ def test_tuning_that_is_told_something_else_does_not_go_on(made, model, text, tm
     shutil.rmtree(out)
     run()
     assert contents(out) == contents(tuned)
+
+
+def test_what_another_run_left_is_refused_before_the_solve(model, text, tmp_path, monkeypatch):
+    """It was refused by the tuning, when all was solved."""
+    out, words = tmp_path / "out", dict(calibration=str(text), **TEXT, **WAYS["steps"])
+    stopped_quantizing(1, model, out, monkeypatch, **words)
+    with pytest.raises(RecipeError, match=r"out\.unfinished belongs to a stopped run"):
+        nearplane.quantize(model, out, tune="network", **words)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == ["out.unfinished"]
 
 
 @pytest.mark.nightly

@@ -536,8 +536,8 @@ def test_steps_and_codes_outside_their_range_are_found_from_the_files_alone(copy
 
 @pytest.mark.parametrize(
     "options",
-    [{"bits": 4, "group_size": 32}, pytest.param({"rate": 3.0}, marks=pytest.mark.nightly)],
-    ids=["grid", "coded"],
+    [{"bits": 4, "group_size": 32}, pytest.param({"rate": 3.0}, marks=pytest.mark.nightly), {"grid": "q4_1"}],
+    ids=["grid", "coded", "grid without 0"],
 )
 def test_weights_of_dead_inputs_are_zero(model_of, text, tmp_path, options):
     """Which no loss shows: a code of theirs costs nothing under the Hessian."""
@@ -550,9 +550,33 @@ def test_weights_of_dead_inputs_are_zero(model_of, text, tmp_path, options):
     folder = tmp_path / "out"
     nearplane.quantize(model, folder, **options, **words)
     assert said(verify(folder, against=str(model))) == []
+    if "grid" in options:  # whose value nearest to 0 is no fault
+        return
     name = "model.layers.1.self_attn.q_proj"
     forgery.move_one(folder, name, 3, 5, 1)
     assert f"{name}: weights of inputs that were always 0 are not 0" in said(verify(folder, against=str(model)))
+
+
+def test_a_network_with_broken_layers_is_told_and_its_record_holds(model_of, text, tmp_path):
+    """Of a weight of 1e30 the record held Infinity, and no command read it any more."""
+    model, folder = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(model_of("llama"), model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"].zero_()
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1e-25
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = 1e30
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    words = {"calibration": str(text), "samples": 6, "seqlen": 40, "bits": 4, "group_size": 32}
+    record = nearplane.quantize(model, folder, **words)
+    assert {
+        layer.name.removeprefix("model.layers."): layer.degenerate for layer in record.layers if layer.degenerate
+    } == {
+        "0.self_attn.q_proj": "all its weights are 0",
+        "1.mlp.up_proj": "its outputs are too small for float32",
+        "1.mlp.down_proj": "all its inputs are 0",
+    }
+    assert all(layer.relative_loss < 1.01 for layer in record.layers)
+    assert said(verify(folder, against=str(model))) == []
 
 
 # ── what is no fault, and what is refused ──

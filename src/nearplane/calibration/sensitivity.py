@@ -16,7 +16,7 @@ from torch import Tensor
 from nearplane.calibration.activations import Stream, checked_finite, finish, readout, skeleton
 from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.errors import CalibrationError
-from nearplane.models.kinds import has_head
+from nearplane.models.kinds import NOTHING_TO_MEASURE, has_head, predicts_always_the_same
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.system.memory import release
@@ -150,7 +150,7 @@ def _from_predictions(
     head, device = model.embeddings if model.tied else model.head, hidden[0].device
     sums = {} if head is None else {head.name: torch.zeros(head.layers[0].shape[0], dtype=torch.float64, device=device)}
     generator = torch.Generator().manual_seed(seed)
-    gradients = []
+    gradients, varies = [], False
     with readout(model, stream, device=device, dtype=hidden[0].dtype) as logits, torch.enable_grad():
         for part, x in zip(tokens, hidden, strict=True):
             rows = []
@@ -159,6 +159,7 @@ def _from_predictions(
                 output = logits(window[None], leaf)[0].float()
                 if has_head(model.network):
                     predicted = output.log_softmax(-1)
+                    varies |= not predicts_always_the_same(predicted.detach())
                     p = predicted.detach().exp()
                     for total in sums.values():
                         total += (p * (1 - p)).sum(0)
@@ -171,6 +172,8 @@ def _from_predictions(
                     likelihood, location = (output * drawn).sum(), "the end"
                 rows.append(_finite(torch.autograd.grad(likelihood, leaf)[0], location))
             gradients.append(torch.cat(rows))
+    if has_head(model.network) and not varies:
+        raise CalibrationError(NOTHING_TO_MEASURE)
     return gradients, sums
 
 

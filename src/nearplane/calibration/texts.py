@@ -32,7 +32,6 @@ def read_windows(
     seqlen: int,
     seed: int = 0,
     between: tuple[int, ...] = (),
-    option: str = "--calibration",
 ) -> Tensor:
     """Read the first `samples` windows of `seqlen` tokens, or fewer if the text is shorter.
 
@@ -47,7 +46,6 @@ def read_windows(
         samples, seqlen: Number of windows, and tokens per window.
         seed: Seed of the shuffle of a data set; files are not shuffled.
         between: First and last token of every window, counted in `seqlen`; see `framing_tokens`.
-        option: Option that names the text; only --calibration takes data sets.
 
     Returns:
         (windows, seqlen) int64.
@@ -63,7 +61,7 @@ def read_windows(
     ids: list[int] = []
     separator = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     needed = samples * seqlen
-    for text in _documents(tokenizer, DEFAULT_DATASET if source is None else source, seed, option):
+    for text in _documents(tokenizer, DEFAULT_DATASET if source is None else source, seed):
         if ids:
             ids += separator
         with as_model_error("The model's tokenizer cannot tokenize the text (fetch the model again)"):
@@ -136,14 +134,12 @@ def check_start(tokens: Tensor, start: int | None, called: str) -> None:
         )
 
 
-def _documents(
-    tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str], seed: int, option: str
-) -> Iterator[str]:
+def _documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str], seed: int) -> Iterator[str]:
     """Yield the texts of a file, a folder, a data set or a list, one by one."""
     if not isinstance(source, str | Path):
         yield from source
         return
-    files = text_files(source, option)
+    files = text_files(source)
     for file in files or ():
         yield from _documents_in(file, tokenizer)
     for number, row in enumerate(_rows(str(source), seed) if files is None else (), 1):

@@ -81,6 +81,7 @@ def evaluate(
             f"the original's perplexity {score.original:.4f}, KL to it {score.kl:.5f} nats per token, same top token "
             f"{100 * score.agreement:.2f} %"
         )
+    say(score.remarks)
 
 
 def compare(

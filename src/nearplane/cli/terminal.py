@@ -12,7 +12,7 @@ from typing import Any
 from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from nearplane.cli.streams import Unread, say_error
-from nearplane.errors import NearplaneError, printable
+from nearplane.errors import FormatError, NearplaneError, printable
 
 
 class Terminated(KeyboardInterrupt):
@@ -51,6 +51,9 @@ def attended() -> Iterator[None]:
     """A context that writes nearplane's log to the error stream and turns SIGTERM into `Terminated`.
 
     Ctrl-C and SIGTERM are raised again if a library replaces them with an error of its own.
+
+    Raises:
+        FormatError: The user has no right to read or write a file, which the message names.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -72,6 +75,8 @@ def attended() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if not stopped and isinstance(error, PermissionError):
+            raise FormatError(f"{error.filename} cannot be read or written: {error.strerror}.") from error
         if not stopped:
             raise
         for note in getattr(error, "__notes__", ()):

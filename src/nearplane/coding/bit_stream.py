@@ -6,10 +6,10 @@ The reader checks every length before it is used, and raises FormatError where t
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding.intrinsics import load64, trailing_zeros
+from nearplane.compiled import compiled
 from nearplane.errors import FormatError
 
 MAX_RICE_ONES = 24  # ones of a Rice code; after that many, 32 plain bits follow
@@ -17,13 +17,13 @@ ALL_EQUAL = 15  # value of the Rice parameter that means: all entries equal the 
 DAMAGED = "The file is damaged or truncated. Fetch it again."
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def zigzag(value: NDArray[np.int64]) -> NDArray[np.int64]:
     """Map 0, -1, 1, -2, ... to 0, 1, 2, 3, ..."""
     return np.where(value < 0, -2 * value - 1, 2 * value)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def rice_cost(folded: NDArray[np.int64], parameter: int) -> int:
     """Return the number of bits in the Rice codes of zig-zagged numbers."""
     total = 0
@@ -33,7 +33,7 @@ def rice_cost(folded: NDArray[np.int64], parameter: int) -> int:
     return total
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def best_rice(folded: NDArray[np.int64]) -> tuple[int, int]:
     """Return the parameter, 0 ... 14, with the fewest bits, and their number."""
     mean = folded.sum() // max(1, len(folded))
@@ -48,7 +48,7 @@ def best_rice(folded: NDArray[np.int64]) -> tuple[int, int]:
     return best, fewest
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def write_rice(folded: NDArray[np.int64], parameter: int, bits: NDArray[np.uint8]) -> None:
     """Write Rice codes to `bits`, one bit per byte; all entries must be 0 before."""
     at = 0
@@ -62,7 +62,7 @@ def write_rice(folded: NDArray[np.int64], parameter: int, bits: NDArray[np.uint8
             at += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def read_rice(stream: NDArray[np.uint8], at: int, parameter: int, values: NDArray[np.int64]) -> int:
     """Fill `values` from bit `at` on; return the position after them, or -1 if the stream ends earlier."""
     end = 8 * len(stream)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding import tans
@@ -13,6 +12,7 @@ from nearplane.coding.bit_stream import best_rice, read_rice, write_rice, zigzag
 from nearplane.coding.layout import Cells, Layout
 from nearplane.coding.symbols import gather, locate
 from nearplane.coding.tans import LANES, PADDING_BYTES, EncoderTables, Lanes, Segments
+from nearplane.compiled import compiled
 
 _u64 = np.uint64
 
@@ -28,7 +28,7 @@ class Patches(NamedTuple):
     delta: NDArray[np.int64]  # (patches,) number to add to the code
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def segments(begin: int, end: int, cells: Cells) -> Segments:
     """Return the segments of the symbols begin ... end - 1: their count in each cell that has any, and its table."""
     edges = cells.edges
@@ -41,7 +41,7 @@ def segments(begin: int, end: int, cells: Cells) -> Segments:
     return Segments(counts[:n], tables[:n])
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _read_count(chunk: NDArray[np.uint8]) -> tuple[int, int, int]:
     """Return the position after the head of a list of escapes (-1 if truncated), their number, and Rice parameter."""
     bits, width = 8 * len(chunk), 0
@@ -65,7 +65,7 @@ def _read_count(chunk: NDArray[np.uint8]) -> tuple[int, int, int]:
     return (at, count, parameter) if count * (parameter + 1) <= bits - at else (-1, 0, 0)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _read_lanes(chunk: NDArray[np.uint8], at: int, lanes: Lanes) -> tuple[int, int]:
     """Fill `lanes` from their description at byte `at`; return the fault or 0, and the first byte of the first lane."""
     lengths, words = lanes
@@ -96,7 +96,7 @@ def _read_lanes(chunk: NDArray[np.uint8], at: int, lanes: Lanes) -> tuple[int, i
     return (LANES_TOO_LONG if lengths[LANES - 1] < 0 else 0), at
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def resolve(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArray[np.int64]) -> tuple[int, Patches]:
     """Assign the values of a list to the escapes among the decoded symbols from `begin` of the traversal.
 
@@ -116,7 +116,7 @@ def resolve(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDAr
     return 0, Patches(rows[:n], columns[:n], delta[:n])
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _padded(blob: NDArray[np.uint8], first: int, last: int) -> NDArray[np.uint8]:
     """Return the bytes first ... last - 1 of the blob and `PADDING_BYTES` more; copied only if the blob ends before."""
     if last + PADDING_BYTES <= len(blob):
@@ -126,7 +126,7 @@ def _padded(blob: NDArray[np.uint8], first: int, last: int) -> NDArray[np.uint8]
     return padded
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _read_chunk(
     padded: NDArray[np.uint8], begin: int, layout: Layout, entries: NDArray[np.uint32], symbols: NDArray[np.uint8]
 ) -> tuple[int, Patches]:
@@ -150,7 +150,7 @@ def _read_chunk(
     return resolve(symbols, begin, layout, values)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def read_chunks(
     blob: NDArray[np.uint8],
     starts: NDArray[np.int64],
@@ -185,7 +185,7 @@ def read_chunks(
     return 0, 0, Patches(rows[:at], columns[:at], delta[:at])
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def escapes_of(symbols: NDArray[np.uint8], begin: int, layout: Layout, codes: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the codes of the escapes among the symbols of the stream from `begin` on; 0 for padding."""
     row_order, column_order = layout.orders
@@ -197,7 +197,7 @@ def escapes_of(symbols: NDArray[np.uint8], begin: int, layout: Layout, codes: ND
     return values
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def write_list(values: NDArray[np.int64]) -> NDArray[np.uint8]:
     """Return the bytes of a list of escapes."""
     count, folded = len(values), zigzag(values)
@@ -220,7 +220,7 @@ def write_list(values: NDArray[np.int64]) -> NDArray[np.uint8]:
     return packed
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def write_chunks(
     codes: NDArray[np.int32],
     dense: NDArray[np.uint8],

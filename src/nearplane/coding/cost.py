@@ -8,16 +8,16 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding import frequency_tables
 from nearplane.coding.bit_stream import rice_cost, zigzag
+from nearplane.compiled import compiled
 
 SAMPLED_CODES = 3 << 20  # codes of the sample of rows from which a large matrix is planned
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _largest_magnitude(codes: NDArray[np.int32], rows: NDArray[np.int64]) -> int:
     """Return the largest |code| of some rows."""
     low, high = codes[rows[0], 0], codes[rows[0], 0]
@@ -28,7 +28,7 @@ def _largest_magnitude(codes: NDArray[np.int32], rows: NDArray[np.int64]) -> int
     return max(-int(np.int64(low)), int(np.int64(high)))
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _histogram(
     codes: NDArray[np.int32], rows: NDArray[np.int64], classes: NDArray[np.int64], top: int, counts: NDArray[np.int32]
 ) -> None:
@@ -40,7 +40,7 @@ def _histogram(
             class_counts[j, code if 0 <= code <= 2 * top else 2 * top + 1] += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _costs(
     counts: NDArray[np.int32], tables: NDArray[np.float32], columns: NDArray[np.int64], out: NDArray[np.float32]
 ) -> None:
@@ -61,7 +61,7 @@ def _costs(
                         bits[s] += weight * code_bits[s]
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _add_by_spread(counts: NDArray[np.int32], spreads: NDArray[np.int64], out: NDArray[np.int64]) -> None:
     """Add counts (classes, in, symbols) to out (spreads, symbols) by the spreads (in, classes)."""
     for c in range(counts.shape[0]):

@@ -12,7 +12,6 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding import frequency_tables
@@ -20,6 +19,7 @@ from nearplane.coding.bit_stream import BitWriter, array_bits, varint, zigzag
 from nearplane.coding.cost import Counts, list_bits, paired_stream_bits, sample, stream_bits, table_bits
 from nearplane.coding.header_bits import write_table
 from nearplane.coding.layout import MAX_COLUMN_LEVEL, MAX_ROW_LEVEL, Header, Layout, chunk_edges, lay_out, predict
+from nearplane.compiled import compiled
 
 MAX_ESCAPE_SHARE_IN_PAIRS = 2e-4  # largest share of codes outside a nibble in groups coded in pairs
 MIXTURE_SAMPLE_COLUMNS = 384  # columns from which the shape of the tables is chosen
@@ -54,7 +54,7 @@ class Tally:
     beyond: NDArray[np.int64]  # codes beyond 127
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _row_sums(codes: NDArray[np.int32], pick: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the weighted sums of min(|code|, 127) over some columns (out,)."""
     sums = np.empty(codes.shape[0])
@@ -66,7 +66,7 @@ def _row_sums(codes: NDArray[np.int32], pick: NDArray[np.int64], weights: NDArra
     return sums
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _total_bits(
     cost: NDArray[np.float32], levels: NDArray[np.int64], step: int, first: int, count: int
 ) -> NDArray[np.float64]:
@@ -79,7 +79,7 @@ def _total_bits(
     return out
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _best_corrections(
     cost: NDArray[np.float32], predicted: NDArray[np.int64], shift: int, step: int, limit: int, tried: Corrections
 ) -> tuple[NDArray[np.int32], float]:

@@ -15,8 +15,9 @@ import functools
 import math
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from nearplane.compiled import compiled
 
 FREQUENCY_SUM = 4096  # sum of the frequencies of a table
 SPREADS = 161  # sigma = 2 ** ((spread - 48) / 16): 1/8 ... 128
@@ -32,7 +33,7 @@ _MIXTURE_WEIGHTS = np.array([1, 8, 28, 56, 70, 56, 28, 8, 1], np.int64)  # sums 
 _LAST_TAIL = len(_GAUSSIAN_TAIL) - 1
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _tail(odd: int, spread: int) -> int:
     """Return 2^31 times the probability that a Gaussian of this spread exceeds odd/2."""
     octave, step = (spread - 48) >> 4, (spread - 48) & 15
@@ -45,7 +46,7 @@ def _tail(odd: int, spread: int) -> int:
     return int(_GAUSSIAN_TAIL[i] - (((_GAUSSIAN_TAIL[i] - _GAUSSIAN_TAIL[i + 1]) * fraction) >> 10))
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def parametric(spread: int, shape: int) -> NDArray[np.uint16]:
     """Return the (256,) frequencies for a spread and a shape; symmetric, and positive for 0, +-1 and the escape."""
     weight = np.zeros(MAX_BYTE_CODE + 2, np.int64)  # of |code| on one side; last: beyond, on both sides
@@ -88,7 +89,7 @@ def normalise(weight: NDArray[np.int64]) -> NDArray[np.uint16]:
     return _allocate(weight, np.argsort(weight, kind="stable"))
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _allocate(weight: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.uint16]:
     """Allocate 4,096 slots by weight, rarest symbol first; later symbols absorb the rounding."""
     frequency = np.zeros(256, np.uint16)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding.chunk import Patches
 from nearplane.coding.layout import Layout
+from nearplane.compiled import compiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class PackedMatrix:
     row_scale: NDArray[np.float32]
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _fits(symbols: NDArray[np.uint8]) -> bool:
     for block in range(0, len(symbols), 1024):
         outside = np.uint8(0)
@@ -68,7 +68,7 @@ def _fits(symbols: NDArray[np.uint8]) -> bool:
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _nibbles(symbols: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
     for i in range(symbols.shape[0]):
         width = symbols.shape[1]

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding.intrinsics import load64, prevent_inlining, trailing_zeros
 from nearplane.coding.layout import Cells, Groups, Orders
+from nearplane.compiled import compiled
 
 _u64 = np.uint64
 
@@ -27,7 +27,7 @@ class Escapes(NamedTuple):
     lowest: NDArray[np.int32]  # (escapes,) code to which the escape decodes
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def write_symbols(codes: NDArray[np.int32], orders: Orders, begin: int, end: int, out: NDArray[np.uint8]) -> None:
     """Write code + 128 (0 where |code| > 127) of rows begin ... end - 1 to `out`, in the order of the traversal."""
     row_order, column_order = orders
@@ -47,7 +47,7 @@ def write_symbols(codes: NDArray[np.int32], orders: Orders, begin: int, end: int
                 symbol_row[j] = buffer[_u64(column_order[j])]  # unsigned: no test for negative indices
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _escape_missing(symbols: NDArray[np.uint8], begin: int, end: int, kept: NDArray[np.uint8]) -> None:
     """Replace symbols that a table lacks by 0 (one escape, or two in a pair); `kept` maps every symbol."""
     part = symbols[begin:end]
@@ -65,14 +65,14 @@ def _escape_missing(symbols: NDArray[np.uint8], begin: int, end: int, kept: NDAr
             part[i] = kept[part[i]]
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _nibble(symbol: np.uint8) -> np.uint8:
     """Return the nibble of a symbol code + 128: code + 8 if that fits, else the escape 0."""
     shifted = np.uint8(symbol - 120)
     return shifted if shifted < np.uint8(16) else np.uint8(0)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def gather(
     dense: NDArray[np.uint8], begin: int, groups: Groups, cells: Cells, kept: NDArray[np.uint8], out: NDArray[np.uint8]
 ) -> None:
@@ -116,7 +116,7 @@ def gather(
             _escape_missing(out, low - begin, high - begin, kept[cells.tables[cell]])
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool) -> Escapes:
     """Return the escapes among the symbols from `begin` of the traversal.
 
@@ -185,7 +185,7 @@ def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool
     return Escapes(rows[:n], columns[:n], lowest[:n])
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def scatter(
     symbols: NDArray[np.uint8], groups: Groups, orders: Orders, begin: int, end: int, codes: NDArray[np.int32]
 ) -> None:

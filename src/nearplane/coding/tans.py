@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from nearplane.coding.intrinsics import load8, load16, load32, load64, prevent_inlining, store8, store64
+from nearplane.compiled import compiled
 
 LANES = 8
 PADDING_BYTES = 64  # bytes after the end of a stream that must be readable
@@ -64,7 +64,7 @@ class _Writer(NamedTuple):
     state: np.uint64
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def build(frequencies: NDArray[np.uint16]) -> tuple[NDArray[np.uint32], EncoderTables]:
     """Build the tables of the coder from (tables, 256) frequencies, of which each row sums to 4096.
 
@@ -111,7 +111,7 @@ def build(frequencies: NDArray[np.uint16]) -> tuple[NDArray[np.uint32], EncoderT
     return entries, EncoderTables(widths, offsets, states)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _encode_one(read: np.uint64, tables: _Addresses, bits: Any, held: Any, x: Any) -> Any:
     """Code the symbol at an address; return the bits of the lane, the number not yet written, and the state."""
     symbol = load8(read) << _u64(3)
@@ -120,7 +120,7 @@ def _encode_one(read: np.uint64, tables: _Addresses, bits: Any, held: Any, x: An
     return bits, held + width, load16(tables.states + (((x >> width) + load64(tables.offsets + symbol)) << _u64(1)))
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _encode_some(end: np.uint64, count: np.uint64, tables: _Addresses, lane: _Writer) -> _Writer:
     """Code the `count` symbols before address `end` in one lane, from the last to the first; see `encode`."""
     at, bits, held, x = lane
@@ -133,7 +133,7 @@ def _encode_some(end: np.uint64, count: np.uint64, tables: _Addresses, lane: _Wr
     return _Writer(at, bits, held, x)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def encode(
     symbols: NDArray[np.uint8], segments: Segments, tables: EncoderTables, out: NDArray[np.uint8], ends: Lanes
 ) -> int:
@@ -214,7 +214,7 @@ def encode(
     return size
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _decode_one(write: np.uint64, table: np.uint64, bits: Any, at: Any, x: Any) -> Any:
     """Decode a symbol to an address; return the bits after it, their position, and the state."""
     entry = load32(table + (x << _u64(2)))
@@ -223,7 +223,7 @@ def _decode_one(write: np.uint64, table: np.uint64, bits: Any, at: Any, x: Any) 
     return bits >> width, at + width, (entry >> _u64(16)) + (bits & ((_u64(1) << width) - _u64(1)))
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def decode_lanes(
     padded: NDArray[np.uint8],
     start: int,

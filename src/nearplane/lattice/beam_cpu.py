@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nearplane.compiled import compiled
 from nearplane.lattice.codebook import Table
 from nearplane.lattice.grid import Weights
 from nearplane.lattice.kernels_cpu import in_threads, position_of, round_code, round_integer
@@ -62,7 +62,7 @@ def trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
     return codes, ancestor
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _trace_rows(chosen: Floats, parent: Indices, codes: Integers, ancestor: Indices) -> None:
     """Fill in the codes and ancestors of `trace`, row by row."""
     width, out, beam = chosen.shape
@@ -86,7 +86,7 @@ def beam_block(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Ten
     return chosen, parent
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _nearest(t: Floats, s: Floats, z: Floats, table: Table, code: Floats) -> None:
     """Write the codes nearest to the targets of some rows."""
     if len(table.levels) == 0:  # a separate loop, which the compiler vectorizes
@@ -97,7 +97,7 @@ def _nearest(t: Floats, s: Floats, z: Floats, table: Table, code: Floats) -> Non
         code[r] = round_code(t[r] / s[r] + z[r], table)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _costs_of(
     t: Floats, s: Floats, z: Floats, table: Table, length: float, before: Floats, code: Floats, total: Floats
 ) -> None:
@@ -114,7 +114,7 @@ def _costs_of(
         total[r] = infinite if code[r] > table.high else before[r] + length * (residual * residual)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _argmin_candidates(totals: Floats, best: Floats, at: Integers) -> None:
     """Write the minimum over candidates of `totals` (candidates, rows), and the first candidate that reaches it."""
     for r in range(len(best)):
@@ -127,7 +127,7 @@ def _argmin_candidates(totals: Floats, best: Floats, at: Integers) -> None:
             at[r] = candidate if cheaper else at[r]
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _fill_places(
     t: Floats, s: Floats, z: Floats, table: Table, length: float, cost: Floats, places: PlaceBuffers
 ) -> None:
@@ -163,14 +163,14 @@ def _fill_places(
             cheaper[k, r] = min(next_cost, total[np.uint64(1) - side, k, r])
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _cheaper(one: Floats, other: Floats, least: Floats) -> None:
     """Write the elementwise minimum of two costs."""
     for r in range(len(least)):
         least[r] = min(one[r], other[r])
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _errors(w: Floats, s: Floats, z: Floats, table: Table, chosen: Floats, E: Floats) -> None:
     """Write the errors of the chosen codes, weights minus values, for some rows."""
     for i in range(len(chosen)):
@@ -182,7 +182,7 @@ def _errors(w: Floats, s: Floats, z: Floats, table: Table, chosen: Floats, E: Fl
                 E[i, r] = w[r] - s[r] * (position_of(chosen[i, r], table) - z[r])
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _reorder_targets(target: Floats, parent: Integers, E: Floats, u: Floats, first: int, reordered: Floats) -> None:
     """Move targets (rows, candidates, columns) to their new places and feed the errors forward, from column `first` on.
 
@@ -196,7 +196,7 @@ def _reorder_targets(target: Floats, parent: Integers, E: Floats, u: Floats, fir
                 new[c] = before[c] + e * u[c]
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _sweep_rows(start: int, stop: int, block: BeamBlock) -> None:
     """Sweep the rows from `start` to `stop`, `LANES` at a time; targets go back and forth between two arrays."""
     target, W, scale, zero, table, U, d, cost, chosen, parent = block

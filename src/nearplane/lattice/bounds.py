@@ -21,6 +21,9 @@ MEASURED_ROWS = 256  # rows measured at once: working memory stays in the caches
 BLOCK_COLUMNS = 512  # columns of a triangle that are multiplied at once
 MAX_PAIRS = 1 << 19  # pairs of a row and an eigenvalue; of more pairs, `limit` puts the rows into bins
 MAX_BINS = 1 << 12  # bins of rows
+SAFE_SQUARES = (1e-24, 1e24)  # sums of such squares neither vanish nor overflow in float32
+CONSTANT_INPUTS = 1 - 1e-5  # share of the inputs' energy in one direction from which they count as constant
+ONE_WEIGHT = 0.99  # share of the energy of the weights from which one of them counts as the only one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,7 @@ class Certificate:
         gamma: Bound on error / distance to the closest grid point, the largest over unclipped rows; None if all clip.
         clipped: Fraction of codes whose target lay outside the grid.
         clipped_rows: Fraction of rows with such a code; the bounds do not hold for these rows.
+        degenerate: Why the losses tell nothing about the layer, see `degeneracy`; empty for usual layers.
 
     The bounds hold for Babai's algorithm, and for solvers that start from its codes and never increase the loss; for
     other codes worst_case, expected and gamma are None.
@@ -53,6 +57,7 @@ class Certificate:
     gamma: float | None
     clipped: float
     clipped_rows: float
+    degenerate: str
 
 
 def quadratic(E: Tensor, H: Tensor) -> Tensor:
@@ -92,7 +97,10 @@ def certify(
     order, U = factor.order, factor.U.to(dtype)
     d = factor.d.to(dtype).masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
     # for errors that are large along strong directions of `H`, where float32 is accurate enough
-    triangle = folded(H, torch.promote_types(W.dtype, torch.float32))
+    largest = max(abs(float(extreme)) for extreme in W.aminmax())
+    least, most = SAFE_SQUARES
+    safe = least < largest**2 * float(H.diagonal().max()) < most
+    triangle = folded(H, torch.promote_types(W.dtype, torch.float32) if safe else dtype)
     parts: list[tuple[Tensor, ...]] = []  # each (rows,)
     for rows in torch.split(torch.arange(len(target), device=target.device), MEASURED_ROWS):
         part, codes, t = matrix.grid.of_rows(rows).to(dtype), matrix.codes[rows], target[rows].to(dtype)
@@ -113,15 +121,16 @@ def certify(
         outside_part = book.outside(t / scale + zero).sum(1) if solution.outside is None else solution.outside[rows]
         nearest = loss if equals_nearest else _quadratic_form(nearest_error, triangle).to(dtype)
         energy = _quadratic_form(W[rows].to(triangle.dtype), triangle).to(dtype)
-        parts.append((loss, damped, nearest, energy, bounds, gammas, outside_part))
-    losses, damped, nearest, energy, bounds, gammas, outside = (torch.cat(each) for each in zip(*parts, strict=True))
+        squares = W[rows].to(dtype).square().sum(1)
+        parts.append((loss, damped, nearest, energy, bounds, gammas, outside_part, squares))
+    losses, damped, nearest, energy, bounds, gammas, outside, squares = map(torch.cat, zip(*parts, strict=True))
     size, columns = target.numel(), target.shape[1]
     inside = outside == 0
-    bound, loss = float(bounds.mean() / columns), losses.sum()
+    bound, loss, share = float(bounds.mean() / columns), losses.sum(), largest**2 / (float(squares.sum()) or 1.0)
     return Certificate(
         loss=float(loss / size),
         row_losses=losses / columns,
-        relative_loss=float(loss / energy.sum().clamp(min=torch.finfo(dtype).tiny)),
+        relative_loss=float(loss / energy.sum()) if bool(energy.any()) else 0.0,
         nearest_loss=float(nearest.sum() / size),
         damped_loss=float(damped.sum() / size),
         worst_case=bound if swept else None,
@@ -129,7 +138,30 @@ def certify(
         gamma=float(gammas[inside].max()) if swept and bool(inside.any()) else None,
         clipped=int(outside.sum()) / size,
         clipped_rows=float((~inside).double().mean()),
+        degenerate=degeneracy(share, float(energy.mean()), H),
     )
+
+
+def degeneracy(share: float, energy: float, H: Tensor) -> str:
+    """Return why the losses of a layer tell nothing about it; empty for usual layers.
+
+    Args:
+        share: Share of the largest weight in the sum of the squared weights; 0 if all are 0.
+        energy: Mean square of an output.
+        H: (in, in) undamped Hessian.
+    """
+    diagonal = H.diagonal()
+    if not share:
+        return "all its weights are 0"
+    if not bool(diagonal.any()):
+        return "all its inputs are 0"
+    if energy < torch.finfo(torch.float32).tiny:
+        return "its outputs are too small for float32"
+    strongest = H[diagonal.argmax()]
+    in_one_direction = float(strongest.square().sum() / diagonal.max())
+    if int(diagonal.count_nonzero()) > 1 and in_one_direction > CONSTANT_INPUTS * float(diagonal.sum()):
+        return "its inputs are the same for every token"
+    return "one weight outweighs all others" if share > ONE_WEIGHT and H.numel() > 1 else ""
 
 
 def losses_on_extra(
@@ -159,7 +191,7 @@ def losses_on_extra(
         loss += _sum_of_squares(torch.addmm(outputs, V.to(dtype), X_hat, alpha=-1))
         nearest += _sum_of_squares(outputs.addmm_(part.round(target[rows].to(dtype))[1], X_hat, alpha=-1))
     size = target.numel() * X.shape[1]
-    return loss / size, loss / max(energy, torch.finfo(dtype).tiny), nearest / size
+    return loss / size, loss / energy if energy else 0.0, nearest / size
 
 
 def _sum_of_squares(x: Tensor) -> float:

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nearplane.compiled import compiled
 from nearplane.lattice import kernels_torch
 from nearplane.lattice.codebook import Codebook, Table
 from nearplane.lattice.kernels_torch import Columns, Tally
@@ -119,7 +119,7 @@ def best_candidate(weights: Tensor, scale: Tensor, zero: Tensor, codebook: Codeb
     return best
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def round_integer(position: Any, low: Any, high: Any) -> Any:
     """Return the integer nearest to a position within limits. NaN stays NaN; loops over it compile without branches."""
     code = np.rint(position)
@@ -127,7 +127,7 @@ def round_integer(position: Any, low: Any, high: Any) -> Any:
     return high if code > high else code
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def round_code(position: Any, table: Table) -> Any:
     """Return the code nearest to a position."""
     if len(table.levels) == 0:
@@ -135,7 +135,7 @@ def round_code(position: Any, table: Table) -> Any:
     return table.low + np.searchsorted(table.middles, position)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def position_of(code: Any, table: Table) -> Any:
     """Return the position of a code, in steps; a code beyond the levels has the position of the last one."""
     if len(table.levels) == 0:
@@ -143,7 +143,7 @@ def position_of(code: Any, table: Table) -> Any:
     return table.levels[max(0, min(int(code), len(table.levels) - 1))]
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
+@compiled(error_model="numpy", fastmath={"contract"})
 def _feed_four(t: Floats, e: Floats, u: Floats, j: int) -> None:
     """Feed the errors of the j columns before into the targets `t` (4, width) of four columns; `u` (4, >= j)."""
     for k in range(0, j, 4):
@@ -159,14 +159,14 @@ def _feed_four(t: Floats, e: Floats, u: Floats, j: int) -> None:
             t[3, r] += e0 * d0 + e1 * d1 + e2 * d2 + e3 * d3
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
+@compiled(error_model="numpy", fastmath={"contract"})
 def _feed(t: Floats, e: Floats, u: float) -> None:
     """Feed the errors of one earlier column into the targets of one column."""
     for r in range(t.shape[0]):
         t[r] += e[r] * u
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _round(
     t: Floats, w: Floats, scale: Floats, zero: Floats, table: Table, codes: Integers, E: Floats, e: Floats
 ) -> None:
@@ -183,7 +183,7 @@ def _round(
         E[r] = e[r] = w[r] - scale[r] * (position_of(code, table) - zero[r])
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})
+@compiled(error_model="numpy", fastmath={"contract"})
 def _tally(t: Floats, w: Floats, e: Floats, d: float, loss: Floats, moves: bool) -> None:
     """Add the loss of one column of a strip, or the change of loss by its moves."""
     if moves:
@@ -196,7 +196,7 @@ def _tally(t: Floats, w: Floats, e: Floats, d: float, loss: Floats, moves: bool)
         loss[r] += d * residual * residual
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _count(t: Floats, scale: Floats, zero: Floats, low: Any, high: Any, outside: Integers) -> None:
     """Count the targets of one column of a strip that lie beyond the limits."""
     for r in range(t.shape[0]):
@@ -204,7 +204,7 @@ def _count(t: Floats, scale: Floats, zero: Floats, low: Any, high: Any, outside:
         outside[r] += np.int32(position < low) + np.int32(position > high)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _sweep_rows(start: int, stop: int, block: SweepBlock) -> None:
     """Sweep the rows from `start` to `stop`, strip by strip."""
     target, W, scale, zero, group, table, UT, codes, E, d, loss, outside, moves, limits = block
@@ -231,7 +231,7 @@ def _sweep_rows(start: int, stop: int, block: SweepBlock) -> None:
                     _count(t[i, : c - a], scale[g, a:c], zero[g, a:c], low, high, outside[a:c])
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+@compiled(error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
 def _error_of_integers(w: Floats, s: float, z: float, low: float, high: float) -> np.float32:
     total = np.float32(0)
     for k in range(w.shape[0]):
@@ -240,7 +240,7 @@ def _error_of_integers(w: Floats, s: float, z: float, low: float, high: float) -
     return total
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _error_on_levels(w: Floats, s: float, z: float, table: Table) -> np.float32:
     total = np.float32(0)
     for k in range(w.shape[0]):
@@ -249,7 +249,7 @@ def _error_on_levels(w: Floats, s: float, z: float, table: Table) -> np.float32:
     return total
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _search_groups(start: int, stop: int, groups: SearchGroups) -> None:
     """Search the groups from `start` to `stop`."""
     weights, scale, zero, table, best = groups

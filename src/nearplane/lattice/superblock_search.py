@@ -9,12 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nearplane.compiled import compiled
 from nearplane.errors import NumericalError
 from nearplane.lattice.kernels_cpu import in_threads
 from nearplane.lattice.number_formats import BlockType
@@ -79,7 +79,7 @@ def _stored(kind: BlockType, W: Tensor, h: Tensor, step: Tensor, offset: Tensor)
     return {"d": d, "sc": sc} | ({"dmin": dmin, "m": m} if kind.m else {})
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+@compiled(error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
 def error_of(w: Floats, h: Floats, s: Any, o: Any, low: Any, high: Any) -> Any:
     """Return the error of a group with step `s` (not 0) and offset `o`."""
     total, inverse = np.float32(0), np.float32(1) / s
@@ -92,7 +92,7 @@ def error_of(w: Floats, h: Floats, s: Any, o: Any, low: Any, high: Any) -> Any:
     return total
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def search_groups(
     W: Floats, h: Floats, limits: Any, ends: Floats, signed: bool, step: Floats, offset: Floats, start: int, stop: int
 ) -> None:
@@ -141,7 +141,7 @@ def search_groups(
             offset[i] = -smallest
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def search_blocks(
     W: Floats, h: Floats, low: float, high: float, sc_limits: Any, m_limit: int,
     step: Floats, offset: Floats, ds: Floats, dmins: Floats, d: Floats, dmin: Floats, sc: Integers, m: Integers,
@@ -187,7 +187,7 @@ def search_blocks(
                         best, sc[b, g], m[b, g] = error, i, k
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _multiple(step: Any, d: Any, limits: Any) -> Any:
     """Return the integer whose multiple of `d` is nearest to a step, never 0."""
     i = int(np.rint(step / d))
@@ -197,6 +197,6 @@ def _multiple(step: Any, d: Any, limits: Any) -> Any:
     return i
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _offset(offset: Any, dmin: Any, limit: int) -> Any:
     return 0 if limit == 0 else min(max(int(np.rint(offset / dmin)), 0), limit)

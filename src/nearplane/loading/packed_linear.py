@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 from torch import Tensor, nn
 
+from nearplane.compiled import compiled
 from nearplane.errors import FormatError
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ def _factors(x: Floats, groups: npt.NDArray[np.int64]) -> _Factors:
     return _Factors(x, np.concatenate(lows), np.concatenate(wholes))
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
+@compiled(fastmath={"reassoc", "contract", "nsz"})
 def _rows(a: int, b: int, packed: _PackedCodes, factors: _Factors, y: Floats) -> None:  # pragma: no cover
     """Write the products of rows a ... b - 1 to y (out,)."""
     x, low, whole = factors

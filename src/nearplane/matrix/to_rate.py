@@ -38,6 +38,7 @@ SEARCHED_ROWS = 256  # rows to search on if a matrix has more than twice as many
 MAX_ATTEMPTS = 16  # trials of one search
 MAX_RATE = 16  # bits per weight of one matrix, as fine as the weights themselves
 HIGHEST_RATE = 7.0  # bits per weight, to which --max-loss may raise a rate
+MAX_CODE = 1 << 23  # beyond it float32 does not hold a code to half a step
 MAX_PREDICTED_WEIGHTS = 1 << 21  # above which the size is measured by coding instead of predicted
 Sized = Callable[[QuantizedMatrix[ProductGrid]], float]
 """Function that returns bits per weight of a matrix once it is coded."""
@@ -175,6 +176,7 @@ def quantize_matrix_to_rate(
         steps = waterfilled_steps(W, inputs.factor_of_the_sweep(scheme), sensitivity)
         while True:
             trial = search(T, inputs, scheme, rate, steps)
+            check_codes(trial.matrix.codes, T)
             matrix = scaled(trial.matrix, T, inputs.moments.H)
             known = SolvedMatrix(matrix=matrix, base=trial.matrix.grid.base)
             record = measure(name, W, (T, rho), known, inputs, scheme)
@@ -184,6 +186,17 @@ def quantize_matrix_to_rate(
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
     return matrix, replace(record, asked=rate, seconds=round(time.perf_counter() - began, 6))
+
+
+def check_codes(codes: Tensor, T: Tensor) -> None:
+    """Raise NumericalError if a code is too large for float32, in which the sweep computes."""
+    lowest, highest = (int(extreme) for extreme in codes.aminmax())
+    if max(-lowest, highest) > MAX_CODE:
+        largest = max(abs(float(extreme)) for extreme in T.aminmax())
+        raise NumericalError(
+            f"The largest weight, {largest:.3g}, is more than {MAX_CODE:,} steps from 0 beside the others. Check the "
+            f"checkpoint, or leave this layer unquantized with --ignore."
+        )
 
 
 def waterfilled_steps(W: Tensor, factor: Factor, sensitivity: Tensor | None) -> ProductGrid:

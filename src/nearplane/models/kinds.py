@@ -18,6 +18,12 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 SPEECH_TYPES = "whisper", "moonshine", "speech_to_text", "speecht5"  # types of speech-to-text models that were tried
+SAME_PREDICTIONS = 1e-5  # largest difference of log-probabilities that counts as rounding
+COMPARED_TOKENS = 64  # tokens whose predictions are compared with each other
+NOTHING_TO_MEASURE = (
+    "The model predicts the same for every token of the calibration text, so the effect of errors on its predictions "
+    "cannot be measured. Check the checkpoint and the text."
+)
 
 
 class InputKind(StrEnum):
@@ -236,6 +242,13 @@ class Divergence:
 
     def __add__(self, other: Divergence) -> Divergence:
         return Divergence(kl=self.kl + other.kl, agreed=self.agreed + other.agreed, tokens=self.tokens + other.tokens)
+
+
+def predicts_always_the_same(predicted: Tensor) -> bool:
+    """Return whether log-probabilities (..., vocabulary) at several evenly spaced tokens are equal up to rounding."""
+    rows = predicted.flatten(0, -2)
+    rows = rows[:: -(-len(rows) // COMPARED_TOKENS)]
+    return len(rows) > 1 and float((rows - rows[0]).abs().max()) < SAME_PREDICTIONS
 
 
 def divergence(original: Tensor, quantized: Tensor) -> Divergence:

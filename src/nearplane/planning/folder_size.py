@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -199,7 +199,8 @@ def _of_tensor(name: str, dtype: str, shape: Sequence[int], size: int, shards: i
 
 def _of_layer(layer: Layer) -> float:
     """Return the estimated characters of a layer in the record: a line per field, a figure per group of rows."""
-    lines = sum(len(f'   "{field.name}": ,\n') + FIGURE_LENGTH for field in fields(LayerRecord))
+    written = (field.name for field in fields(LayerRecord) if field.name != "degenerate")
+    lines = sum(len(f'   "{name}": ,\n') + FIGURE_LENGTH for name in written)
     return lines + FIGURE_LENGTH * row_groups(*layer.shape) + 2 * len(layer.name)
 
 
@@ -288,7 +289,7 @@ def max_record_bytes(record: RunRecord) -> int:
         digits = {float: SHORT_FLOAT_LENGTHS.get(name, FLOAT_LENGTH), int: INTEGER_LENGTH}.get(type(part))
         return part if digits is None else 10 ** (digits - 1)
 
-    return len(one_line(json.dumps(widest(asdict(replace(record, digest=64 * "0"))), indent=1)).encode())
+    return len(one_line(json.dumps(widest(replace(record, digest=64 * "0").fields()), indent=1)).encode())
 
 
 def max_final_record_bytes(model: Model, record: RunRecord) -> int:

@@ -18,7 +18,15 @@ from nearplane.calibration.stages import rows_by_batch, stages
 from nearplane.calibration.watch import RoutedRows, Rows
 from nearplane.errors import CalibrationError
 from nearplane.matrix.inputs import Inputs
-from nearplane.models.kinds import Divergence, cut_windows, distance, divergence, has_head
+from nearplane.models.kinds import (
+    NOTHING_TO_MEASURE,
+    Divergence,
+    cut_windows,
+    distance,
+    divergence,
+    has_head,
+    predicts_always_the_same,
+)
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.planning.allocate import Curve, sum_of
@@ -329,14 +337,17 @@ def _losses(
             scored = logits(part, hidden)[:, :-1]
             return scored.to(torch.promote_types(scored.dtype, torch.float32)).log_softmax(-1)
 
-        measure = divergence if head else distance
+        measure, varies = divergence if head else distance, False
         for i, batch in enumerate(tokens):
             for part, x, *changed in zip(
                 *(t.split(windows) for t in (batch, stream.quantized[i], *(d[i] for d in differences))), strict=True
             ):
                 expected = predicted(part, x)
+                varies |= not head or not predicts_always_the_same(expected)
                 for index, difference in enumerate(changed):
                     sums[index] += measure(expected, predicted(part, x + difference.to(x)))
+    if not varies:
+        raise CalibrationError(NOTHING_TO_MEASURE)
     losses = [one.kl / one.tokens for one in sums]
     if not all(math.isfinite(loss) for loss in losses):
         raise CalibrationError("The network's predictions are NaN or Inf. Check the checkpoint.")

@@ -34,7 +34,7 @@ from nearplane.recipe.scheme import (
     spelled_out,
 )
 from nearplane.recipe.sizes import bytes_in
-from nearplane.system.arguments import check_fields, check_type, whole, within
+from nearplane.system.arguments import check_fields, whole, within
 
 Scale = Literal["minmax", "mse"]
 Rows = Literal["sensitivity", "equal"]
@@ -364,7 +364,8 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
     given = {name: value for name, value in options.items() if value is not None}
     format = find_format(str(given.get("grid")))
     title = f"--grid {given['grid']}" if "grid" in given else f"--size {given.get('size')} of a GGUF"
-    check_type("format", into, Format | None)
+    known = isinstance(into, str | None) and into in FILE_FORMATS
+    within("format", into, known, f"one of {', '.join(filter(None, FILE_FORMATS))} or None")
     in_blocks = FILE_FORMATS[into].for_llama_cpp
     if in_blocks and not given.keys() & {"grid", "size", "rate"}:
         bits = given.get("bits", DEFAULT_BITS)

@@ -7,7 +7,7 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +20,7 @@ from nearplane.recipe.schemes import BlockScheme
 from nearplane.record.from_json import annotated
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.matmul_choice import Products
-from nearplane.system.paths import RECORD, unfinished_run
+from nearplane.system.paths import INCOMPLETE, RECORD, unfinished_run
 
 VERSION = 5  # of the record; records of other versions are refused
 MAX_CERTIFIED_INPUTS = 4096  # no limit is computed for wider layers, as it would take longer than the solve
@@ -76,6 +76,8 @@ class LayerRecord:
             weighted by their exponents, see `lattice/bounds.py`. None above 4096 inputs, and if the loss is 0.
         seconds: Time to solve and measure the layer, without calibration; a shared factor counts at its first layer.
         bytes: Size of the layer's tensors in the file.
+        degenerate: Why the losses tell nothing about the layer, so that they are left out of all means; empty, and then
+            not in the file, for usual layers. See `bounds.degeneracy`.
         checksum: SHA-256 of these tensors: a line "RECORD DTYPE SIZE SIZE ..." and the bytes of each, sorted by name.
     """
 
@@ -112,6 +114,7 @@ class LayerRecord:
     blended: int | None = None
     bytes: int = 0
     stored: str = ""
+    degenerate: str = ""
     checksum: str = ""
 
     def __post_init__(self) -> None:
@@ -138,7 +141,7 @@ class LayerRecord:
     @property
     def above_limit(self) -> float | None:
         """Bits per weight in the file above the limit."""
-        return None if self.limit is None else self.rate - self.limit
+        return None if self.limit is None or self.degenerate else self.rate - self.limit
 
 
 def one_line(text: str) -> str:
@@ -208,7 +211,15 @@ class RunRecord:
 
     def to_json(self) -> str:
         """Return the record as JSON, with every list of numbers on one line."""
-        return one_line(json.dumps(asdict(self), indent=1))
+        return one_line(json.dumps(self.fields(), indent=1))
+
+    def fields(self) -> dict[str, Any]:
+        """Return all fields as in JSON; of usual layers without `degenerate`."""
+        fields = asdict(self)
+        for layer in fields["layers"]:
+            if not layer["degenerate"]:
+                del layer["degenerate"]
+        return fields
 
     def embedded(self) -> RunRecord:
         """Return the record that a weight file embeds, without hashes of files and without times, which vary.
@@ -263,17 +274,22 @@ class RunRecord:
     @property
     def rate(self) -> float:
         """Bits per quantized weight in the file, counting all tensors of the quantized layers."""
-        return self._mean([layer.rate for layer in self.layers]) or 0.0
+        return _mean(self.layers, lambda layer: layer.rate) or 0.0
 
     @property
     def entropy(self) -> float | None:
         """Bits of codes per quantized weight; None on fixed grids."""
-        return self._mean([layer.entropy for layer in self.layers])
+        return _mean(self.layers, lambda layer: layer.entropy)
 
     @property
     def above_limit(self) -> float | None:
-        """Bits per quantized weight above the limit; None if a layer has no limit."""
-        return self._mean([layer.above_limit for layer in self.layers])
+        """Bits per quantized weight above the limit; None if a measured layer has no limit."""
+        return _mean(self.measured, lambda layer: layer.above_limit)
+
+    @property
+    def measured(self) -> tuple[LayerRecord, ...]:
+        """Layers whose losses count: all that are not degenerate."""
+        return tuple(layer for layer in self.layers if not layer.degenerate)
 
     @property
     def overhead(self) -> int:
@@ -306,13 +322,14 @@ class RunRecord:
             why = "llama.cpp has no types in between, or the record took less space than was reserved"
         return f"{requested:,g} {unit} requested, {actual:,.6g} reached: {why}; see `nearplane inspect`."
 
-    def _mean(self, values: list[float | None]) -> float | None:
-        """Return the mean of a value of the layers over all weights; None if a layer has no value."""
-        sizes = [layer.out_features * layer.in_features for layer in self.layers]
-        known = [value for value in values if value is not None]
-        if not sizes or len(known) < len(values):
-            return None
-        return sum(value * size for value, size in zip(known, sizes, strict=True)) / sum(sizes)
+
+def _mean(layers: Sequence[LayerRecord], value: Callable[[LayerRecord], float | None]) -> float | None:
+    """Return the mean of a value of layers over all their weights; None if a layer has no value."""
+    sizes = [layer.out_features * layer.in_features for layer in layers]
+    known = [each for layer in layers if (each := value(layer)) is not None]
+    if not sizes or len(known) < len(sizes):
+        return None
+    return sum(each * size for each, size in zip(known, sizes, strict=True)) / sum(sizes)
 
 
 def _version_error(fields: dict[str, Any], where: str) -> FormatError:
@@ -382,6 +399,8 @@ def read_record(folder: Path) -> RunRecord:
             f"{RECORD}."
         )
     if not path.is_file():
+        if (folder / INCOMPLETE).is_file():
+            raise FormatError(f"{folder} is incomplete: its run has not finished. Repeat the command of that run.")
         problem = f"has no {RECORD}" if folder.exists() else "does not exist"
         raise FormatError(
             f"{folder} {problem}: expected a folder that nearplane quantize wrote.{unfinished_run(folder)}"

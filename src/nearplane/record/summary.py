@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nearplane.recipe.sizes import counted, size_text, three_places
 from nearplane.record.record import LayerRecord, RunRecord
-from nearplane.record.words import NOT_FITTED, calibrated, exceeding, left, next_commands, remarks
+from nearplane.record.words import NOT_FITTED, calibrated, degenerate, exceeding, left, next_commands, remarks
 
 NOTABLE_LOSS = 0.05  # share of a layer's output energy; at 4 bits most layers lose less than a tenth of it
 MAX_NAMED = 3  # layers with the largest losses that the summary names
@@ -58,6 +58,7 @@ def tuned(record: RunRecord, out: Path) -> Iterator[str]:
     yield record.tuning.windows_sentence()
     yield "the losses below were measured again after tuning; the record also keeps those from before"
     yield from _losses(record)
+    yield from degenerate(record)
     yield from exceeding(record)
     yield from next_commands(record, out)
 
@@ -70,16 +71,18 @@ def _losses(record: RunRecord) -> Iterator[str]:
     """
     losses = [
         (layer.extra_relative_loss, layer.extra_nearest_loss, layer.extra_loss, layer.name)
-        for layer in record.layers
+        for layer in record.measured
         if layer.extra_relative_loss is not None
     ]
     if losses:
         where = f" on {counted(record.extra_windows, 'extra window')}, {NOT_FITTED}"
     else:
-        losses = [(layer.relative_loss, layer.nearest_loss, layer.loss, layer.name) for layer in record.layers]
+        losses = [(layer.relative_loss, layer.nearest_loss, layer.loss, layer.name) for layer in record.measured]
         where = ""
         if record.tokens and not record.extra_windows:
             where = " on the calibration tokens, as the text has no further windows"
+    if not losses:
+        return
     worst = sorted(losses, key=lambda loss: loss[0], reverse=True)
     above = sum(loss > NOTABLE_LOSS for loss, *_ in losses)
     exceeding_it = f"{above or 'no'} {'layer loses' if above < 2 else 'layers lose'} more than {_percent(NOTABLE_LOSS)}"
@@ -110,7 +113,7 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
         before += [record.tuning.sentence(), record.tuning.windows_sentence()]
     columns = CODED_COLUMNS if coded else GRID_COLUMNS
     after = [f"{name}: {LEGEND[name]}" for name in columns if name in LEGEND]
-    after += [*left(record)]
+    after += [*degenerate(record), *left(record)]
     after.append(f"total: {record.rate:.3f} bits per quantized weight, weight files {size_text(record.bytes)}")
     if coded:
         after.append(
@@ -123,24 +126,27 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
 
 def _bound(layer: LayerRecord) -> str:
     """Return how many times the loss the worst case is, with a star where rows clip."""
-    return _ratio(layer.worst_case, layer.damped_loss) + ("*" if layer.worst_case and layer.clipped_rows else "")
+    star = "*" if layer.worst_case and layer.clipped_rows and not layer.degenerate else ""
+    return _ratio(layer, layer.worst_case, layer.damped_loss) + star
 
 
-def _power(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3e}"
+def _power(layer: LayerRecord, value: float | None) -> str:
+    return "-" if value is None or layer.degenerate else f"{value:.3e}"
 
 
-def _ratio(value: float | None, of: float | None) -> str:
-    return f"{value / of:.2f}" if value and of else "-"
+def _ratio(layer: LayerRecord, value: float | None, of: float | None) -> str:
+    if not value or not of or layer.degenerate:
+        return "-"
+    return f"{value / of:.2f}" if value < 1e6 * of else f"{value / of:.1e}"
 
 
 GRID_COLUMNS: dict[str, Callable[[LayerRecord], str]] = {
     "layer": lambda x: x.name,
     "bits/weight": lambda x: f"{x.rate:.3f}",
-    "on extra": lambda x: _power(x.extra_relative_loss),
-    "relative loss": lambda x: f"{x.relative_loss:.3e}",
-    "nearest/this": lambda x: _ratio(x.nearest_loss, x.loss),
-    "nearest/extra": lambda x: _ratio(x.extra_nearest_loss, x.extra_loss),
+    "on extra": lambda x: _power(x, x.extra_relative_loss),
+    "relative loss": lambda x: _power(x, x.relative_loss),
+    "nearest/this": lambda x: _ratio(x, x.nearest_loss, x.loss),
+    "nearest/extra": lambda x: _ratio(x, x.extra_nearest_loss, x.extra_loss),
     "bound/this": _bound,
     "clipped %": lambda x: f"{100 * x.clipped:.2f}",
     "above limit": lambda x: three_places(x.above_limit),

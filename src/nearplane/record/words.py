@@ -45,6 +45,7 @@ def remarks(record: RunRecord) -> Iterator[str]:
         _few_tokens,
         _experts,
         _dead_inputs,
+        degenerate,
         _stored,
         left,
         exceeding,
@@ -150,6 +151,13 @@ def _dead_inputs(record: RunRecord) -> Iterator[str]:
     ):
         if names := [f"{layer.name} ({count} of {layer.in_features})" for layer, count in counts if count]:
             yield f"{sum(count for _, count in counts):,} {what} the weights for them were set to 0: {first_few(names)}"
+
+
+def degenerate(record: RunRecord) -> Iterator[str]:
+    """Yield which layers are left out of all means, and why."""
+    if names := [f"{layer.name} ({layer.degenerate})" for layer in record.layers if layer.degenerate]:
+        of = f"{len(names):,} of {counted(len(record.layers), 'layer')}"
+        yield f"degenerate, so that their losses tell nothing and are left out: {of}: {first_few(names)}"
 
 
 def _stored(record: RunRecord) -> Iterator[str]:

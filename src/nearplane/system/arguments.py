@@ -16,7 +16,7 @@ from nearplane.system.paths import check_path
 
 P = ParamSpec("P")
 R = TypeVar("R")
-EXPECTED: dict[Any, str] = {
+DESCRIPTIONS: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a finite number",
@@ -130,4 +130,4 @@ def _expected(kind: Any) -> str:
     origin = get_origin(kind) or kind
     if origin is Literal:
         return f"one of {', '.join(get_args(kind))}"
-    return EXPECTED.get(origin, f"a {getattr(origin, '__name__', origin)}")
+    return DESCRIPTIONS.get(origin, f"a {getattr(origin, '__name__', origin)}")

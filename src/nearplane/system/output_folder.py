@@ -63,6 +63,9 @@ class Unfinished:
         self.folder = self._place.with_name(self._place.name + UNFINISHED)
         for written, source in product((out, self.folder), sources):
             refuse_overlap(written, source)
+        for folder in (self._place, self.folder):
+            if folder.is_dir() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                raise RecipeError(f"{folder} cannot be written: Permission denied. Choose another folder.")
         with readable_errors(out):
             self._check_free()
 
@@ -99,13 +102,17 @@ class Unfinished:
             if self.whole:
                 return
             if not (self._resumes and self.resumable):
-                if self.resumable and not self._overwrite:
-                    raise RecipeError(
-                        f"{self.folder} belongs to a stopped run. Repeat the command of that run to resume it, delete the folder, "
-                        f"or choose another folder."
-                    )
+                self.refuse_stopped()
                 self.clear()
         self._mark()
+
+    def refuse_stopped(self) -> None:
+        """Raise RecipeError if the folder holds a run that can be resumed and may not be replaced."""
+        if self.resumable and not self._overwrite:
+            raise RecipeError(
+                f"{self.folder} belongs to a stopped run. Repeat the command of that run to resume it, delete the folder, "
+                f"or choose another folder."
+            )
 
     def _mark(self) -> None:
         """Mark the folder as incomplete, and name the process that writes it."""

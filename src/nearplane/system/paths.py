@@ -53,6 +53,8 @@ def folder_named(source: str | Path) -> Path | None:
     check_path("model", source)
     folder = Path(source).expanduser()
     if folder.is_dir():
+        if not os.access(folder, os.R_OK | os.X_OK):  # where it could only be listed or only be entered
+            raise ModelError(f"{folder} cannot be read: Permission denied.")
         return folder
     if folder.exists():
         raise ModelError(f"{source} is a file. Pass the folder of the model.")

@@ -271,6 +271,8 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as error:
+        if not os.access(path, os.R_OK):  # of which safetensors says that there is no such file
+            raise ModelError(f"{path} cannot be read: Permission denied.") from error
         raise ModelError(f"{path} is not a readable safetensors file ({error}). Fetch the file again.") from error
 
 

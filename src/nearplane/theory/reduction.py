@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nearplane.compiled import compiled
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
@@ -201,7 +201,7 @@ def _size_reduce(L: Floats, V: Floats, a: int, b: int) -> None:
         raise _precision_error("a vector cannot be size-reduced, or an integer of the transformation is above 2^52")
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _subtract(L: Floats, V: Floats, k: int, i: int) -> float:
     """Subtract a multiple of row `i` from row `k` so that |mu_ki| <= 1/2; return the largest new integer, or 0."""
     c = np.rint(L[k, i] / L[i, i])
@@ -216,7 +216,7 @@ def _subtract(L: Floats, V: Floats, k: int, i: int) -> float:
     return largest if np.isfinite(c) else np.inf
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _size_reduce_row(L: Floats, V: Floats, k: int) -> bool:
     """Make |mu_ki| <= 1/2 for all i < k; return False if this does not end or integers grow too large."""
     for _ in range(100):
@@ -231,7 +231,7 @@ def _size_reduce_row(L: Floats, V: Floats, k: int) -> bool:
     return False
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _textbook(L: Floats, V: Floats, Q: Floats, delta: float) -> int:
     """Reduce the rows of `L` in place; return the number of exchanges, or -1 if integers grow too large.
 
@@ -263,7 +263,7 @@ def _textbook(L: Floats, V: Floats, Q: Floats, delta: float) -> int:
     return swaps
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _rotate(A: Floats, k: int, cosine: float, sine: float, sign: float) -> None:
     """Rotate columns k-1 and k of `A`."""
     for r in range(A.shape[0]):

@@ -341,8 +341,8 @@ def _rows(
                     else:
                         row = measure.written(row, recipe, note, out)
                 except KeyboardInterrupt as stopped:
-                    if keep is None:
-                        stopped.__notes__ = []  # the notes name files in the temporary folder
+                    rows_kept = f"The finished rows are in {keep}. Repeat the command to resume."
+                    stopped.__notes__ = [] if keep is None else [rows_kept]  # others name files in the temporary folder
                     raise
                 except NearplaneError as error:  # e.g. the folder is in use, or a matrix cannot be quantized
                     row = replace(row, note=str(error))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from nearplane.calibration.texts import check_start, check_vocabulary, framing_t
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.loading.dense_network import dense_network
 from nearplane.loading.source_folder import source_folder
-from nearplane.models.kinds import Divergence, InputKind, divergence
+from nearplane.models.kinds import Divergence, InputKind, divergence, predicts_always_the_same
 from nearplane.models.pretrained import as_model_error, tokenizer_of
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
@@ -46,6 +46,7 @@ class Evaluation:
         original: Perplexity of the original; None likewise.
         cosine: Encoders only: mean over windows of the cosine of both embeddings (means of the last hidden states).
         worst_cosine: Smallest of these cosines.
+        remarks: Sentences about a network whose predictions are degenerate: worse than a guess, or always the same.
     """
 
     perplexity: float | None = None
@@ -58,6 +59,7 @@ class Evaluation:
     original: float | None = None
     cosine: float | None = None
     worst_cosine: float | None = None
+    remarks: tuple[str, ...] = ()
 
 
 @checked("model", "text", "against")
@@ -146,7 +148,10 @@ def _of_predictions(
         ModelError: The networks have different vocabularies, or a log-probability is not finite.
     """
     nll, dense_nll, distance, tokens = 0.0, 0.0, Divergence(), 0
+    constant = [True for _ in names]
     for batch, predicted, *others in compared:
+        for number, each in enumerate((predicted, *others)):
+            constant[number] &= predicts_always_the_same(each)
         targets = batch[:, 1:, None].to(predicted.device)
         tokens += targets.numel()
         nll -= float(predicted.gather(-1, targets).double().sum())
@@ -161,12 +166,28 @@ def _of_predictions(
         raise ModelError(
             f"{names[0]} or its original predicts NaN or Inf. Check the files, or compute in a wider dtype."
         )
-    scores = Evaluation(perplexity=_exp(nll / tokens), nll=nll / tokens, tokens=tokens, windows=windows, seqlen=seqlen)
+    scores = Evaluation(
+        perplexity=_exp(nll / tokens),
+        nll=nll / tokens,
+        tokens=tokens,
+        windows=windows,
+        seqlen=seqlen,
+        remarks=tuple(_remarks(names, constant, (nll / tokens, dense_nll / tokens), predicted.shape[-1])),
+    )
     if len(names) == 1:
         return scores
     return replace(
         scores, kl=distance.kl / tokens, agreement=distance.agreed / tokens, original=_exp(dense_nll / tokens)
     )
+
+
+def _remarks(names: Sequence[str], constant: Sequence[bool], losses: Sequence[float], vocabulary: int) -> Iterator[str]:
+    """Yield a sentence for each network that predicts the same for every token, or worse than a guess."""
+    for name, same, nll in zip((names[0], "the original"), constant, losses, strict=False):
+        if same:
+            yield f"{name} predicts the same for every token; check its files"
+        elif nll > math.log(vocabulary):
+            yield f"{name} predicts worse than a guess among {vocabulary:,} tokens, whose perplexity is {vocabulary:,}"
 
 
 def _of_embeddings(
@@ -226,7 +247,6 @@ def _windows(
         samples=samples or sys.maxsize,
         seqlen=seqlen,
         between=framing_tokens(tokenizer) if network.framed else (),
-        option="--text",
     )
 
 

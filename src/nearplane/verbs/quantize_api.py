@@ -119,8 +119,11 @@ def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> Run
     """
     solved, given = Path(f"{out.resolve()}.untuned"), options.given
     model = find_folder(folder, trust_remote_code=options.trust_remote_code)
-    Unfinished(out, overwrite=options.overwrite, sources=[model])  # raises now what tuning would raise after the solve
+    place = Unfinished(
+        out, overwrite=options.overwrite, sources=[model]
+    )  # raises now what tuning would raise after the solve
     if not solved.is_symlink() and (not solved.exists() or (solved.is_dir() and not any(solved.iterdir()))):
+        place.refuse_stopped()  # not of this command, whose tuning begins later
         _check_tunable(folder, out, recipe, options)
         quantize_folder(folder, solved, recipe, options)
     elif difference := _differing(solved, recipe, options):

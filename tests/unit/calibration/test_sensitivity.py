@@ -139,3 +139,11 @@ def test_a_gpu_finds_the_same_and_keeps_it_there(family, saved, tokens):
     torch.testing.assert_close(there.embeddings.cpu(), here.embeddings, rtol=1e-6, atol=1e-12)
     for name, expected in here.outputs.items():
         torch.testing.assert_close(there.outputs[name].cpu(), expected, rtol=1e-6, atol=1e-12)
+
+
+def test_a_network_that_predicts_always_the_same_is_refused(saved, tokens):
+    """All sensitivities were 0, and quantized embeddings became 0."""
+    model = open_model(str(saved("llama")))
+    model.blocks[-1].empty.register_forward_hook(lambda _, args, output: torch.zeros_like(output))
+    with pytest.raises(CalibrationError, match="predicts the same for every token"):
+        sensitivity(model, tokens, device=CPU, dtype=torch.float32)

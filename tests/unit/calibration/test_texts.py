@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from nearplane.calibration.texts import check_vocabulary, read_windows
 from nearplane.demo import CALIBRATION
 from nearplane.errors import CalibrationError
+from nearplane.system.paths import text_files
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 3
 
@@ -165,10 +166,10 @@ def test_what_is_no_regular_file_is_not_read(
         read_windows(tokenizer, tmp_path if within else path, samples=1, seqlen=2)
 
 
-def test_a_text_to_measure_on_is_no_data_set(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_text_to_measure_on_is_no_data_set() -> None:
     """A mistyped `--text heldout` was taken for one, and answered with advice on `--calibration`."""
     with pytest.raises(CalibrationError, match=r"--text heldout does not exist\. Pass a \.txt or \.jsonl file"):
-        read_windows(tokenizer, "heldout", samples=1, seqlen=2, option="--text")
+        text_files("heldout", "--text")
 
 
 def test_an_empty_folder_is_named(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def test_strips_of_rows_change_nothing(p: Problem, order: str, strip: int) -> No
             assert bool(((a - b).abs() <= 1e-12 * scale * len(p.W)).all())
         elif field.name == "relative_loss":
             assert abs(a - b) * whole.loss <= 1e-12 * scale * a
-        elif a is None or field.name in ("clipped", "clipped_rows"):
+        elif a is None or field.name in ("clipped", "clipped_rows", "degenerate"):
             assert a == b
         else:
             assert close(a, b)
@@ -288,8 +288,9 @@ def test_strips_cut_the_sweep_and_the_values_as_they_cut_the_rows(monkeypatch: p
 
 
 def numbers(certificate: Certificate) -> Tensor:
-    """Return all that is not a tensor; -1 for None."""
-    values = [getattr(certificate, field.name) for field in fields(certificate) if field.name != "row_losses"]
+    """Return all numbers; -1 for None."""
+    names = [field.name for field in fields(certificate) if field.name not in ("row_losses", "degenerate")]
+    values = [getattr(certificate, name) for name in names]
     return torch.tensor([-1.0 if value is None else value for value in values], dtype=torch.float64)
 
 
@@ -387,3 +388,52 @@ def test_losses_beside_are_those_of_outputs_on_the_rows(generator: torch.Generat
     assert close(loss, lost)
     assert close(nearest, would)
     assert close(relative, lost / (float(outputs.square().mean()) / 12))
+
+
+def scaled_problem(weights: float, inputs: float = 1.0) -> tuple[Tensor, Tensor, Certificate]:
+    """Certify random weights and inputs, both times a factor, rounded to nearest."""
+    generator = torch.Generator().manual_seed(0)
+    W = torch.randn(24, 16, generator=generator, dtype=torch.float64).mul_(weights).bfloat16().float()
+    X = torch.randn(64, 16, generator=generator, dtype=torch.float64) * inputs
+    grid = Grid(scale=(W.abs().amax(1, keepdim=True) / 7).clamp(min=1e-44), zero=torch.zeros(24, 1),
+                group=torch.zeros(16, dtype=torch.long), low=-8, high=7)  # fmt: skip
+    return W, X, certified(W, X.T @ X / 64, grid)
+
+
+def certified(W: Tensor, H: Tensor, grid: Grid) -> Certificate:
+    matrix = round_to_nearest(W, grid)
+    return certify(W, W, Solution(matrix=matrix), H, factorize(H, damp=0.01))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-16, 1e15, 1e30])
+def test_the_relative_loss_is_that_of_weights_of_usual_size(size: float) -> None:
+    """Squares of such weights vanish or overflow in float32: the ratio was 1e257, and 0."""
+    usual, other = (scaled_problem(factor)[2] for factor in (1.0, size))
+    assert math.isfinite(other.nearest_loss)
+    assert other.relative_loss == pytest.approx(usual.relative_loss, rel=0.05)
+
+
+def one_large(W: Tensor, H: Tensor) -> None:
+    W[3, 5] = 1e6
+
+
+BREAKS = {
+    "": lambda W, H: None,
+    "all its weights are 0": lambda W, H: W.zero_(),
+    "all its inputs are 0": lambda W, H: H.zero_(),
+    "its outputs are too small for float32": lambda W, H: W.mul_(1e-30),
+    "its inputs are the same for every token": lambda W, H: H.copy_(torch.outer(H[0], H[0])),
+    "one weight outweighs all others": one_large,
+}
+
+
+@pytest.mark.parametrize("why", BREAKS)
+def test_a_layer_whose_losses_tell_nothing_is_told(why: str) -> None:
+    W, X, _ = scaled_problem(1.0)
+    H = X.T @ X / 64
+    BREAKS[why](W, H)
+    scale = (W.abs().amax(1, keepdim=True) / 7).clamp(min=1e-44)
+    grid = Grid(scale=scale, zero=torch.zeros(24, 1), group=torch.zeros(16, dtype=torch.long), low=-8, high=7)
+    certificate = certified(W, H, grid)
+    assert certificate.degenerate == why
+    assert 0 <= certificate.relative_loss <= 1

@@ -160,6 +160,7 @@ def expected(plain: Plain, W: Tensor, *, swept: bool = True, corrects: bool = Fa
         "worst_case": worst if swept else None,
         "expected": worst / 3 if swept else None,
         "gamma": plain.gamma(~outside.any(1)) if swept else None,
+        "degenerate": "",
         "clipped": outside.mean(),
         "clipped_rows": outside.any(1).mean(),
         "limit": plain.limit((losses * plain.weight).mean()),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nearplane.coding.blob import Contents, decode, encode
-from nearplane.errors import RecipeError
+from nearplane.errors import NumericalError, RecipeError
 from nearplane.lattice.bounds import limit
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.to_rate import quantize_matrix_to_rate
@@ -164,3 +164,11 @@ def test_a_size_is_no_rate_of_a_matrix() -> None:
         quantize_matrix_to_rate(gaussian(8, 8), power_law(8, 1.0), RateScheme(size="1MB"), name="q_proj")
     _, record = quantize_matrix_to_rate(gaussian(64, 64), power_law(64, 1.0), RateScheme(size="1MB"), 3.0)
     assert record.asked == 3.0
+
+
+def test_a_weight_too_many_steps_from_0_is_refused_by_name():
+    """Its code overflowed, and the checkpoint had lost the layer without a word."""
+    W = gaussian(32, 64)
+    W[3, 5] = 1e10
+    with pytest.raises(NumericalError, match=r"some\.layer .*The largest weight, 1e\+10, is more than .* --ignore"):
+        quantize_matrix_to_rate(W, power_law(64, 1.0), undamped(3.0), name="some.layer")

@@ -10,6 +10,7 @@ import torch
 
 from families import config_of, random_model
 from nearplane.calibration.sensitivity import sensitivity
+from nearplane.errors import CalibrationError
 from nearplane.models.layers import LinearLayer
 from nearplane.models.model import open_model
 from nearplane.planning.perturb import (
@@ -152,3 +153,13 @@ def test_no_more_travel_than_agreed(most, measured, deep, monkeypatch):
     before = (measured - 1) * 7 * (1 if measured < 7 else 3)  # travellers that come to the last block
     own = 7 * 3  # and those that begin there
     assert before + own < len(calls) <= before + own + 8
+
+
+def test_a_network_that_predicts_always_the_same_is_not_measured(deep):
+    model, tokens = deep
+    handle = model.blocks[-1].empty.register_forward_hook(lambda _, args, output: torch.ones_like(output))
+    try:
+        with pytest.raises(CalibrationError, match="predicts the same for every token"):
+            probe(model, tokens, Perturbations(of=shaken, points=3), device=CPU)
+    finally:
+        handle.remove()

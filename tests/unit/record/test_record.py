@@ -27,8 +27,19 @@ RUN = RunRecord(
 )  # fmt: skip
 
 
+DEGENERATE = replace(LAYER, degenerate="all its weights are 0", limit=1.0)
+
+
 def test_a_record_survives_json():
     assert RunRecord.from_json(RUN.to_json()) == RUN
+    broken = replace(RUN, layers=(LAYER, DEGENERATE))
+    assert RunRecord.from_json(broken.to_json()) == broken
+
+
+def test_a_degenerate_layer_is_left_out_of_means():
+    limited = replace(LAYER, limit=3.0)
+    assert replace(RUN, layers=(limited, DEGENERATE)).above_limit == limited.above_limit
+    assert replace(RUN, layers=(DEGENERATE,)).above_limit is None
 
 
 def test_rate_counts_every_byte_of_the_layers():
@@ -139,7 +150,7 @@ WRONG = {  # JSON that is not what an annotation says
 )
 def test_every_field_is_of_its_type_or_the_record_is_refused_by_name(kind, field, wrong):
     """Else what reads it ends in a traceback, or takes text for a number."""
-    data = json.loads(RUN.to_json())
+    data = json.loads(replace(RUN, layers=(LAYER, DEGENERATE)).to_json())
     place = {RunRecord: data, LayerRecord: data["layers"][1]}[kind]
     assert field in place
     place[field] = wrong
@@ -155,7 +166,7 @@ def test_every_field_is_of_its_type_or_the_record_is_refused_by_name(kind, field
 @pytest.mark.parametrize("kind", [RunRecord, LayerRecord])
 def test_fields_that_are_unknown_or_missing_are_named(kind):
     for field in fields(kind):
-        data = json.loads(RUN.to_json())
+        data = json.loads(replace(RUN, layers=(LAYER, DEGENERATE)).to_json())
         place = {RunRecord: data, LayerRecord: data["layers"][1]}[kind]
         value = place.pop(field.name)
         if field.default is field.default_factory is MISSING:
@@ -220,7 +231,16 @@ def test_where_nothing_is_lost_no_rate_is_the_least():
 
 @pytest.mark.parametrize("name", [field.name for field in fields(LayerRecord)])
 def test_no_field_of_a_certificate_is_left_out_of_the_file(name):
-    assert name in json.loads(RUN.to_json())["layers"][0]
+    """But that records of usual layers are as they were before there was a name for others."""
+    usual, other = json.loads(replace(RUN, layers=(LAYER, DEGENERATE)).to_json())["layers"]
+    assert name in other
+    assert (name in usual) == (name != "degenerate")
+
+
+def test_a_folder_that_a_run_has_not_finished_is_told_as_such(tmp_path):
+    (tmp_path / "INCOMPLETE").write_text("")
+    with pytest.raises(FormatError, match="is incomplete: its run has not finished"):
+        read_record(tmp_path)
 
 
 def test_a_folder_that_a_run_was_to_make_is_told_of_what_it_left(tmp_path):

@@ -500,3 +500,12 @@ def test_colours_follow_the_reader(browser, pages):
         paper[colours] = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert sum(map(int, re.findall(r"\d+", paper["light"]))) > 700
     assert sum(map(int, re.findall(r"\d+", paper["dark"]))) < 100
+
+
+def test_a_degenerate_layer_is_a_finding_and_in_no_mean():
+    layers = tuple(on_a_grid(block, "mlp.up_proj", 5) for block in range(3))
+    broken = replace(layers[0], name="broken", relative_loss=3.57e33, degenerate="all its weights are 0")
+    run = RunRecord(recipe=Recipe(scheme=GridScheme()), source="model", layers=(*layers, broken), **RUN)
+    assert any("broken (all its weights are 0)" in finding for finding in findings(run))
+    assert "e33" not in render(run)
+    assert "</html>" in render(replace(run, layers=(broken,)))

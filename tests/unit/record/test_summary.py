@@ -273,3 +273,27 @@ def test_what_differs_by_numbers_alone_is_left_in_one_line():
     lines = list(summary(replace(RUN, skipped=skipped), OUT))
     assert "not quantized: model.layers.*.mlp.gate, 4 of them (is of no type)" in lines
     assert "not quantized: lm_head (is odd)" in lines
+
+
+BROKEN = replace(
+    GOOD, name="model.layers.2.mlp.up_proj", extra_relative_loss=3.57e33, degenerate="all its weights are 0"
+)
+
+
+def test_degenerate_layers_are_named_and_left_out():
+    """Their share of almost nothing was "3.57e+33", and one of them decided the mean."""
+    run = replace(RUN, layers=(GOOD, WORSE, BROKEN))
+    shown = list(summary(run, OUT))
+    assert shown[2:5] == list(summary(RUN, OUT))[2:5]
+    told = "degenerate, so that their losses tell nothing and are left out: 1 of 3 layers: "
+    assert f"{told}model.layers.2.mlp.up_proj (all its weights are 0)" in shown
+    _, heads, rows, after = layer_table(run)
+    cells = dict(zip(heads, list(rows)[2], strict=True))
+    assert {cells[head] for head in ("relative loss", "on extra", "nearest/this", "bound/this", "above limit")} == {"-"}
+    assert any(line.startswith(told) for line in after)
+
+
+def test_where_all_layers_are_degenerate_no_loss_is_told():
+    shown = list(summary(replace(RUN, layers=(BROKEN,)), OUT))
+    assert not any("is lost" in line for line in shown)
+    assert any("1 of 1 layer: " in line for line in shown)

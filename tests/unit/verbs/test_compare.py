@@ -407,4 +407,5 @@ def test_a_comparison_that_is_stopped_tells_of_no_files_that_are_gone(small, tmp
             )
         stopped[keep] = error.value.__notes__
     assert stopped[None] == []
-    assert stopped[tmp_path / "kept"] == ["Nothing was written. Repeat the command."]
+    finished = f"The finished rows are in {tmp_path / 'kept'}. Repeat the command to resume."
+    assert stopped[tmp_path / "kept"] == [finished]

@@ -65,3 +65,20 @@ def test_perplexity_of_a_known_model_is_the_known_one():
     text = ASSETS / "text" / "tinystories_valid.txt"
     result = nearplane.evaluate(ASSETS / "models" / "babyllama105", text, samples=128, seqlen=256)
     assert result.perplexity == pytest.approx(2.9316, abs=0.001)
+
+
+def test_predictions_that_are_degenerate_are_said():
+    """Both got their perplexity and a KL of 0, as if all were well."""
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=96
+    )
+    tokens = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    constant, wrong = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    assert nearplane.evaluate(constant, tokens).remarks == ()
+    constant.model.norm.weight.data.zero_()
+    wrong.lm_head.weight.data *= 1000
+    assert nearplane.evaluate(constant, tokens, against=wrong).remarks == (
+        "LlamaForCausalLM given in Python predicts the same for every token; check its files",
+        "the original predicts worse than a guess among 96 tokens, whose perplexity is 96",
+    )

@@ -362,7 +362,7 @@ def rates(record: RunRecord) -> Figure:
 def plane(record: RunRecord) -> Figure:
     """Draw every layer in the rate-distortion plane, connected to its limit."""
     heading, row = "Rate and distortion", Row(record)
-    layers = [(index, layer) for index, layer in enumerate(record.layers) if positive(layer.relative_loss)]
+    layers = [(i, x) for i, x in enumerate(record.layers) if positive(x.relative_loss) and not x.degenerate]
     if not layers:
         return Figure(heading=heading, words="not drawn, as every loss is 0.")
     layer_rates = [layer.rate for _, layer in layers]

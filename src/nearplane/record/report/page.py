@@ -87,7 +87,7 @@ def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
         ("checkpoint folder", size_text(record.folder), sizes),
         ("quantized layers", f"{len(layers):,}", f"{weights:,} weights"),
     ]
-    if layers:
+    if layers := record.measured:
         worst = max(layers, key=lambda layer: layer.relative_loss)
         cards.append(("worst relative loss", percent(worst.relative_loss), worst.name))
     if extra := [(layer.extra_relative_loss, layer.name) for layer in layers if layer.extra_relative_loss is not None]:
@@ -262,8 +262,8 @@ def _columns(record: RunRecord) -> list[Column]:
         ),
         budget if coded else Column("grid", _grid_bits, lambda x: x.format),
         Column("bits / weight", lambda x: x.rate, lambda x: f"{x.rate:.3f}"),
-        Column("relative loss", lambda x: x.relative_loss),
-        Column("relative loss on extra windows", lambda x: x.extra_relative_loss),
+        Column("relative loss", lambda x: None if x.degenerate else x.relative_loss),
+        Column("relative loss on extra windows", lambda x: None if x.degenerate else x.extra_relative_loss),
         Column("loss", lambda x: x.loss),
         Column("nearest / this", lambda x: _ratio(x.nearest_loss, x.loss)),
         Column("nearest / this on extra windows", lambda x: _ratio(x.extra_nearest_loss, x.extra_loss)),
