@@ -123,6 +123,18 @@ def test_a_changed_file_beside_the_weights_is_refused(
         nearplane.load(copy)
 
 
+def test_a_name_in_the_record_that_no_file_can_have_is_missing(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint("compressed-tensors"), copy)
+    record = json.loads((copy / RECORD).read_text())
+    record["files"]["a" * 1000] = "0" * 64
+    (copy / RECORD).write_text(json.dumps(record))
+    with pytest.raises(FormatError, match=r"a is missing, but nearplane\.json lists"):
+        nearplane.load(copy)
+
+
 def test_settings_for_generation_may_be_edited(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint("compressed-tensors"), copy)

@@ -254,6 +254,17 @@ def test_one_bit_of_a_page_that_is_wrong_is_noticed(model, text, stop, tmp_path,
         nearplane.quantize(model, out, **options)
 
 
+@pytest.mark.parametrize("changes", [{"blocks": 10**7}, {"seconds": float("nan")}, {"plan": {"types": "a"}}], ids=str)
+def test_a_state_that_was_changed_is_noticed(model, text, stop, tmp_path, changes):
+    """It ended in tracebacks wherever the run came to use it."""
+    out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
+    stop(1, "grid", out)
+    path = Path(f"{out}.unfinished") / "journal" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(FormatError, match=r"state\.json has changed since it was written.*--overwrite"):
+        nearplane.quantize(model, out, **options)
+
+
 def test_shards_below_the_folder_count(tmp_path):
     (tmp_path / "parts").mkdir()
     (tmp_path / "a.json").mkdir()  # no file
@@ -294,10 +305,12 @@ def test_a_gguf_that_is_damaged_is_named_and_may_be_replaced(model, text, whole,
     path = Path(f"{out}.unfinished") / "model.gguf"
     data = bytearray(path.read_bytes())
     info = next(each for each in read_header(path).tensors if each.name == "blk.0.attn_v.weight")
+    whole_file = bytes(data)
     data[info.begin] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(FormatError, match=r"v_proj\.weight has changed"):
-        nearplane.quantize(model, out, **options)
+    for damaged, said in ((data, r"v_proj\.weight has changed"), (whole_file + b"\0\0", r"model\.gguf has changed")):
+        path.write_bytes(damaged)
+        with pytest.raises(FormatError, match=said):
+            nearplane.quantize(model, out, **options)
     nearplane.quantize(model, out, overwrite=True, **options)
     assert contents(out) == contents(whole(way))
 

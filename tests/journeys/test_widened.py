@@ -104,6 +104,17 @@ def test_what_does_not_belong_together_is_refused(folders, tmp_path):
         nearplane.quantize(broken, tmp_path / "out", bits=4, group_size=16, **TEXT)
 
 
+def test_factors_of_another_dtype_than_float8_are_not_left_out(folders, tmp_path):
+    """Such a weight was read without its factors."""
+    broken = shutil.copytree(folders[0], tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    name = next(name for name in tensors if f"{name}_scale_inv" in tensors)
+    tensors[name] = tensors[name].view(torch.float8_e4m3fnuz)
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"has factors, but is stored as F8_E4M3FNUZ; nearplane reads F8_E4M3\."):
+        nearplane.evaluate(broken, HELD_OUT, samples=1, seqlen=40)
+
+
 def test_factors_may_be_exponents_or_one_number():
     codes = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
     exponents = torch.tensor([[120, 127], [130, 126], [127, 127]], dtype=torch.uint8)

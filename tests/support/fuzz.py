@@ -37,8 +37,9 @@ import torch
 from transformers.utils import logging
 
 from fuzz_models import subjects
-from fuzz_subjects import GOOD, REFUSED, Subject
+from fuzz_subjects import GOOD, REFUSED, UNSURE, Subject
 from nearplane import NearplaneError
+from plain_formats import UnsureError
 
 CPU_SECONDS = 20  # of a mutation with all its readers
 SLEEP_SECONDS = 10.0  # without any work of the processor, and without a result: a worker waits for what never comes
@@ -232,6 +233,8 @@ class Reader:
             return f"{type(result).__name__}: {str(result)[:200]}"
         try:
             return subject.judge(reader, result, folder, mutation)
+        except UnsureError:
+            return UNSURE
         except Exception as error:  # of the independent reader
             return f"is read, though it makes no sense ({type(error).__name__}: {str(error)[:100]})"
 
@@ -301,6 +304,7 @@ def _quiet() -> None:
     faulthandler.disable()  # a crash is told by the code of the process
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     torch.set_num_threads(1)
 
 

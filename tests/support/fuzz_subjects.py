@@ -31,6 +31,7 @@ from nearplane.calibration.texts import read_windows
 from nearplane.cli.app import app
 from nearplane.coding.blob import decode
 from nearplane.demo import MODEL
+from nearplane.formats import journal_pages
 from nearplane.record.record import read_record
 from nearplane.system.paths import RECORD
 
@@ -298,7 +299,7 @@ class Journal(Subject):
                 done = mutations.of_bytes(path, rng)
                 state = json.loads((journal / "state.json").read_text())
                 state["pages"][path.name] = nearplane.system.files.sha256(path)
-                (journal / "state.json").write_text(json.dumps(state))
+                (journal / "state.json").write_text(json.dumps(state | {"digest": journal_pages._digest(state)}))
                 return Mutation(kind=done.kind, file="", what=f"{path.name}: {done.what}, its hash made right")
             case "gone":
                 path = rng.choice(paths)

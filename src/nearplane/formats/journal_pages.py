@@ -10,6 +10,7 @@ pages.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -38,7 +39,7 @@ from nearplane.system.output_folder import STATE
 from nearplane.system.paths import JOURNAL
 from nearplane.system.safetensors_files import INDEX, read_index
 
-VERSION = 4  # of the journal; journals of other versions are refused
+VERSION = 5  # of the journal; journals of other versions are refused
 # suffixes of a model's files that are run inputs
 HASHED_SUFFIXES = {".safetensors", ".gguf", ".json", ".model", ".txt", ".jinja", ".py"}
 MAX_JOURNAL_SHARE = 0.05  # fraction of a run's time for writing pages; after quick blocks none is written
@@ -146,6 +147,8 @@ class JournalPages:
         state = read_object(self._folder / STATE, expected=REMEDY)
         if state.get("version") != VERSION or not isinstance(state.get("told"), dict):
             raise self._version_error(state)
+        if state.get("digest") != _digest(state):
+            raise self.changed_page(STATE)
         if differing := _differing(state, self._inputs):
             if not self._container.place.overwrite:
                 raise RecipeError(
@@ -246,7 +249,7 @@ class JournalPages:
                     **state,
                 }
                 path = self._folder / f"{STATE}.part"
-                path.write_text(json.dumps(content))
+                path.write_text(json.dumps(content | {"digest": _digest(content)}))
                 flush(path)
             except BaseException:
                 for name in pages.keys() - self._pages.keys():  # no state refers to them; free their space
@@ -321,6 +324,12 @@ def _compact(page: Any) -> Any:
     if isinstance(page, dict):
         return {key: _compact(part) for key, part in page.items()}
     return [_compact(part) for part in page] if isinstance(page, (list, tuple)) else page
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a state without its digest."""
+    content = {name: value for name, value in state.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _differing(state: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -58,9 +58,10 @@ class Stack:
     places: tuple[tuple[int | EllipsisType, slice, bool], ...]
 
     def joined(self, values: Iterable[Tensor]) -> Tensor:
-        """Return the parameter, given the (out, in) values of all matrices in order."""
-        parameter = torch.empty(self.shape, dtype=torch.float32)
+        """Return the parameter, given the (out, in) values of all matrices in order; those of one are checked before."""
+        parameter = torch.empty(0)
         for matrix, (index, outputs, transposed) in zip(values, self.places, strict=True):
+            parameter = parameter if parameter.numel() else torch.empty(self.shape, dtype=torch.float32)
             part = parameter[index].T if transposed else parameter[index]
             part[outputs] = matrix
         return parameter

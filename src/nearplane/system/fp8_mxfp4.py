@@ -76,6 +76,10 @@ class WidenedReader(TensorReader):
                 stem = name.removesuffix(suffix)
                 self._parts[stem] = (name, stem + factor)
                 self.infos[stem] = info
+            elif fp8 and name + factor in stored:
+                raise ModelError(
+                    f"{folder}: {name} has factors, but is stored as {info.dtype}; nearplane reads F8_E4M3."
+                )
             elif not name.endswith(extras):
                 self.infos[name] = info
         for name, (_, factors) in self._parts.items():

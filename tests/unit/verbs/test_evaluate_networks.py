@@ -83,3 +83,14 @@ def test_a_layer_that_is_larger_than_all_of_the_network_is_refused(folders):
     _, out = folders("llama")
     with pytest.raises(nearplane.FormatError, match=r"config\.json describes no weight of more than 6"):
         DecodedReader(Path(out), {"norm.weight": (2, 3)}, (), {})
+
+
+def test_a_layer_that_config_json_makes_huge_is_refused_before_memory_is_taken(folders):
+    """A parameter of 80 GB was asked for first, and the error was that of the allocator."""
+    _, out = folders("llama")
+    weight = "model.layers.0.mlp.up_proj.weight"
+    reader = DecodedReader(Path(out), {weight: (10**12, 32)}, (), {})
+    with pytest.raises(
+        nearplane.FormatError, match=r"up_proj is 64 x 32, but config\.json describes 1000000000000 x 32"
+    ):
+        reader.read([weight])

@@ -206,6 +206,10 @@ class GGUFFile(Container):
         if not path.is_file():
             raise FormatError(f"{path} is missing, so the stopped run cannot be resumed. Start again with --overwrite.")
         self._find_places(path)
+        if path.stat().st_size != self._size:
+            raise FormatError(
+                f"{path} has changed, so the stopped run cannot be resumed. Start again with --overwrite."
+            )
         self._file = path.open("r+b")
         for name, info in self._infos.items():
             if name in sums:
