@@ -80,8 +80,8 @@ def open_model(
         getattr(torch, str(dtype), torch.float32) not in DTYPES.values()
     ):  # transformers refuses what torch does not have
         raise ModelError(
-            f"{folder}/config.json: dtype is {str(dtype)[:60]!r}. Expected float64, float32, float16 or bfloat16. Fetch config.json "
-            f"again."
+            f"{folder}/config.json: dtype is {str(dtype)[:60]!r}. Expected float64, float32, float16 or bfloat16. Fetch "
+            f"config.json again."
         )
     reader = source_reader(folder, plain)
     network = empty_network(folder, dtype=_dtype(reader), trust_remote_code=trust_remote_code, reader=reader).eval()
