@@ -176,7 +176,7 @@ def test_a_folder_that_lacks_a_tensor_or_its_index_is_refused(
         with pytest.raises(FormatError, match=r"model\.norm\.weight is missing"):
             dict(read(copy))
     (copy / "model.safetensors.index.json").unlink()
-    with pytest.raises(FormatError, match=r"index\.json is missing or has no checksums"):
+    with pytest.raises(ModelError, match=r"but no model\.safetensors\.index\.json that says which"):
         dict(read_dense(copy))
 
 
