@@ -6,6 +6,7 @@ Files are read in their order; data sets are shuffled by a seed. No network is n
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from nearplane.system.paths import text_files
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
 LETTERS_PER_TOKEN = 6  # guess for the first attempt; most tokens are shorter
 CONTEXT_LETTERS = 10_000  # letters after a token that may still change it: longer than any word
+BEGINNING = 10_000  # letters of a file that are looked at before the rest is read
 SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data set are drawn
 
 
@@ -149,9 +151,14 @@ def _documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence
 def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yield the documents of one file."""
     try:
-        content = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"{file} cannot be read as UTF-8 text ({error}).") from error
+        with file.open(encoding="utf-8-sig") as opened:
+            content = opened.read(BEGINNING)
+            content += "" if "\0" in content else opened.read()  # a file of zeros is refused at once, whatever its size
+        if "\0" in content:
+            raise ValueError("it has null characters, as a text in UTF-16 or a binary file has")
+    except (OSError, ValueError) as error:
+        advice = "" if isinstance(error, OSError) else " Save it as UTF-8."
+        raise CalibrationError(f"{file} cannot be read as UTF-8 text ({error}).{advice}") from error
     if not content.strip():
         raise CalibrationError(f"{file} is empty. Pass a file with text.")
     if file.suffix == ".txt":
@@ -172,6 +179,10 @@ def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of a row; a chat is formatted by the tokenizer's template."""
     match row:
         case {"text": str(text)}:
+            if not text.isascii() and re.search("[\ud800-\udfff]", text):
+                raise CalibrationError(
+                    f"{place} has half a surrogate pair, which is not valid Unicode. Correct the text."
+                )
             return text
         case {"messages": list(messages)}:
             try:

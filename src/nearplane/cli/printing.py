@@ -78,7 +78,7 @@ def comparison(rows: Sequence[Row]) -> None:
 
 def opening(*names: object) -> None:
     """Log what a command opens, then load transformers and switch off its progress bars, which would mix with ours."""
-    logging.getLogger("nearplane").info("opening %s (torch is loaded first)", " and ".join(map(str, names)))
+    logging.getLogger("nearplane").info("opening %s (torch is loaded first)", printable(" and ".join(map(str, names))))
     from transformers.utils import logging as of_transformers
 
     of_transformers.disable_progress_bar()

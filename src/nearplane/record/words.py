@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
@@ -248,23 +250,30 @@ def _smaller_groups(record: RunRecord) -> Iterator[str]:
 
 def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
     """Yield the commands that measure the loss of the whole model, show every layer, and use the checkpoint."""
+    folder, quoted = _typed(out), json.dumps(str(out), ensure_ascii=False)
     if record.tokens:
-        yield f"how far predictions are from the original's: nearplane evaluate {out} --against {record.source} --text TEXT"
-    yield f"figures of every layer: nearplane inspect {out}"
+        original = _typed(record.source)
+        yield f"how far predictions are from the original's: nearplane evaluate {folder} --against {original} --text TEXT"
+    yield f"figures of every layer: nearplane inspect {folder}"
     if record.recipe.files.for_llama_cpp:
-        yield f"run it: llama-cli -m {out / 'model.gguf'}"
+        yield f"run it: llama-cli -m {_typed(out / 'model.gguf')}"
     elif record.recipe.files.by_nearplane:
         yield (
-            f'load it: nearplane.load("{out}"), or transformers after nearplane.register() (without that call transformers stops '
-            f"with an error); for other programs: nearplane export {out} FOLDER"
+            f"load it: nearplane.load({quoted}), or transformers after nearplane.register() (without that call transformers stops "
+            f"with an error); for other programs: nearplane export {folder} FOLDER"
         )
     else:
         gptq = record.recipe.files.by_gptqmodel
-        commands = [f'from_pretrained("{out}") in transformers{" (which needs gptqmodel and optimum)" * gptq}']
+        commands = [f"from_pretrained({quoted}) in transformers{' (which needs gptqmodel and optimum)' * gptq}"]
         if _is_served(out):
             every = gptq or all(layer.format.startswith(VLLM_FORMATS) for layer in record.layers)
-            commands.insert(0, f"vllm serve {out}{'' if every else ' (in a newer vLLM, which loads such grids)'}")
+            commands.insert(0, f"vllm serve {folder}{'' if every else ' (in a newer vLLM, which loads such grids)'}")
         yield f"use it: {', or '.join(commands)}"
+
+
+def _typed(path: str | Path) -> str:
+    """Return a path as it is typed in a shell, where a leading dash would begin an option."""
+    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
 
 
 def _is_served(out: Path) -> bool:

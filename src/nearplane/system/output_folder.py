@@ -25,9 +25,9 @@ from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
 
-from nearplane.errors import FormatError, NearplaneError, RecipeError
+from nearplane.errors import FormatError, NearplaneError, RecipeError, first_few
 from nearplane.system.files import exclusive_lock, flush, flush_all, swap
-from nearplane.system.paths import INCOMPLETE, JOURNAL, MARK, RECORD, UNFINISHED, refuse_overlap
+from nearplane.system.paths import INCOMPLETE, JOURNAL, MARK, RECORD, UNFINISHED, check_path, refuse_overlap
 
 STATE = "state.json"  # in the journal: its presence means that the run can be resumed
 OLD_NAME = "old"  # in the journal: the old content of OUT; empty between a swap and the move of that content
@@ -58,9 +58,11 @@ class Unfinished:
         self, out: Path, *, overwrite: bool = False, resumes: bool = False, sources: Iterable[Path] = ()
     ) -> None:
         self.out, self._overwrite, self._resumes = out, overwrite, resumes
+        check_path("output", out)
         self._place, self._held = out.resolve(), ExitStack()
         _check_replaceable(out, self._place)
         self.folder = self._place.with_name(self._place.name + UNFINISHED)
+        check_path("output", f"{self.folder}.lock")
         for written, source in product((out, self.folder), sources):
             refuse_overlap(written, source)
         for folder in (self._place, self.folder):
@@ -73,14 +75,16 @@ class Unfinished:
         """Refuse an `out` with content that may not be replaced."""
         if not self._place.exists() or (self._place.is_dir() and not any(self._place.iterdir())):
             return
+        if not self._place.is_dir():
+            raise RecipeError(f"{self.out} is a file. Choose another folder.")
+        if not (self._place / RECORD).is_file() and not (self._place / INCOMPLETE).is_file():
+            raise RecipeError(
+                f"{self.out} exists and is not empty. It has neither {RECORD} nor {INCOMPLETE}, so nearplane did not write it. "
+                f"Empty it or choose another folder."
+            )
         if not self._overwrite:
             raise RecipeError(
                 f"{self.out} exists and is not empty. Choose another folder, or replace it with --overwrite."
-            )
-        if not (self._place / RECORD).is_file() and not (self._place / INCOMPLETE).is_file():
-            raise RecipeError(
-                f"{self.out} has neither {RECORD} nor {INCOMPLETE}, so nearplane did not write it. Empty it or choose another "
-                f"folder."
             )
 
     def __enter__(self) -> Unfinished:
@@ -225,6 +229,16 @@ class Unfinished:
         except OSError as error:
             log.warning("%s is complete, but a power cut now could still undo its renaming (%s).", self.out, error)
         self._settle()
+        self._warn_of_others()
+
+    def _warn_of_others(self) -> None:
+        """Log the files in `out` that its record does not list, since `nearplane verify` reports them as faults."""
+        others: list[str] = []
+        with suppress(OSError):
+            if (self._place / RECORD).is_file():
+                others = sorted({path.name for path in self._place.iterdir()} - _written(self._place))
+        if others:
+            log.warning("%s has files that nearplane did not write: %s. Move them away.", self.out, first_few(others))
 
     def _undo(self) -> None:
         """Restore the old content of `out` if only the first of two renames was made."""

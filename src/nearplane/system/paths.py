@@ -21,6 +21,7 @@ JOURNAL = "journal"  # name of the folder in it from which a stopped run is resu
 
 def is_gguf(source: str | Path) -> bool:
     """Return whether a source is a GGUF without a folder, by its suffix."""
+    check_path("model", source)
     path = Path(source).expanduser()
     return path.suffix == ".gguf" and path.is_file()
 
@@ -29,17 +30,20 @@ def check_path(name: str, path: str | os.PathLike[str]) -> None:
     """Refuse what no file system takes as a path, for example a text that was passed in place of its file.
 
     Raises:
-        RecipeError: The path is empty, has a null character or is too long.
+        RecipeError: The path is empty, has a null character, is too long or is a link that leads back to itself.
     """
     text, fault = os.fspath(path), ""
     try:
         fault = "" if text else "is empty"
-        os.lstat(text)
+        os.stat(text)
     except ValueError:
         fault = "has a null character or a lone surrogate"
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            fault = f"has {len(text):,} letters and is too long for a path (texts are passed as a list: [text])"
+            hint = " (texts are passed as a list: [text])" * (name.lstrip("-") in ("text", "calibration", "dataset"))
+            fault = f"has {len(text):,} letters and is too long for a path{hint}"
+        elif error.errno == errno.ELOOP:
+            fault = "is a link that leads back to itself"
     if fault:
         raise RecipeError(f"{name}: {text[:60]!r} {fault}. Pass the path of a file or folder.")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nearplane.errors import RecipeError
 from nearplane.recipe.recipe import Way
 from nearplane.system.files import check_writable, write_whole
+from nearplane.system.paths import check_path
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
 from nearplane.verbs.compare_recipes import WAYS
 
@@ -84,6 +85,7 @@ def check_plot(out: str | Path) -> None:
     Raises:
         RecipeError: matplotlib is not installed, or the file has another suffix or cannot be written.
     """
+    check_path("--plot", out)
     if Path(out).suffix not in (".svg", ".png", ".pdf"):
         raise RecipeError(f"{out} cannot be written as a figure; expected a name that ends in .svg, .png or .pdf.")
     try:

@@ -16,7 +16,7 @@ from nearplane.recipe.sizes import bytes_in, check_room
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.arguments import whole, within
 from nearplane.system.output_folder import Unfinished
-from nearplane.system.paths import check_named, folder_named
+from nearplane.system.paths import check_named, check_path, folder_named
 
 
 def check_evaluate(model: Any, text: Any, *, against: Any, seqlen: int | None, samples: int | None) -> None:
@@ -48,6 +48,7 @@ def check_tune(
     """Refuse arguments of `tune`, and checkpoints that cannot be tuned; return the run record of the checkpoint."""
     for name, count in counts.items():
         whole(name, count, 1 if name == "steps" else 2)
+    check_path("checkpoint", source)
     record = read_record(Path(source))
     if record.tuning is not None:
         raise RecipeError(f"{source} is tuned already. Tune the checkpoint from which it was made.")
@@ -89,6 +90,7 @@ def check_verify(out: str | Path, *, against: Any, calibration: Any, tolerance: 
             "--calibration needs --against: losses are measured with both the original model and the text."
         )
     within("--tolerance", tolerance, 0 <= tolerance < 1, "a number from 0 to 1")
+    check_path("checkpoint", out)
     check_named(against, calibration=_path(calibration))
     return read_record(Path(out))
 
@@ -100,9 +102,11 @@ def check_export(source: str | Path, out: str | Path, format: str) -> None:
             f"--format {format}: export writes only safetensors, which any program reads. For other formats, quantize the "
             f"original model with nearplane quantize --format {format if format in FILE_FORMATS else 'gguf'}."
         )
+    check_path("checkpoint", source)
+    check_path("output", out)
     if not Path(source).is_dir():
         raise ModelError(f"The folder {source} does not exist. Pass a folder that nearplane quantize wrote.")
-    if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
+    if Path(out).is_dir() and any(Path(out).iterdir()):
         raise RecipeError(f"{out} exists and is not empty. Empty it or choose another folder.")
     check_named(source)
     Unfinished(Path(out), sources=[Path(source)])

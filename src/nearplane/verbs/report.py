@@ -31,7 +31,8 @@ def write_report(out: str | Path, page: str | Path | None = None, *, overwrite: 
     record = find_record(out)
     folder = out.resolve()
     default = page is None
-    page = folder.with_name(f"{folder.name}-report.html") if page is None else Path(page)
+    beside = folder if out.name == ".." else out.absolute()  # a link is named as given
+    page = beside.with_name(f"{beside.name}-report.html") if page is None else Path(page)
     if page.resolve().is_relative_to(folder):
         raise RecipeError(f"{page} is in the checkpoint {out}, which must not change. Name a file outside of it.")
     if page.suffix not in (".html", ".htm") or page.is_dir():

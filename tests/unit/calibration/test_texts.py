@@ -106,6 +106,11 @@ def test_long_texts_raise_no_warning(
         ("a.jsonl", '{"text": "a"}\n{"text": ', r"a\.jsonl, line 2 is not JSON"),
         ("a.jsonl", 100_000 * "[", r"a\.jsonl, line 1 is not JSON"),
         ("a.jsonl", '{"text": "a"}\n\n{"body": "b"}', r"a\.jsonl, line 3 has neither `text`"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": "\\ud800 b"}',
+            r"a\.jsonl, line 2 has half a surrogate pair, .*not valid Unicode",
+        ),
         ("a.jsonl", '{"text": 7}', r"a\.jsonl, line 1 has neither `text`"),
         ("a.jsonl", '["text"]', r"a\.jsonl, line 1 has neither `text`"),
         ("a.jsonl", '{"messages": ["hello"]}', "line 1: the chat template cannot be applied"),
@@ -123,10 +128,34 @@ def test_files_that_cannot_be_used_are_named_with_the_reason(
         read_windows(tokenizer, tmp_path / name, samples=1, seqlen=20)
 
 
-def test_text_that_is_not_utf8_is_named(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(CalibrationError, match=r"a\.txt cannot be read as UTF-8"):
-        read_windows(tokenizer, tmp_path / "a.txt", samples=1, seqlen=2)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe\x00", "abc".encode("utf-16-le"), b"\0\0", b"caf\xe9", b"a" * 20_000 + b"\0"]
+)
+def test_text_that_is_not_utf8_is_named(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, name: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CalibrationError, match=rf"{name} cannot be read as UTF-8 text .*Save it as UTF-8\."):
+        read_windows(tokenizer, tmp_path / name, samples=1, seqlen=2)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_sparse_file_of_any_size_is_refused_at_once(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, name: str
+) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(1 << 40)  # more than any memory holds
+    with pytest.raises(CalibrationError, match="null characters"):
+        read_windows(tokenizer, tmp_path / name, samples=1, seqlen=2)
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.txt", "abc"), ("a.jsonl", '{"text": "abc"}')])
+def test_a_byte_order_mark_is_no_text(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert tokenizer.decode(read_windows(tokenizer, tmp_path / name, samples=1, seqlen=3)[0]) == "abc"
 
 
 def test_chats_need_a_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

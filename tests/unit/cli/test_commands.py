@@ -270,6 +270,20 @@ REFUSED = {  # commands, with places of the fixture `refusals` in braces, and wh
     "export {out} full": "full exists and is not empty. Empty it or choose another folder",
     "export nowhere new": "nowhere does not exist",
     "generate full hello": "full/config.json cannot be read",
+    "quantize {model} loop": "output: 'loop' is a link that leads back to itself",
+    "export {out} loop": "output: 'loop' is a link that leads back to itself",
+    "tune {out} loop --against {model}": "output: 'loop' is a link that leads back to itself",
+    "inspect {long}": "has 300 letters and is too long for a path. Pass the path of a file or folder.",
+    "verify {long}": "has 300 letters and is too long for a path. Pass",
+    "export {long} new": "has 300 letters and is too long for a path. Pass",
+    "export {out} {long}": "has 300 letters and is too long for a path. Pass",
+    "tune {long} new --against {model}": "has 300 letters and is too long for a path. Pass",
+    "tune {out} {long} --against {model}": "has 300 letters and is too long for a path. Pass",
+    "quantize {model} {long}": "has 300 letters and is too long for a path. Pass",
+    "report {long}": "has 300 letters and is too long for a path. Pass",
+    "quantize {model} full --overwrite": "full exists and is not empty. It has neither",
+    "quantize {model} full/file": "full/file is a file. Choose another folder",
+    "export {out} full/file": "full/file is a file. Choose another folder",
 }
 OPENS = (  # commands with which nothing is wrong that can be known before torch is loaded
     "quantize {model} new",
@@ -279,6 +293,7 @@ OPENS = (  # commands with which nothing is wrong that can be known before torch
     "export {out} new",
     "generate {model} hello",
     "compare {model} --bits 4 --text {text}",
+    "compare {bell} --bits 4 --text {text}",
 )
 RUNS = """
 import json, logging, sys
@@ -308,7 +323,9 @@ def refusals(tiny, tmp_path_factory):
         (place / name).parent.mkdir()
         (place / name).write_text("")
     os.mkfifo(place / "pipe.txt")
-    places = {"model": model, "out": out, "text": text}
+    (place / "loop").symlink_to("loop")
+    (place / "\abell").symlink_to(model)
+    places = {"model": model, "out": out, "text": text, "long": "a" * 300, "bell": "\abell"}
     commands = [[word.format(**places) for word in line.split()] for line in (*REFUSED, *OPENS)]
     run = [sys.executable, "-c", RUNS, json.dumps(commands)]
     lines = subprocess.run(run, capture_output=True, text=True, cwd=place, check=True).stdout.splitlines()
@@ -329,6 +346,7 @@ def test_the_first_line_comes_before_torch_is_loaded(refusals, line):
     """`evaluate` said nothing for 7 seconds, `tune` for 15."""
     message, loaded = refusals[1][line]
     assert message.startswith("opening ")
+    assert message.isprintable()
     assert not loaded
 
 

@@ -99,6 +99,9 @@ def test_the_page_lies_beside_the_checkpoint_and_never_in_it(tmp_path, monkeypat
     out = saved(GRID, tmp_path / "out")
     assert write_report(out) == tmp_path / "out-report.html"
     assert write_report(out, tmp_path / "new" / "page.html").is_file()
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "one").symlink_to(out)
+    assert write_report(tmp_path / "links" / "one") == tmp_path / "links" / "one-report.html"
     monkeypatch.chdir(out)
     assert write_report(Path(".")) == tmp_path / "out-report.html"
     for page in (

@@ -183,6 +183,18 @@ def test_how_to_load_is_said_of_the_format_that_needs_it():
 
 
 @pytest.mark.parametrize(
+    ("out", "typed", "written"),
+    [("-out", "./-out", "-out"), ("a b", "'a b'", "a b"), ("$(x)*", "'$(x)*'", "$(x)*"), ('a"', "'a\"'", 'a\\"')],
+)
+def test_paths_in_commands_can_be_typed_as_they_are_printed(out, typed, written):
+    lines = list(summary(replace(RATE, source=out), Path(out)))
+    assert f"figures of every layer: nearplane inspect {typed}" in lines
+    assert any(line.endswith(f"nearplane evaluate {typed} --against {typed} --text TEXT") for line in lines)
+    assert f'load it: nearplane.load("{written}"), ' in lines[-1]
+    assert lines[-1].endswith(f"nearplane export {typed} FOLDER")
+
+
+@pytest.mark.parametrize(
     ("grid", "config", "said"),
     [
         ("int4-g16", {"architectures": ["LlamaForCausalLM"]}, 'vllm serve {out}, or from_pretrained("{out}") in transformers'),

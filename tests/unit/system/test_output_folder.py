@@ -286,14 +286,39 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("/", "mount point"), (".", "current folder"), ("a.unfinished", "another name")]
+    ("name", "why"),
+    [
+        ("/", "mount point"),
+        (".", "current folder"),
+        ("a.unfinished", "another name"),
+        ("loop", "output: 'loop' is a link that leads back to itself"),
+        ("a" * 300, "has 300 letters and is too long for a path. Pass"),
+        ("a" * 250, "too long for a path"),  # with the suffix of the unfinished folder
+        ("file", "file is a file. Choose another folder"),
+        ("foreign", "did not write it. Empty it"),
+    ],
 )
+@pytest.mark.parametrize("overwrite", [True, False])
 def test_what_cannot_be_replaced_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str, overwrite: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    Path("file").write_text("mine")
+    Path("foreign").mkdir()
+    Path("foreign/thesis.tex").write_text("mine")
     with pytest.raises(RecipeError, match=why):
-        Unfinished(Path(name), overwrite=True)
+        Unfinished(Path(name), overwrite=overwrite)
+
+
+def test_files_that_came_into_the_unfinished_folder_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Unfinished(tmp_path / "out") as place:
+        (place.folder / "nearplane.json").write_text(json.dumps({"files": {"LICENSE": ""}}))
+        (place.folder / "LICENSE").write_text("copied")
+        (place.folder / "thesis.tex").write_text("mine")
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"{tmp_path / 'out'} has files that nearplane did not write: thesis.tex. Move them away."]
+    assert contents(tmp_path)["out/thesis.tex"] == "mine"
 
 
 def fill_meanwhile(out: Path) -> None:

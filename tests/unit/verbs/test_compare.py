@@ -381,7 +381,7 @@ def test_places_that_cannot_be_written_are_refused_before_the_work(small, tmp_pa
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder.svg").mkdir()
     pytest.importorskip("matplotlib")
-    for plot in (tmp_path / "file" / "figure.svg", tmp_path / "folder.svg"):
+    for plot in (tmp_path / "file" / "figure.svg", tmp_path / "folder.svg", tmp_path / f"{300 * 'a'}.svg"):
         with pytest.raises(RecipeError, match="folder"):
             check_plot(plot)
     for keep in (tmp_path / "file", tmp_path / "file" / "below"):
