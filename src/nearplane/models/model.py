@@ -75,12 +75,10 @@ def open_model(
             f"{folder}/config.json: transformers_weights is {str(file)[:60]!r}, a file that nearplane would not read. Rename "
             f"that file to {WEIGHTS_FILE} and delete the field."
         )
-    dtype = plain.get("dtype", plain.get("torch_dtype"))
-    if (
-        getattr(torch, str(dtype), torch.float32) not in DTYPES.values()
-    ):  # transformers refuses what torch does not have
+    dtype = str(plain.get("dtype", plain.get("torch_dtype")))
+    if getattr(torch, dtype, torch.float32) not in DTYPES.values():  # transformers refuses what torch does not have
         raise ModelError(
-            f"{folder}/config.json: dtype is {str(dtype)[:60]!r}. Expected float64, float32, float16 or bfloat16. Fetch "
+            f"{folder}/config.json: dtype is {dtype[:60]!r}. Expected float64, float32, float16 or bfloat16. Fetch "
             f"config.json again."
         )
     reader = source_reader(folder, plain)
