@@ -28,7 +28,7 @@ CALLS = (50_000, 200)
 SPARE_WEIGHTS = 1 << 20  # weights that a network may have in addition to the stored ones
 # names of the packed tensors, one per quantized matrix
 PACKED_NAMES = re.compile(r"\.(weight_packed|qweight|weight_coded|weight_q\d_[01k])$")
-INTEGERS = {"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"}  # dtypes that no weight of a network has
+FLOATS = ("F", "BF")  # beginnings of the dtypes that weights of a network have
 CODES = {"I32": 16, "U8": 64}  # most codes per element of a packed tensor; other dtypes hold weights
 BUFFERS = 1 << 28  # most elements of tables and masks, which are not stored
 
@@ -121,7 +121,8 @@ def check_sizes(network: nn.Module, reader: TensorReader, *, plain: bool) -> Non
                     f"{reader.folder}: {stored[name]} is {shape}, but config.json describes {tuple(parameter.shape)}. "
                     f"These files do not belong together. Fetch the folder again."
                 )
-            if plain and parameter.is_floating_point() and (dtype := reader.dtype(stored[name])) in INTEGERS:
+            dtype = reader.dtype(stored[name])
+            if plain and parameter.is_floating_point() and not dtype.startswith(FLOATS):
                 raise ModelError(
                     f"{reader.folder}: {stored[name]} is stored as {dtype}, but weights are floating-point numbers. Save it in "
                     f"the dtype of the other weights, or fetch the folder again."

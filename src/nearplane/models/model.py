@@ -36,7 +36,7 @@ from nearplane.models.structure import (
 )
 from nearplane.system.files import read_object
 from nearplane.system.fp8_mxfp4 import METHODS, WidenedReader, method_of, source_reader
-from nearplane.system.safetensors_files import TensorReader
+from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE, TensorReader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_target_positions")
@@ -69,6 +69,17 @@ def open_model(
         raise ModelError(
             f"{source} is already quantized with {str(method)[:40]}. Pass the original model, which may be stored as "
             f"{' or '.join(METHODS)}."
+        )
+    if (file := plain.get("transformers_weights")) not in (None, WEIGHTS_FILE, INDEX):
+        raise ModelError(
+            f"{folder}/config.json: transformers_weights is {str(file)[:60]!r}, a file that nearplane would not read. Rename "
+            f"that file to {WEIGHTS_FILE} and delete the field."
+        )
+    dtype = plain.get("dtype", plain.get("torch_dtype"))  # transformers refuses one that torch does not have
+    if getattr(torch, str(dtype), torch.float32) not in DTYPES.values():
+        raise ModelError(
+            f"{folder}/config.json: dtype is {str(dtype)[:60]!r}. Expected float64, float32, float16 or bfloat16. Fetch "
+            f"config.json again."
         )
     reader = source_reader(folder, plain)
     network = empty_network(folder, dtype=_dtype(reader), trust_remote_code=trust_remote_code, reader=reader).eval()
@@ -132,6 +143,13 @@ class Model:
         stacks = find_stacks(network)
         self.stacks = tuple(name for name, _ in stacks)
         self.weights = Weights(network, reader)
+        for name, parameter in network.named_parameters():
+            stored = self.weights.source_name(name) if self.weights.stored_alone(name) else None
+            if stored is not None and (shape := reader.shape(stored)) != tuple(parameter.shape):
+                raise ModelError(
+                    f"{folder}: {stored} has shape {shape}, but config.json describes {tuple(parameter.shape)}. These files do "
+                    f"not belong together. Fetch the folder again."
+                )
         self.blocks: list[Block] = []
         skipped: list[tuple[str, str]] = []
         self.tuned: dict[str, torch.Tensor] = {}
@@ -301,6 +319,8 @@ def _dtype(reader: TensorReader) -> torch.dtype:
     sizes: Counter[str] = Counter()
     for name in reader.names():
         sizes[reader.dtype(name)] += math.prod(reader.shape(name))
+    if not sizes:
+        raise ModelError(f"{reader.folder}: the weight files hold no tensors. Fetch the folder again.")
     most = sizes.most_common(1)[0][0]
     if most not in DTYPES:
         raise ModelError(f"{reader.folder}: weights are stored as {most}; nearplane reads {', '.join(DTYPES)}.")

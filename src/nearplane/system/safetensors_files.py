@@ -158,9 +158,19 @@ class ShardReader(TensorReader):
             )
         if (folder / INDEX).exists():
             names, self.checksums = read_index(folder / INDEX)
+            if (folder / WEIGHTS_FILE).exists() and WEIGHTS_FILE not in names:  # which transformers reads instead
+                raise ModelError(
+                    f"{folder} holds {WEIGHTS_FILE} and {INDEX}, which names other files. Delete the one that does not belong to "
+                    f"the model."
+                )
             files = [folder / name for name in names]
         elif folder / WEIGHTS_FILE in files:
             files = [folder / WEIGHTS_FILE]  # other files (adapters, the same in another layout) are not the model
+        elif len(files) > 1 and not unfinished:
+            raise ModelError(
+                f"{folder} holds {len(files)} .safetensors files, but no {INDEX} that says which of them are the model. Fetch the "
+                f"folder again."
+            )
         self.infos = {}
         for path in files:
             with _opened(path), path.open("rb") as file:  # safetensors has checked the header that is read here
@@ -266,13 +276,16 @@ def inside(name: str) -> bool:
 def _opened(path: Path) -> Any:
     """Return the context of `safe_open`; its errors name the file."""
     if not path.is_file():  # a pipe would never end
-        fault = "is not a file" if path.exists() else f"is missing, but {INDEX} names it"
+        missing = "is a broken link" if path.is_symlink() else f"is missing, but {INDEX} names it"
+        fault = "is not a file" if path.exists() else missing
         raise ModelError(f"{path} {fault}. Fetch the file again.")
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as error:
         if not os.access(path, os.R_OK):  # of which safetensors says that there is no such file
             raise ModelError(f"{path} cannot be read: Permission denied.") from error
+        if str(path) != str(path).encode(errors="ignore").decode():
+            raise ModelError(f"The path {path} is not valid UTF-8. Rename its folders or the file.") from error
         raise ModelError(f"{path} is not a readable safetensors file ({error}). Fetch the file again.") from error
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 
 from nearplane.errors import FormatError, ModelError
 from nearplane.system.paths import INCOMPLETE
@@ -99,6 +99,50 @@ def test_a_pipe_in_the_place_of_a_shard_is_refused(folder):
 def test_a_folder_without_weights_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"no \.safetensors"):
         ShardReader(tmp_path)
+
+
+def broken(folder):
+    (folder / "model.safetensors").symlink_to("nothing")
+
+
+def circular(folder):
+    (folder / "model.safetensors").symlink_to("model.safetensors")
+
+
+def doubtful(folder):
+    for name in "ab":
+        save_file(SHARDS[0], folder / f"{name}.safetensors")
+
+
+def doubled(folder):
+    save_file(SHARDS[0], folder / "model.safetensors")
+    (folder / INDEX).write_text('{"weight_map": {"a": "a.safetensors"}}')
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (broken, r"model\.safetensors is a broken link\. Fetch"),
+        (circular, r"model\.safetensors is a broken link\. Fetch"),
+        (doubtful, "holds 2 .safetensors files, but no .*index.json that says which"),
+        (doubled, "holds model.safetensors and .*index.json, which names other files"),
+    ],
+)
+def test_files_that_do_not_say_which_weights_are_the_model_are_refused(tmp_path, make, said):
+    make(tmp_path)
+    with pytest.raises(ModelError, match=said):
+        ShardReader(tmp_path)
+
+
+def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this file system takes no such name")
+    (folder / "model.safetensors").write_bytes(save(SHARDS[0]))
+    with pytest.raises(ModelError, match=r"is not valid UTF-8\. Rename its folders"):
+        ShardReader(folder)
 
 
 @pytest.fixture
