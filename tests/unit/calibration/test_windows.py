@@ -70,8 +70,8 @@ def test_a_short_text_is_said_to_be_short(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["\0" * 100_000, "the " * 10_000, "The quick brown fox jumps over the lazy dog. " * 500], ids=["NUL", "word", "line"]
-)  # fmt: skip
+    "text", ["the " * 10_000, "The quick brown fox jumps over the lazy dog. " * 500], ids=["word", "line"]
+)
 def test_text_that_says_the_same_again_and_again_is_refused(model, tmp_path, text):
     (tmp_path / "text.txt").write_text(text)
     with pytest.raises(CalibrationError, match=rf"is repetitive.* are distinct, fewer than the 96 inputs of {WIDEST}"):
