@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 INDEX, ONLY = "model.safetensors.index.json", "model.safetensors"
 TYPES = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1",
-    "BOOL": "?", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1", "F8_E4M3FNUZ": "u1", "F8_E5M2FNUZ": "u1",
+    "BOOL": "?", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
+    "F8_E4M3FNUZ": "u1", "F8_E5M2FNUZ": "u1",
 }  # fmt: skip
 LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 FLOATS4 = np.concatenate([LEVELS, -LEVELS])
