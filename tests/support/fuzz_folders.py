@@ -85,6 +85,12 @@ def _logits(folder: Path) -> Tensor:
         return nearplane.load(folder, dtype=torch.float32, device="cpu")(TOKENS).logits
 
 
+def _scores(model: Path, text: Tensor | Path) -> dict[str, Any]:
+    """Return what `evaluate` measures, without remarks, which name the folder."""
+    scores = nearplane.evaluate(model, text, samples=2, seqlen=16, device="cpu")
+    return {name: value for name, value in asdict(scores).items() if name != "remarks"}
+
+
 class Folder(Subject):
     """A model's folder.
 
@@ -103,7 +109,7 @@ class Folder(Subject):
     def readers(self) -> dict[str, Callable[[Path], Any]]:
         found: dict[str, Callable[[Path], Any]] = {
             "read": _source if self.source else _dense, "dense_network": _network,
-            "evaluate": lambda folder: asdict(nearplane.evaluate(folder, WINDOWS, device="cpu")),
+            "evaluate": lambda folder: _scores(folder, WINDOWS),
         }  # fmt: skip
         if self.source:
             found["open_model"] = _blocks
@@ -187,8 +193,8 @@ class LoneGGUF(Folder):
 
         found: dict[str, Callable[[Path], Any]] = {
             "dense_network": lambda folder: _network(source_folder(file(folder))), "load": lambda folder: _logits(file(folder)),
-            "evaluate": lambda folder: asdict(nearplane.evaluate(file(folder), WINDOWS, device="cpu")),
-            "evaluate a text": lambda folder: asdict(nearplane.evaluate(file(folder), CALIBRATION, samples=2, seqlen=16)),
+            "evaluate": lambda folder: _scores(file(folder), WINDOWS),
+            "evaluate a text": lambda folder: _scores(file(folder), CALIBRATION),
         }  # fmt: skip
         return found | ({"inspect": lambda folder: inspected(file(folder))} if self.signed else {})
 
