@@ -156,7 +156,7 @@ def test_a_full_folder_is_left_alone_without_overwrite(tmp_path: Path, plain: Pa
     writer(tmp_path / "out", plain, overwrite=True)  # not entered: no work has started
     assert contents(tmp_path / "out") == before
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecipeError, match="exists"):
+    with pytest.raises(RecipeError, match=r"file is a file\. Choose another folder"):
         writer(tmp_path / "file", plain)
 
 
