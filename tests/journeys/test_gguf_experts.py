@@ -137,7 +137,7 @@ def test_a_tensor_of_experts_whose_hashes_do_not_fit_is_refused(source_of: Calla
     reader.read([name.replace("experts.3", "experts.2")])
     star = b"model.layers.0.mlp.experts.*.up_proj.weight"
     (out / FILE).write_bytes(whole.replace(star, star.replace(b"*", b"1")))
-    with pytest.raises(ModelError, match=r"ffn_up_exps\.weight has the shape \(4, 32, 32\) and 256 letters of SHA-256"):
+    with pytest.raises(ModelError, match="its metadata have the SHA-256"):
         GGUFReader(out)
 
 

@@ -23,6 +23,7 @@ from nearplane.formats.stored import read_dense, read_matrices
 from nearplane.models.model import open_model
 from nearplane.planning.folder_size import predict_overhead
 from nearplane.record.record import digest_of, read_record
+from nearplane.system.paths import RECORD
 from nearplane.system.safetensors_files import ShardReader
 
 FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 64}
@@ -230,6 +231,7 @@ def test_a_checkpoint_from_the_future_is_not_read(coded, tmp_path):
     config = json.loads(path.read_text())
     config["quantization_config"]["format_version"] = 99
     path.write_text(json.dumps(config))
+    (tmp_path / "future" / RECORD).unlink()  # which would name the change
     with pytest.raises(NearplaneError, match="99"):
         nearplane.evaluate(tmp_path / "future", HELD_OUT, seqlen=64, samples=1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 from cyclopts import App, Parameter
 
@@ -13,6 +14,7 @@ from nearplane.cli.flags import exactly, refuse_mixed
 from nearplane.cli.quantize_command import quantize
 from nearplane.cli.streams import lasting_streams
 from nearplane.cli.terminal import attended, errors_as_sentences
+from nearplane.errors import FormatError
 
 app = App(
     name="nearplane",
@@ -29,12 +31,32 @@ for _command in (quantize, *COMMANDS):
     app.command(_command)
 
 
+MIN_COLUMNS, MAX_COLUMNS = 20, 1000  # widths of a terminal
+
+
+def refuse_deleted_folder() -> None:
+    """Refuse to work in a folder that was deleted, where no path can be resolved.
+
+    Raises:
+        FormatError: The current folder does not exist.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise FormatError(
+            "The current folder was deleted. Change to another folder, and repeat the command."
+        ) from error
+
+
 def main() -> None:
     """Run the command line; errors of nearplane and signals are printed as one sentence without a traceback."""
     # set before torch loads: spinning threads are slow on a busy machine; oneDNN keeps memory for every shape it has seen
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    if (columns := os.environ.get("COLUMNS", "")).isdigit():
+        os.environ["COLUMNS"] = str(min(max(int(columns), MIN_COLUMNS), MAX_COLUMNS))  # rich never ends with 2
     with lasting_streams(), errors_as_sentences(), attended():
+        refuse_deleted_folder()
         if sys.argv[1:2] == ["quantize"]:
             refuse_mixed(sys.argv[2:])
         app(print_error=False, exit_on_error=False)

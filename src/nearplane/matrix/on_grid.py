@@ -41,6 +41,7 @@ from nearplane.system.arguments import checked
 
 ROW_DAMP = 0.1  # damping of G, relative to the mean of its diagonal
 MAX_PARTS, MIN_ROWS = 16, 16  # a run of rows is solved in at most 16 parts, of at least 16 rows
+STEP_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of steps in files
 
 
 @checked("W", "statistics", "scheme")
@@ -76,6 +77,8 @@ def quantize_matrix(
             f"{name}: found a {type(scheme).__name__}, expected a GridScheme. Use quantize_matrix_to_rate for a rate."
         )
     W, inputs = lattice_problem(W, statistics, name)
+    if storage not in (*STEP_DTYPES, W.dtype):
+        raise RecipeError(f"storage is {storage}; expected torch.float16, torch.bfloat16 or torch.float32.")
     if scheme.default_allocation == "slope":
         raise RecipeError(
             f"{name}: the scheme has bits for each layer of a model chosen by measuring ({scheme}). For one matrix, pass a whole "

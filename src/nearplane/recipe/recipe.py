@@ -129,7 +129,7 @@ class Recipe:
             before the quantization measures a larger effect. Default: slope with a fraction of bits or measured types of
             llama.cpp, and for entropy-coded weights if calibrated.
         max_loss: Upper limit of the relative loss of every layer, for example 0.05. Entropy-coded layers get more bits until they
-            comply. Layers on fixed grids that exceed it are named, and the command exits with code 2.
+            comply. Layers on fixed grids that exceed it are named, and the command exits with code 4.
         tune: Training after the solve. network: train steps, norms and, at 2 and 3 bits, codes on the KL divergence from the
             original model's predictions; see `nearplane tune`. Entropy-coded weights keep their size.
         pre: Name of the pre-tokenizer in llama.cpp, for a GGUF. Default: derived from the structure of the tokenizer.

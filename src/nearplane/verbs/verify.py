@@ -99,7 +99,7 @@ def verify(
         NearplaneError: There is no run record, or the original or the text cannot be read.
     """
     record = check_verify(out, against=against, calibration=calibration, tolerance=tolerance)
-    folder, given, faults = Path(out), Given.of(calibration), list[Fault]()
+    folder, where, given, faults = Path(out), Device.named(device), Given.of(calibration), list[Fault]()
     stored, measured = sound_files(folder, record, progress, faults), False
     if against is not None and stored is not None:
         return_large_blocks()
@@ -113,9 +113,7 @@ def verify(
             recipe = with_types(model, resolved(model, record.recipe), formats)
             faults += _beside(folder, record, recipe, model)
             recipe = with_calibration_path(recipe, calibration)
-            saved = Checkpoint(
-                record=record, stored=stored, model=model, recipe=recipe, given=given, device=Device.named(device)
-            )
+            saved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
             windows = _windows(saved, faults)
             if windows is not None:
                 with recorded_library(record.products, saved.device):

@@ -140,3 +140,26 @@ def test_a_table_too_wide_for_the_terminal_leaves_out_columns_not_digits(monkeyp
     monkeypatch.setenv("COLUMNS", "30")
     table(("layer", "loss", "other"), [("model.layers.0.self_attn.q_proj", "9.07e-04", "1.25")])
     assert "columns left out: loss, other" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("width", "words"), [("1", ("inspect", "--help")), ("2", ("tune", "--help")), ("9" * 8, ("--help",))]
+)
+def test_help_ends_in_a_terminal_of_any_width(width, words, monkeypatch):
+    """rich did not end with two columns, nor with a hundred million."""
+    monkeypatch.setenv("COLUMNS", width)
+    code, out, err = command(*words).ended()
+    assert (code, err) == (0, "")
+    assert "Usage" in out
+
+
+def test_a_deleted_folder_is_refused(tmp_path, monkeypatch):
+    place = tmp_path / "gone"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    place.rmdir()
+    code, _, err = command("inspect", tmp_path).ended()
+    assert (code, err) == (
+        1,
+        "nearplane: The current folder was deleted. Change to another folder, and repeat the command.\n",
+    )

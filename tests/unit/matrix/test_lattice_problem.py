@@ -105,3 +105,9 @@ def test_a_sensitivity_of_other_rows_is_refused() -> None:
 def test_what_a_product_in_float32_rounds_is_symmetric_enough() -> None:
     noisy = H + 1e-6 * torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
     assert quantize_matrix(W, noisy, GridScheme(bits=3, group_size=4))[1].loss > 0
+
+
+@pytest.mark.parametrize("storage", [torch.int8, torch.complex64, torch.float64, torch.float8_e4m3fn])
+def test_steps_are_stored_in_no_other_dtype(storage: torch.dtype) -> None:
+    with pytest.raises(RecipeError, match=r"storage is torch\.\w+; expected torch\.float16, torch\.bfloat16 or"):
+        quantize_matrix(W, H, GridScheme(bits=3, group_size=4), storage=storage)
