@@ -55,7 +55,8 @@ class GGUFReader(TensorReader):
         if not self.path.is_file():
             raise ModelError(f"{folder} has no {FILE}, which its config.json names. Fetch the folder again.")
         header = self.header = read_header(self.path)
-        check_metadata(self.path, header)
+        if not unfinished:
+            check_metadata(self.path, header)
         names = checkpoint_names(self.path, header)
         sums = header.fields.get(SUMS) if header.own else [""] * len(names)
         if not isinstance(sums, list) or len(sums) != len(names) or not all(isinstance(each, str) for each in sums):
