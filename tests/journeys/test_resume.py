@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from nearplane.formats import journal_pages
 from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.record.record import read_record
 from nearplane.system.device import Device
+from nearplane.system.files import sha256
 from nearplane.system.output_folder import Unfinished
 from nightly import daily
 
@@ -262,6 +264,21 @@ def test_a_state_that_was_changed_is_noticed(model, text, stop, tmp_path, change
     path = Path(f"{out}.unfinished") / "journal" / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(FormatError, match=r"state\.json has changed since it was written.*--overwrite"):
+        nearplane.quantize(model, out, **options)
+
+
+def test_a_page_that_is_no_page_is_one_sentence(model, text, stop, tmp_path):
+    """Though its hash, and that of the state, were made right."""
+    out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["size"], **TEXT)
+    stop(1, "size", out)
+    journal = Path(f"{out}.unfinished") / "journal"
+    with zipfile.ZipFile(journal / "plan.pt", "w") as page:
+        page.writestr("plan/data.pkl", b"\x80\x02.")
+        page.writestr("plan/version", b"3")
+    state = json.loads((journal / "state.json").read_text())
+    state["pages"]["plan.pt"] = sha256(journal / "plan.pt")
+    (journal / "state.json").write_text(json.dumps(state | {"digest": journal_pages._digest(state)}))
+    with pytest.raises(FormatError, match=r"plan\.pt cannot be read .*--overwrite"):
         nearplane.quantize(model, out, **options)
 
 

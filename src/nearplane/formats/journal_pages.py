@@ -201,7 +201,16 @@ class JournalPages:
             if sha256(path) != self._pages.get(name):
                 raise self.changed_page(name)
             return torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+            EOFError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            UnpicklingError,
+        ) as error:
             raise FormatError(f"{path} cannot be read ({error}). {REMEDY}.") from error
 
     def changed_page(self, name: str) -> FormatError:
