@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -28,49 +27,14 @@ from nearplane.models.kinds import InputKind, has_head, input_kind
 from nearplane.models.pretrained import as_model_error
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
+from nearplane.system.progress import counted, silent
 from nearplane.verbs.early_checks import check_evaluate_tasks
 from nearplane.verbs.evaluate import load_dense
+from nearplane.verbs.task_scores import RESAMPLES, TaskScore, scores
 
 PYTHON_SEED, SEED = 0, 1234  # of lm-eval's command line: for `random`; for numpy, torch and the choice of examples
-RESAMPLES = 1000  # of the documents, for errors of metrics that are no mean
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskScore:
-    """One metric of one task or group of tasks; without an original, the fields from `original` on are None.
-
-    Args:
-        task, metric, filter: Names that lm-eval gives; the filter is "none" for most tasks.
-        fewshot: Number of solved examples in each prompt; None for a group of tasks with different numbers.
-        documents: Number of documents.
-        value, error: The metric and its standard error, both by lm-eval; None if it has no error.
-        original, original_error: The same of the original.
-        difference: `value - original`.
-        difference_error: Standard error of the difference, from the differences on each document.
-        right_to_wrong, wrong_to_right: Numbers of documents that only the original or only the model answers rightly; None
-            for metrics other than right or wrong.
-        flipped, flipped_error: Share of both among all documents, and its standard error.
-        p_value: Probability of numbers at least as uneven if both directions are equally likely (exact McNemar test).
-    """
-
-    task: str
-    metric: str
-    filter: str
-    fewshot: int | None
-    documents: int
-    value: float
-    error: float | None
-    original: float | None = None
-    original_error: float | None = None
-    difference: float | None = None
-    difference_error: float | None = None
-    right_to_wrong: int | None = None
-    wrong_to_right: int | None = None
-    flipped: float | None = None
-    flipped_error: float | None = None
-    p_value: float | None = None
 
 
 @checked("model", "against")
@@ -113,7 +77,7 @@ def evaluate_tasks(
         model, tasks, against=against, fewshot=fewshot, limit=limit, task_path=task_path, batch_size=batch_size
     )
     refuse_tokenizer(model, tokenizer)
-    with _seeded():
+    with _seeded(), _quiet():
         chosen = _load_tasks(tasks, task_path)
     _set_fewshot(chosen, fewshot)
     place = Device.named(device).place
@@ -123,7 +87,7 @@ def evaluate_tasks(
         log.info("%s answers %s", model_label(source), first_few(list(chosen["tasks"])))
         results.append(_answers(network, words, model_label(source), chosen, limit, batch_size))
         del network  # before the next one is loaded
-    return [_score(chosen, results, *key) for key in _metrics(results[0])]
+    return scores(chosen, results)
 
 
 def _load_tasks(names: Sequence[str], task_path: str | Path | None) -> dict[str, Any]:
@@ -158,7 +122,9 @@ def _load_tasks(names: Sequence[str], task_path: str | Path | None) -> dict[str,
     for name, task in chosen["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             kind = "images or sound" if getattr(task, "MULTIMODAL", False) else "runs code that the model writes"
-            raise RecipeError(f"--tasks {name}: the task {kind}, which nearplane does not do. Run it with lm-eval itself.")
+            raise RecipeError(
+                f"--tasks {name}: the task {kind}, which nearplane does not do. Run it with lm-eval itself."
+            )
     return chosen
 
 
@@ -194,16 +160,36 @@ def _loaded(
     return network, tokenizer
 
 
-class _Cut(logging.Filter):
-    """Count of requests that were cut, in place of lm-eval's warning for each; drops its warning about model objects."""
+class _Warnings(logging.Handler):
+    """Warnings of lm-eval, each once, and the number of requests that it cut; its remarks on model objects are left out."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: dict[str, None] = {}
+        self.cut = 0
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a warning is shown."""
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning."""
         message = record.getMessage()
-        self.count += "runcat" in message
-        return "runcat" not in message and not message.startswith(("`pretrained`", "Passed an already"))
+        if "runcat" in message:  # one for each request: "Truncating", "truncation applied"
+            self.cut += 1
+        elif not message.startswith(("`pretrained`", "Passed an already")):
+            self.lines[message] = None
+
+
+class _Answered:
+    """What lm-eval tells of each answered request, which its own cache would store; here it is logged as progress."""
+
+    def __init__(self, chosen: dict[str, Any], stack: ExitStack) -> None:
+        self._chosen, self._stack = chosen, stack
+        self._done: Callable[[int], None] | None = None
+
+    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
+        """Count a request."""
+        if self._done is None:  # all requests are built before the first answer
+            total = sum(request.repeats for task in self._chosen["tasks"].values() for request in task.instances)
+            self._done = self._stack.enter_context(counted(silent, "answering", total))
+        self._done(1)
 
 
 def _answers(
@@ -216,21 +202,33 @@ def _answers(
 ) -> dict[str, Any]:
     """Return lm-eval's results with the scores of each document ("samples")."""
     from lm_eval.evaluator import evaluate
-    from lm_eval.models import huggingface
+    from lm_eval.models.huggingface import HFLM
 
-    cut = _Cut()
-    huggingface.eval_logger.addFilter(cut)
-    try:
-        with as_model_error(f"{label} does not answer the tasks"), _seeded(), redirect_stdout(sys.stderr):
-            lm = huggingface.HFLM(network, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
-            for task in chosen["tasks"].values():
-                task.set_fewshot_seed(SEED)
-            answered: dict[str, Any] = evaluate(lm, chosen, limit=limit, bootstrap_iters=RESAMPLES)
-    finally:
-        huggingface.eval_logger.removeFilter(cut)
-    if cut.count:
-        log.warning("%s: %d requests were longer than its maximum length, and lost their beginning", label, cut.count)
+    with as_model_error(f"{label} does not answer the tasks"), _seeded(), _quiet() as warnings, ExitStack() as stack:
+        lm = HFLM(network, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+        lm.set_cache_hook(_Answered(chosen, stack))
+        for task in chosen["tasks"].values():
+            task.set_fewshot_seed(SEED)
+        answered: dict[str, Any] = evaluate(lm, chosen, limit=limit, bootstrap_iters=RESAMPLES)
+    for line in warnings.lines:
+        log.warning("lm-eval: %s", line)
+    if warnings.cut:
+        log.warning("%s: %d requests were longer than its maximum length and lost their beginning", label, warnings.cut)
     return answered
+
+
+@contextmanager
+def _quiet() -> Iterator[_Warnings]:
+    """A context in which lm-eval's bars are shown only on a terminal, its lines not at all, and its warnings are kept."""
+    logger, warnings = logging.getLogger("lm_eval"), _Warnings()
+    logger.addHandler(warnings)
+    try:
+        with open(os.devnull, "w") as nothing, redirect_stdout(nothing), ExitStack() as stack:
+            if not sys.stderr.isatty():
+                stack.enter_context(redirect_stderr(nothing))
+            yield warnings
+    finally:
+        logger.removeHandler(warnings)
 
 
 @contextmanager
@@ -246,147 +244,3 @@ def _seeded() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def _metrics(answered: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (task, metric, filter) of all metrics of all tasks and groups."""
-    keys = ((task, *key.partition(",")) for task, row in answered["results"].items() for key in row)
-    return [(task, metric, by) for task, metric, comma, by in keys if comma and not metric.endswith("_stderr")]
-
-
-def _score(chosen: dict[str, Any], results: Sequence[dict[str, Any]], name: str, metric: str, by: str) -> TaskScore:
-    """Return one metric of a task or a group.
-
-    Args:
-        chosen: Tasks and groups.
-        results: Results of the model, and perhaps of the original.
-        name, metric, by: Name of the task or group, of the metric, and of the filter.
-    """
-    rows = [each["results"][name] for each in results]
-    values = [float(row[f"{metric},{by}"]) for row in rows]
-    errors = [row.get(f"{metric}_stderr,{by}") for row in rows]
-    value_error, original_error = [float(e) if isinstance(e, float | int) else None for e in [*errors, None]][:2]
-    group = chosen["groups"].get(name)
-    leaves = [task.task_name for task in group.get_all_tasks()] if group else [name]
-    parts = [_Paired.of(chosen["tasks"][leaf], results, metric, by) for leaf in leaves]
-    parts = [part for part in parts if part.documents]
-    plain = {
-        "task": name,
-        "metric": metric,
-        "filter": by,
-        "fewshot": results[0]["n-shot"].get(name),
-        "documents": sum(part.documents for part in parts),
-        "value": values[0],
-        "error": value_error,
-    }
-    if len(results) == 1:
-        return TaskScore(**plain)
-    weighted = group is None or all(each.weight_by_size for each in group.aggregate_metric_list if each.metric == metric)
-    total = _Paired.joined(parts, by_size=weighted)
-    paired = plain | {
-        "original": values[1],
-        "original_error": original_error,
-        "difference": values[0] - values[1],
-        "difference_error": total.error,
-    }
-    if total.flips is None:
-        return TaskScore(**paired)
-    lost, won = total.flips
-    share = (lost + won) / total.documents
-    return TaskScore(
-        **paired,
-        right_to_wrong=lost,
-        wrong_to_right=won,
-        flipped=share,
-        flipped_error=math.sqrt(share * (1 - share) / total.documents),
-        p_value=mcnemar(lost, won),
-    )
-
-
-def mcnemar(lost: int, won: int) -> float:
-    """Return the two-sided exact p value of two counts under equal chances: `2 P(X <= min)`, X ~ B(lost + won, 1/2)."""
-    count = lost + won
-    below = sum(math.comb(count, k) for k in range(min(lost, won) + 1))
-    return min(1.0, 2 * below / 2**count)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Paired:
-    """Difference of two models on the same documents.
-
-    Args:
-        documents: Number of documents.
-        error: Standard error of the difference of the metric; None for fewer than two documents.
-        flips: Numbers of documents that only the original, and only the model, answers rightly; None if the metric is
-            not right or wrong.
-    """
-
-    documents: int
-    error: float | None = None
-    flips: tuple[int, int] | None = None
-
-    @classmethod
-    def of(cls, task: Any, results: Sequence[dict[str, Any]], metric: str, by: str) -> _Paired:
-        """Compare the scores of a task's documents."""
-        scores = [
-            {each["doc_id"]: each[metric] for each in answered["samples"][task.task_name] if _has(each, metric, by)}
-            for answered in results
-        ]
-        documents = sorted(set.intersection(*(set(each) for each in scores)))
-        if len(results) == 1 or not documents:
-            return cls(documents=len(documents))
-        ours, theirs = ([each[document] for document in documents] for each in scores)
-        binary = {*map(_number, ours), *map(_number, theirs)} <= {0.0, 1.0}
-        flips = None
-        if binary and task.higher_is_better().get(metric, True):
-            pairs = list(zip(map(bool, ours), map(bool, theirs), strict=True))
-            flips = pairs.count((False, True)), pairs.count((True, False))
-        return cls(documents=len(documents), error=_difference_error(_aggregation(task, metric), ours, theirs), flips=flips)
-
-    @classmethod
-    def joined(cls, parts: Sequence[_Paired], *, by_size: bool) -> _Paired:
-        """Join the tasks of a group, whose mean is weighted by their numbers of documents or not."""
-        documents = sum(part.documents for part in parts)
-        errors = [part.error for part in parts if part.error is not None]
-        weights = [part.documents / documents if by_size else 1 / len(parts) for part in parts]
-        flips = [part.flips for part in parts if part.flips is not None]
-        return cls(
-            documents=documents,
-            error=math.hypot(*(w * e for w, e in zip(weights, errors, strict=True))) if len(errors) == len(parts) else None,
-            flips=(sum(a for a, _ in flips), sum(b for _, b in flips)) if len(flips) == len(parts) else None,
-        )
-
-
-def _has(sample: dict[str, Any], metric: str, by: str) -> bool:
-    return sample["filter"] == by and metric in sample["metrics"]
-
-
-def _number(score: Any) -> float | None:
-    """Return the score of a document as a number; None for a pair such as (log-likelihood, words)."""
-    return float(score) if isinstance(score, int | float | np.number | np.bool_) else None
-
-
-def _aggregation(task: Any, metric: str) -> Callable[[list[Any]], float] | None:
-    """Return the function that makes a metric from the scores of all documents; None for their mean."""
-    from lm_eval.api.metrics import mean
-
-    function = task.aggregation().get(metric, mean)
-    return None if function is mean else function
-
-
-def _difference_error(aggregate: Callable[[list[Any]], float] | None, ours: list[Any], theirs: list[Any]) -> float | None:
-    """Return the standard error of the difference of a metric, from pairs of scores of the same documents.
-
-    For a mean, it is that of the mean difference. For others, it is that of resampled documents (paired bootstrap).
-    """
-    count = len(ours)
-    if count < 2:
-        return None
-    if aggregate is None:
-        differences = np.array(ours, dtype=float) - np.array(theirs, dtype=float)
-        return float(differences.std(ddof=1) / math.sqrt(count))
-    draw, differences = np.random.default_rng(0), np.empty(RESAMPLES)
-    for index in range(RESAMPLES):
-        chosen = draw.integers(count, size=count)
-        differences[index] = aggregate([ours[i] for i in chosen]) - aggregate([theirs[i] for i in chosen])
-    return float(differences.std(ddof=1))
