@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from nearplane.cli.printing import say, table
+from nearplane.errors import RecipeError
 from nearplane.verbs.early_checks import check_evaluate_tasks
 
 if TYPE_CHECKING:
@@ -50,14 +51,23 @@ class TaskFlags:
 
     def check(self, model: str, against: str | None) -> None:
         """Refuse what `evaluate_tasks` would refuse without torch."""
+        if self.tasks is None:
+            given = next(each.name for each in fields(self) if getattr(self, each.name) != each.default)
+            raise RecipeError(f"--{given.replace('_', '-')} needs --tasks with names of lm-eval's tasks.")
         check_evaluate_tasks(model, against=against, **self.options())
+
+    def scores(self, model: str, against: str | None, **options: Any) -> list[TaskScore]:
+        """Let the models answer the tasks."""
+        from nearplane import evaluate_tasks
+
+        return evaluate_tasks(model, against=against, **self.options(), **options)
 
 
 def print_scores(scores: Iterable[TaskScore]) -> None:
     """Print a table of scores, and below it what its errors are."""
     scores = list(scores)
     columns = COLUMNS if scores[0].original is not None else COLUMNS[:5]
-    table(columns, ([*_cells(score)][: len(columns)] for score in scores))
+    table(columns, (tuple(_cells(score))[: len(columns)] for score in scores))
     say(["± is one standard error, over the documents of a task."])
     if len(columns) > 5:
         say(["The difference is that of the two models on the same documents; p is that of McNemar's exact test."])
