@@ -91,7 +91,7 @@ def evaluate(
     if plot is not None:
         from nearplane.verbs.evaluate_figure import draw
 
-        draw([each for each in measured if each.scores is not None], plot)
+        draw(measured, plot)
     if json:
         parts = [asdict(each.evaluation) for each in measured]
         alone = parts[0] if len(parts) == 1 else parts
@@ -159,12 +159,14 @@ def _divergence(score: Evaluation) -> Iterator[str]:
     yield _row("  of single tokens", ", ".join(f"{name} {value:.5f}" for name, value in quantiles) + " nats")
     yield from _estimate("KL(model || original)", it.reverse_kl, ".5f", " nats per token")
     yield from _estimate("same top token", it.same_top, ".2f", " %", 100)
-    yield from _estimate("right token's probability", it.probability_change, "+.3f", " points on average", 100)
-    yield from _estimate("  root mean square", it.probability_change_rms, ".3f", " points", 100)
+    yield from _estimate(
+        "right token's probability", it.probability_change, "+.3f", " percentage points on average", 100
+    )
+    yield from _estimate("  root mean square", it.probability_change_rms, ".3f", " percentage points", 100)
     for start in range(0, len(it.by_position), POSITIONS_PER_LINE):
         parts = it.by_position[start : start + POSITIONS_PER_LINE]
         cells = ", ".join(f"{_range(part)}: {part.kl.value:.5f}" for part in parts)
-        yield _row("  after so many tokens" * (start == 0), f"{cells} nats per token")
+        yield _row("KL by tokens of context" * (start == 0), f"{cells} nats per token")
 
 
 def _estimate(name: str, it: Estimate | None, form: str, unit: str = "", factor: int = 1) -> Iterator[str]:

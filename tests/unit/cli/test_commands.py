@@ -39,7 +39,20 @@ def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tiny, 
     code, out, _ = command(monkeypatch, capsys, "evaluate", tmp_path / "out", "--text", HELD_OUT, "--samples", 4, "--seqlen", 40,
                            "--against", model, "--json")  # fmt: skip
     assert code == 0
-    assert json.loads(out)["kl"] > 0
+    assert json.loads(out)["kl"] == json.loads(out)["statistics"]["kl"]["value"] > 0
+    words = ("--samples", 4, "--seqlen", 40, "--against", model, "--plot", tmp_path / "kl.svg")
+    code, out, _ = command(monkeypatch, capsys, "evaluate", tmp_path / "out", "--text", HELD_OUT, text, *words)
+    assert code == 0
+    assert out.count("KL(original || model)") == out.count("protocol papers: 156 tokens scored in 4 windows of 40") == 2
+    assert "4-7: " in out
+    assert (tmp_path / "kl.svg").read_text().count("</svg>") == 1
+    for protocol, said in (("llama.cpp", "99.9% KLD  "), ("lm-eval", "word_perplexity  ")):
+        words = ("--protocol", protocol, "--samples", 2, "--seqlen", 40)
+        code, out, _ = command(
+            monkeypatch, capsys, "evaluate", tmp_path / "out", "--text", text, "--against", model, *words
+        )
+        assert code == 0
+        assert said in out
     code, out, _ = command(monkeypatch, capsys, "inspect", tmp_path / "out")
     assert code == 0
     assert "model.layers.1.mlp.down_proj" in out
@@ -262,6 +275,10 @@ REFUSED = {  # commands, with places of the fixture `refusals` in braces, and wh
     "evaluate {model} --text nowhere": "--text nowhere does not exist. Pass a .txt or .jsonl file or a folder of them",
     "evaluate {model} --text {text} --samples 0": "samples is 0; expected a whole number, at least 1",
     "evaluate started --text {text}": "started is incomplete",
+    "evaluate {model} --text {text} nowhere": "--text nowhere does not exist",
+    "evaluate {model} --text {text} --protocol llama.cpp --seqlen 2": "--seqlen 2 is too short for --protocol llama.cpp",
+    "evaluate {model} --text {text} --plot figure.svg": "--plot draws the KL to the original. Pass it with --against",
+    "evaluate {model} --text {text} --against {model} --plot a.gif": "a.gif cannot be written as a figure; expected a name",
     "tune {out} new --against nowhere": "nowhere does not exist",
     "tune full new --against {model}": "full has no nearplane.json",
     "tune {out} full --against {model}": "full exists and is not empty",
