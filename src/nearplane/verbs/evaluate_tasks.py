@@ -107,7 +107,7 @@ def _load_tasks(names: Sequence[str], task_path: str | Path | None) -> dict[str,
         matches = manager.match_tasks([name])
         if not matches:
             close = get_close_matches(name, manager.all_tasks, 3)
-            advice = f"Did you mean {' or '.join(close)}?" if close else "List its tasks with lm-eval ls tasks."
+            advice = f"Did you mean {' or '.join(close)}?" if close else "lm_eval ls tasks lists them."
             raise RecipeError(f"--tasks {name}: lm-eval has no task of this name. {advice}")
         for match in matches:
             try:
