@@ -56,7 +56,7 @@ def evaluate_tasks(
     Args:
         model: Folder, hub id or .gguf file as for `evaluate`, or a model object.
         tasks: Names of tasks or groups of lm-eval, or patterns of names such as "mmlu_*".
-        tokenizer: Tokenizer of a model object.
+        tokenizer: Tokenizer of a model object; that of a folder serves an original given as an object, too.
         against: The original model. It answers the same documents after the model, so that one is in memory at a time.
         fewshot: Number of solved examples in each prompt. None: as each task says. Tasks that fix 0 keep it.
         limit: Number of documents of each task, from its beginning. None: all.
@@ -83,9 +83,9 @@ def evaluate_tasks(
     place = Device.named(device).place
     results = []
     for source in (model,) if against is None else (model, against):
-        network, words = _loaded(source, tokenizer, place, trust_remote_code)
+        network, tokenizer = _loaded(source, tokenizer, place, trust_remote_code)
         log.info("%s answers %s", model_label(source), first_few(list(chosen["tasks"])))
-        results.append(_answers(network, words, model_label(source), chosen, limit, batch_size))
+        results.append(_answers(network, tokenizer, model_label(source), chosen, limit, batch_size))
         del network  # before the next one is loaded
     return scores(chosen, results)
 
@@ -121,7 +121,7 @@ def _load_tasks(names: Sequence[str], task_path: str | Path | None) -> dict[str,
             chosen["groups"] |= loaded["groups"]
     for name, task in chosen["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-            kind = "images or sound" if getattr(task, "MULTIMODAL", False) else "runs code that the model writes"
+            kind = "has images or sound" if getattr(task, "MULTIMODAL", False) else "runs code that the model writes"
             raise RecipeError(
                 f"--tasks {name}: the task {kind}, which nearplane does not do. Run it with lm-eval itself."
             )
