@@ -122,7 +122,7 @@ def mcnemar(lost: int, won: int) -> float:
     """Return the two-sided exact p value of two counts under equal chances: `2 P(X <= min)`, X ~ B(lost + won, 1/2)."""
     count = lost + won
     below = sum(math.comb(count, k) for k in range(min(lost, won) + 1))
-    return min(1.0, 2 * below / 2**count)
+    return float(min(1.0, 2 * below / 2**count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
