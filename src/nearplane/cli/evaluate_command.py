@@ -16,13 +16,14 @@ from nearplane.errors import RecipeError
 from nearplane.verbs.early_checks import Protocol, check_evaluate
 
 if TYPE_CHECKING:
-    from nearplane.verbs.evaluate import Evaluation, Floor
+    from nearplane.verbs.evaluate import Evaluation
     from nearplane.verbs.evaluate_protocols import LlamaCppFigure
+    from nearplane.verbs.evaluate_scoring import Floor
     from nearplane.verbs.evaluate_statistics import Estimate, PositionRange
 
 Switch = Annotated[bool, Parameter(negative="")]
 Several = Parameter(consume_multiple=True, negative="")
-NAME_WIDTH, POSITIONS_PER_LINE = 32, 6
+NAME_WIDTH, POSITIONS_PER_LINE = 34, 4
 
 
 def evaluate(
@@ -119,7 +120,7 @@ def lines(score: Evaluation) -> Iterator[str]:
         yield from _perplexities(score)
         yield from _divergence(score)
     if score.floor is not None:
-        yield _row("floor of the KL", _floor(score.floor))
+        yield from _floor(score.floor)
     yield from score.remarks
 
 
@@ -137,12 +138,9 @@ def _perplexities(score: Evaluation) -> Iterator[str]:
     """Yield the perplexities of both networks and their ratio."""
     if score.lm_eval is not None:
         for name, value in asdict(score.lm_eval).items():
-            before = (
-                ""
-                if score.lm_eval_original is None
-                else f"   the original's {getattr(score.lm_eval_original, name):.4f}"
-            )
-            yield _row(name, f"{value:.4f}{before}")
+            yield _row(name, f"{value:.4f}")
+        for name, value in ({} if score.lm_eval_original is None else asdict(score.lm_eval_original)).items():
+            yield _row(f"the original's {name}", f"{value:.4f}")
         return
     yield from _estimate("perplexity", score.statistics.perplexity, ".4f")
     yield from _estimate("the original's perplexity", score.statistics.original_perplexity, ".4f")
@@ -166,7 +164,7 @@ def _divergence(score: Evaluation) -> Iterator[str]:
     for start in range(0, len(it.by_position), POSITIONS_PER_LINE):
         parts = it.by_position[start : start + POSITIONS_PER_LINE]
         cells = ", ".join(f"{_range(part)}: {part.kl.value:.5f}" for part in parts)
-        yield _row("KL by tokens of context" * (start == 0), f"{cells} nats per token")
+        yield _row("KL after 1, 2-3, .. tokens, nats" * (start == 0), cells)
 
 
 def _estimate(name: str, it: Estimate | None, form: str, unit: str = "", factor: int = 1) -> Iterator[str]:
@@ -189,13 +187,11 @@ def _figure(it: LlamaCppFigure) -> str:
     return f"{it.value:.{places}f}" + ("" if it.error is None else f" ± {it.error:.{places}f}") + percent
 
 
-def _floor(it: Floor) -> str:
-    if not it.windows:
-        return f"0 nats per token: the original is stored in {it.dtype}"
-    return (
-        f"{it.kl:.3g} nats per token, same top token {100 * it.agreement:.2f} %: the original in {it.dtype} against itself in "
-        f"float32, first {it.tokens:,} tokens"
-    )
+def _floor(it: Floor) -> Iterator[str]:
+    """Yield how far the original in its own dtype is from itself in float32."""
+    yield _row("floor of the KL", f"{it.kl:.3g} nats per token, same top token {100 * it.agreement:.2f} %")
+    measured = f"in {it.dtype} against float32, first {it.tokens:,} tokens" if it.windows else "stored in float32"
+    yield _row("  the original by itself", measured)
 
 
 def _row(name: str, value: str) -> str:

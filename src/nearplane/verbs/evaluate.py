@@ -6,12 +6,8 @@ used in float32; model objects run as they are.
 
 from __future__ import annotations
 
-import logging
-import math
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +20,14 @@ from nearplane.calibration.texts import check_start, check_vocabulary
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.loading.dense_network import dense_network
 from nearplane.loading.source_folder import source_folder
-from nearplane.models.kinds import InputKind, predicts_always_the_same
-from nearplane.models.pretrained import as_model_error, tokenizer_of
+from nearplane.models.kinds import InputKind
+from nearplane.models.pretrained import tokenizer_of
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
-from nearplane.system.matmul_library import chosen_library
 from nearplane.system.progress import Progress, logged, silent
 from nearplane.verbs.early_checks import Protocol, check_evaluate
-from nearplane.verbs.evaluate_networks import Network, Outline, Readout, opened, predictions, windows_at_a_time
+from nearplane.verbs.evaluate_networks import Network, Outline, opened, windows_at_a_time
 from nearplane.verbs.evaluate_protocols import (
-    NOT_SCORED,
     LlamaCppFigure,
     LmEvalFigures,
     ScoredText,
@@ -43,31 +37,8 @@ from nearplane.verbs.evaluate_protocols import (
     next_tokens,
     scored_text,
 )
-from nearplane.verbs.evaluate_statistics import Statistics, TokenScores, score_tokens, summarize
-
-LOGITS = 1 << 22  # of one network that are computed at a time
-FLOOR_TOKENS = 4096  # of the first text, on which the floor is measured
-COMPARED_ROWS = 8  # of a part, whose predictions are compared with the first ones
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Floor:
-    """Divergence of the original in its own dtype from itself in float32: no checkpoint served in that dtype can be nearer.
-
-    Args:
-        dtype: The dtype in its config.json; for float32 the divergence is 0 and is not measured.
-        windows, tokens: Number of windows, the first ones of the text, and of scored tokens in them.
-        kl: Mean KL(float32 || own dtype) in nats per token.
-        agreement: Share of tokens with the same most likely token.
-    """
-
-    dtype: str
-    windows: int = 0
-    tokens: int = 0
-    kl: float = 0.0
-    agreement: float = 1.0
+from nearplane.verbs.evaluate_scoring import Floor, cosines, measured_floor, running, token_scores
+from nearplane.verbs.evaluate_statistics import Statistics, TokenScores, summarize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +184,7 @@ def evaluate_texts(
     networks = [opened(each, place, trust_remote_code=trust_remote_code) for each in outlines]
     lowest = None
     if floor and against is not None and not outline.embeds:
-        lowest = _floor(networks[1], scored[0], place, trust_remote_code, progress)
+        lowest = measured_floor(networks[1], scored[0], place, trust_remote_code, progress)
     return [
         _measured(networks, part, _name(text), protocol, lowest, progress)
         for text, part in zip(texts, scored, strict=True)
@@ -302,12 +273,15 @@ def _measured(
     """Return the evaluation on one text, and the scores of its tokens."""
     names, windows = [network.outline.name for network in networks], len(scored.tokens)
     seqlen = scored.tokens.shape[1] if networks[0].outline.vocabulary else 1
-    with _running(networks, scored.tokens) as batches:
+    with running(networks, scored.tokens) as batches:
         total = -(-windows // windows_at_a_time(networks, scored.tokens))
         compared = progress(logged(batches, "evaluating", total), "evaluating", total)
         if networks[0].outline.embeds:
-            return Measured(evaluation=_of_embeddings(compared, names, windows, seqlen, name))
-        scores, remarks = _of_predictions(compared, names, scored, networks[0].outline.vocabulary)
+            alike = cosines(compared, names)
+            cosine, least = float(alike.mean()), float(alike.min())
+            counts = {"tokens": seqlen * windows, "windows": windows, "seqlen": seqlen}
+            return Measured(evaluation=Evaluation(**counts, cosine=cosine, worst_cosine=least, text=name))
+        scores, remarks = token_scores(compared, names, scored, networks[0].outline.vocabulary)
     statistics = summarize(scores)
     base = scores.original_nll
     by_words = protocol == "lm-eval"
@@ -334,133 +308,6 @@ def _measured(
             documents=scored.documents,
         ),
         scores=scores,
-    )
-
-
-@contextmanager
-def _running(networks: Sequence[Network], windows: Tensor) -> Iterator[Iterator[tuple[slice, list[Readout]]]]:
-    """Run networks on windows without autograd; their errors become errors of the model."""
-    first, seqlen = networks[0], windows.shape[1] if networks[0].outline.vocabulary else 1
-    with (
-        chosen_library(first.shapes(), windows.numel(), Device(first.device)),
-        as_model_error(f"{first.outline.name} does not run on its windows of {seqlen} tokens"),
-        torch.no_grad(),
-    ):
-        yield predictions(networks, windows)
-
-
-def _of_predictions(
-    batches: Iterable[tuple[slice, list[Readout]]], names: Sequence[str], scored: ScoredText, vocabulary: int
-) -> tuple[TokenScores, tuple[str, ...]]:
-    """Return the scores of all tokens that have a target, and remarks on degenerate networks.
-
-    Raises:
-        ModelError: The networks have different vocabularies, or a log-probability is not finite.
-    """
-    assert scored.targets is not None
-    parts: list[TokenScores] = []
-    first: list[Tensor] = []  # predictions of each network at its first scored token
-    constant = [True for _ in names]
-    for which, readouts in batches:
-        targets = scored.targets[which]
-        step = max(1, LOGITS // (len(targets) * vocabulary))
-        for begin in range(0, targets.shape[1], step):
-            part = targets[:, begin : begin + step]
-            window, position = (part != NOT_SCORED).nonzero(as_tuple=True)
-            if not len(window):
-                continue
-            logits = [read(begin, begin + part.shape[1])[window, position] for read in readouts]
-            if len({each.shape for each in logits}) > 1:
-                raise ModelError(
-                    f"{names[1]} predicts {logits[1].shape[-1]} tokens, but {names[0]} {logits[0].shape[-1]}. Pass the original."
-                )
-            right = part[window, position].to(logits[0].device)
-            tokens, predicted = score_tokens(logits, right, window=window + which.start, position=position + begin + 1)
-            parts.append(tokens)
-            first = first or [each[:1].clone() for each in predicted]
-            for number, each in enumerate(predicted):
-                rows = torch.cat([first[number], each[:: -(-len(each) // COMPARED_ROWS)]])
-                constant[number] &= predicts_always_the_same(rows)
-    scores = TokenScores.joined(parts)
-    losses = [float(each.mean()) for each in (scores.nll, scores.original_nll) if each is not None]
-    if not math.isfinite(sum(losses)):
-        raise ModelError(
-            f"{names[0]} or its original predicts NaN or Inf. Check the files, or compute in a wider dtype."
-        )
-    constant = [same and len(scores.nll) > 1 for same in constant]
-    return scores, tuple(_remarks(names, constant, losses, first[0].shape[-1]))
-
-
-def _remarks(names: Sequence[str], constant: Sequence[bool], losses: Sequence[float], vocabulary: int) -> Iterator[str]:
-    """Yield a sentence for each network that predicts the same for every token, or worse than a guess."""
-    for name, same, nll in zip((names[0], "the original"), constant, losses, strict=False):
-        if same:
-            yield f"{name} predicts the same for every token; check its files"
-        elif nll > math.log(vocabulary):
-            yield f"{name} predicts worse than a guess among {vocabulary:,} tokens, whose perplexity is {vocabulary:,}"
-
-
-def _of_embeddings(
-    batches: Iterable[tuple[slice, list[Readout]]], names: Sequence[str], windows: int, seqlen: int, text: str
-) -> Evaluation:
-    """Return the similarity of the embeddings of two networks: the means of their last hidden states of a window.
-
-    Raises:
-        ModelError: The embeddings have different sizes, or are not finite.
-    """
-    cosines: list[Tensor] = []
-    for _, readouts in batches:
-        embedding, expected = (read(0, sys.maxsize).float().mean(1) for read in readouts)
-        if expected.shape != embedding.shape:
-            raise ModelError(
-                f"{names[1]} embeds to {tuple(expected.shape[1:])}, but {names[0]} to {tuple(embedding.shape[1:])}. Pass the "
-                f"original."
-            )
-        cosines.append(torch.nn.functional.cosine_similarity(expected.double(), embedding.double(), dim=-1).cpu())
-        if not torch.isfinite(cosines[-1]).all():
-            raise ModelError("An embedding is NaN or Inf. Check the files, or compute in a wider dtype.")
-    similarities = torch.cat(cosines)
-    return Evaluation(
-        tokens=seqlen * windows,
-        windows=windows,
-        seqlen=seqlen,
-        cosine=float(similarities.mean()),
-        worst_cosine=float(similarities.min()),
-        text=text,
-    )
-
-
-def _floor(original: Network, scored: ScoredText, place: Device, trust: bool, progress: Progress) -> Floor | None:
-    """Measure the original in its own dtype against itself in float32, on the first windows of a text.
-
-    Returns None for a model object, which runs in its own dtype anyway, and if the network does not run in that dtype.
-    """
-    outline = original.outline
-    if outline.folder is None:
-        return None
-    dtype = outline.network.dtype
-    if dtype == torch.float32:
-        return Floor(dtype="float32")
-    count = max(1, FLOOR_TOKENS // scored.tokens.shape[1])
-    assert scored.targets is not None
-    few = replace(scored, tokens=scored.tokens[:count], targets=scored.targets[:count])
-    try:
-        networks = [opened(outline, place, dtype=dtype, trust_remote_code=trust), original]
-        with _running(networks, few.tokens) as batches:
-            total = -(-len(few.tokens) // windows_at_a_time(networks, few.tokens))
-            compared = progress(batches, "measuring the floor", total)
-            scores, _ = _of_predictions(compared, [outline.name] * 2, few, outline.vocabulary)
-    except ModelError as error:
-        log.warning("The floor is not measured: %s", error)
-        return None
-    assert scores.kl is not None
-    assert scores.same_top is not None
-    return Floor(
-        dtype=str(dtype).removeprefix("torch."),
-        windows=len(few.tokens),
-        tokens=len(scores.kl),
-        kl=float(scores.kl.mean()),
-        agreement=float(scores.same_top.double().mean()),
     )
 
 

@@ -75,7 +75,7 @@ def logits(coarse):
 
 def test_statistics_in_parts_are_those_of_all_logits(coarse, logits, monkeypatch, caplog):
     """With a floor and two texts at once; each part has one or two positions of a batch."""
-    monkeypatch.setattr("nearplane.verbs.evaluate.LOGITS", 20_000)
+    monkeypatch.setattr("nearplane.verbs.evaluate_scoring.LOGITS", 20_000)
     monkeypatch.setattr("nearplane.verbs.evaluate_networks.BATCH_TOKENS", 96)
     with caplog.at_level(logging.INFO, "nearplane"):
         first, second = evaluate_texts(
