@@ -16,7 +16,7 @@ from nearplane.errors import RecipeError
 from nearplane.verbs.early_checks import Protocol, check_evaluate
 
 if TYPE_CHECKING:
-    from nearplane.verbs.evaluate import Evaluation
+    from nearplane.verbs.evaluate import Evaluation, Measured
     from nearplane.verbs.evaluate_protocols import LlamaCppFigure
     from nearplane.verbs.evaluate_scoring import Floor
     from nearplane.verbs.evaluate_statistics import Estimate, PositionRange
@@ -72,12 +72,11 @@ def evaluate(
         tasks.check(model, against)
     opening(model)
     scores = [] if tasks is None else tasks.scores(model, against, device=device, trust_remote_code=trust_remote_code)
-    from nearplane.verbs.evaluate import evaluate_texts
+    measured: list[Measured] = []
+    if texts:
+        from nearplane.verbs.evaluate import evaluate_texts
 
-    measured = (
-        []
-        if not texts
-        else evaluate_texts(
+        measured = evaluate_texts(
             model,
             texts,
             protocol=protocol,
@@ -88,7 +87,6 @@ def evaluate(
             floor=True,
             progress=bar,
         )
-    )
     if plot is not None:
         from nearplane.verbs.evaluate_figure import draw
 
