@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 import nearplane
 from checkpoints import save_part_of_the_demo, write_folder
-from children import command
+from nearplane.cli import app as cli
 from nearplane.demo import HELD_OUT
 
 pytest.importorskip("lm_eval", reason="needs lm_eval")
@@ -98,12 +99,13 @@ def test_scores_are_those_of_lm_evals_own_command_line(models, tasks, tmp_path, 
     assert score.difference_error == pytest.approx(math.sqrt(sum((d - mean) ** 2 for d in differences) / 23 / 24))
 
 
-def test_a_group_is_the_mean_of_its_tasks(models, tasks):
+def test_a_group_is_the_mean_of_its_tasks(models, tasks, monkeypatch, capsys):
     original, out = models
-    words = ("--against", original, "--tasks", "which,both", "--task-path", tasks, "--json")
-    code, printed, said = command("evaluate", out, *words).ended()
-    assert code == 0, said
-    scores = {each["task"]: each for each in json.loads(printed)["tasks"] if each["metric"] == "acc"}
+    words = ("evaluate", out, "--against", original, "--tasks", "which,both", "--task-path", tasks, "--json")
+    monkeypatch.setattr("sys.argv", ["nearplane", *map(str, words)])
+    with suppress(SystemExit):
+        cli.main()
+    scores = {each["task"]: each for each in json.loads(capsys.readouterr().out)["tasks"] if each["metric"] == "acc"}
     one, other, both = (scores[name] for name in ("which", "which_again", "both"))
     assert both["documents"] == 32
     assert both["difference"] == pytest.approx((24 * one["difference"] + 8 * other["difference"]) / 32)

@@ -100,7 +100,9 @@ def _load_tasks(names: Sequence[str], task_path: str | Path | None) -> dict[str,
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=task_path, include_defaults=False)
-    if not {*names} <= {*manager.all_subtasks}:  # reading all of lm-eval's own tasks takes seconds
+    groups = [manager.task_index[name].cfg or {} for name in names if name in manager.all_groups]
+    needed = {*names, *(str(member) for group in groups for member in group["task"])}
+    if not needed <= {*manager.all_subtasks, *manager.all_groups}:  # reading lm-eval's own tasks takes seconds
         manager = TaskManager(include_path=task_path)
     chosen: dict[str, Any] = {"tasks": {}, "groups": {}}
     for name in names:
