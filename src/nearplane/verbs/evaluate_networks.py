@@ -52,6 +52,7 @@ from nearplane.system.memory import free_memory, return_large_blocks
 BATCH_TOKENS, OTHER_BATCH = 2048, 8  # tokens of text in a batch, and windows of other inputs
 MAX_MEMORY_SHARE = 0.4  # of the free memory, which one network may use in float32
 TRIED_POSITIONS = 6  # on which it is tried whether the head runs apart
+ROUNDING = 64  # units in the last place of the largest logit that count as rounding
 NOT_APART = "%s computes the logits of a whole batch at once, because its head does not run apart"
 STATES = 0.2  # of the free memory, for the hidden states of a chunk; a block holds them twice while it runs
 
@@ -265,8 +266,9 @@ class Streamed(Network):
 def same_in_parts(read: Readout, logits: Tensor) -> bool:
     """Return whether a readout gives the same logits (windows, positions, vocabulary) in two parts, to rounding."""
     end = logits.shape[1]
-    parts = torch.cat([read(0, end // 2), read(end // 2, end)], 1).float()
-    return parts.shape == logits.shape and torch.allclose(parts, logits.float(), rtol=1e-3, atol=1e-3, equal_nan=True)
+    parts = torch.cat([read(0, end // 2), read(end // 2, end)], 1)
+    allowed = ROUNDING * torch.finfo(logits.dtype).eps * float(logits[logits.isfinite()].abs().max())
+    return parts.shape == logits.shape and torch.allclose(parts, logits, rtol=0, atol=allowed, equal_nan=True)
 
 
 def opened(
