@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +167,8 @@ class Held(Network):
         try:
             for module, _ in modes:
                 module.training = False
-            apart = not self.outline.embeds and self._has_head_apart(windows[:1].to(self.device))
-            run = self._head_apart if apart else self._whole
+            body = None if self.outline.embeds else self._body(windows[:1].to(self.device))
+            run = self._whole if body is None else partial(self._head_apart, body)
             yield lambda index: run(parts[index].to(self.device))
         finally:
             for module, mode in modes:
@@ -177,13 +178,13 @@ class Held(Network):
         outputs = _outputs(self.network, tokens)
         return lambda first, end: outputs[:, first:end]
 
-    def _head_apart(self, tokens: Tensor) -> Readout:
+    def _head_apart(self, body: nn.Module, tokens: Tensor) -> Readout:
         """Run a batch up to the head; the readout passes hidden states of some positions on from there.
 
-        The body is the module that the network calls for hidden states. The readout calls the network once more with a
-        body that returns them, so that all that follows is done as the network does it.
+        It calls the network once more with a body that returns these states, so that all that follows is done as the
+        network does it.
         """
-        body, outputs = self.network.base_model, []
+        outputs: list[Any] = []
 
         def capture(_: nn.Module, __: Any, output: Any) -> None:
             outputs.append(output)
@@ -203,15 +204,17 @@ class Held(Network):
 
         return readout
 
-    def _has_head_apart(self, window: Tensor) -> bool:
-        """Return whether logits of a few positions are the same in parts as at once; else it is logged."""
-        window = window[:, :TRIED_POSITIONS] if not isinstance(window, Spoken) else window
-        if self.network.base_model is not self.network and not has_two_stacks(self.network):
-            with suppress(Exception):  # a network may do anything between its body and its head
-                if same_in_parts(self._head_apart(window), self._whole(window)(0, window.shape[1])):
-                    return True
+    def _body(self, window: Tensor) -> nn.Module | None:
+        """Return the module that the network calls for hidden states, if logits are the same in parts; else it is logged."""
+        window = window if isinstance(window, Spoken) else window[:, :TRIED_POSITIONS]
+        network = self.network
+        with torch.no_grad():
+            for body in () if has_two_stacks(network) else (network.base_model, network.get_decoder()):
+                with suppress(Exception):  # a network may do anything between its body and its head
+                    if same_in_parts(self._head_apart(body, window), self._whole(window)(0, window.shape[1])):
+                        return body
         log.info(NOT_APART, self.outline.name)
-        return False
+        return None
 
 
 class Streamed(Network):
