@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +210,9 @@ class Held(Network):
         window = window if isinstance(window, Spoken) else window[:, :TRIED_POSITIONS]
         network = self.network
         with torch.no_grad():
-            for body in () if has_two_stacks(network) else (network.base_model, network.get_decoder()):
+            for body_of in () if has_two_stacks(network) else (attrgetter("base_model"), methodcaller("get_decoder")):
                 with suppress(Exception):  # a network may do anything between its body and its head
+                    body: nn.Module = body_of(network)
                     if same_in_parts(self._head_apart(body, window), self._whole(window)(0, window.shape[1])):
                         return body
         log.info(NOT_APART, self.outline.name)
