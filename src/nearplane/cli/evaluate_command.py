@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nearplane.verbs.evaluate import Evaluation, Measured
     from nearplane.verbs.evaluate_protocols import LlamaCppFigure
     from nearplane.verbs.evaluate_scoring import Floor
-    from nearplane.verbs.evaluate_statistics import Estimate, PositionRange
+    from nearplane.verbs.evaluate_statistics import Estimate, PositionRange, Statistics
 
 Switch = Annotated[bool, Parameter(negative="")]
 Several = Parameter(consume_multiple=True, negative="")
@@ -114,9 +114,9 @@ def lines(score: Evaluation) -> Iterator[str]:
     yield f"{score.text}, protocol {score.protocol}: {_protocol(score)}"
     if score.protocol == "llama.cpp":
         yield from (_row(each.name, _figure(each)) for each in score.llama_cpp)
-    else:
-        yield from _perplexities(score)
-        yield from _divergence(score)
+    elif score.statistics is not None:
+        yield from _perplexities(score, score.statistics)
+        yield from _divergence(score.statistics)
     if score.floor is not None:
         yield from _floor(score.floor)
     yield from score.remarks
@@ -132,7 +132,7 @@ def _protocol(score: Evaluation) -> str:
     return f"{scored}, of each all but the first; per token"
 
 
-def _perplexities(score: Evaluation) -> Iterator[str]:
+def _perplexities(score: Evaluation, it: Statistics) -> Iterator[str]:
     """Yield the perplexities of both networks and their ratio."""
     if score.lm_eval is not None:
         for name, value in asdict(score.lm_eval).items():
@@ -140,19 +140,21 @@ def _perplexities(score: Evaluation) -> Iterator[str]:
         for name, value in ({} if score.lm_eval_original is None else asdict(score.lm_eval_original)).items():
             yield _row(f"the original's {name}", f"{value:.4f}")
         return
-    yield from _estimate("perplexity", score.statistics.perplexity, ".4f")
-    yield from _estimate("the original's perplexity", score.statistics.original_perplexity, ".4f")
-    yield from _estimate("ratio of the two", score.statistics.perplexity_ratio, ".5f")
+    yield from _estimate("perplexity", it.perplexity, ".4f")
+    yield from _estimate("the original's perplexity", it.original_perplexity, ".4f")
+    yield from _estimate("ratio of the two", it.perplexity_ratio, ".5f")
 
 
-def _divergence(score: Evaluation) -> Iterator[str]:
+def _divergence(it: Statistics) -> Iterator[str]:
     """Yield how far the predictions are from the original's."""
-    it = score.statistics
     if it.kl is None:
         return
     yield from _estimate("KL(original || model)", it.kl, ".5f", " nats per token")
     quantiles = (("median", it.kl_median), ("99 %", it.kl_99), ("99.9 %", it.kl_999), ("largest", it.kl_max))
-    yield _row("  of single tokens", ", ".join(f"{name} {value:.5f}" for name, value in quantiles) + " nats")
+    yield _row(
+        "  of single tokens",
+        ", ".join(f"{name} {value:.5f}" for name, value in quantiles if value is not None) + " nats",
+    )
     yield from _estimate("KL(model || original)", it.reverse_kl, ".5f", " nats per token")
     yield from _estimate("same top token", it.same_top, ".2f", " %", 100)
     yield from _estimate(

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,7 @@ from nearplane.system.memory import free_memory, return_large_blocks
 BATCH_TOKENS, OTHER_BATCH = 2048, 8  # tokens of text in a batch, and windows of other inputs
 MAX_MEMORY_SHARE = 0.4  # of the free memory, which one network may use in float32
 TRIED_POSITIONS = 6  # on which it is tried whether the head runs apart
+ROUNDING = 64  # units in the last place of the largest logit that count as rounding
 NOT_APART = "%s computes the logits of a whole batch at once, because its head does not run apart"
 STATES = 0.2  # of the free memory, for the hidden states of a chunk; a block holds them twice while it runs
 
@@ -165,8 +168,8 @@ class Held(Network):
         try:
             for module, _ in modes:
                 module.training = False
-            apart = not self.outline.embeds and self._has_head_apart(windows[:1].to(self.device))
-            run = self._head_apart if apart else self._whole
+            body = None if self.outline.embeds else self._body(windows[:1].to(self.device))
+            run = self._whole if body is None else partial(self._head_apart, body)
             yield lambda index: run(parts[index].to(self.device))
         finally:
             for module, mode in modes:
@@ -176,13 +179,13 @@ class Held(Network):
         outputs = _outputs(self.network, tokens)
         return lambda first, end: outputs[:, first:end]
 
-    def _head_apart(self, tokens: Tensor) -> Readout:
+    def _head_apart(self, body: nn.Module, tokens: Tensor) -> Readout:
         """Run a batch up to the head; the readout passes hidden states of some positions on from there.
 
-        The body is the module that the network calls for hidden states. The readout calls the network once more with a
-        body that returns them, so that all that follows is done as the network does it.
+        It calls the network once more with a body that returns these states, so that all that follows is done as the
+        network does it.
         """
-        body, outputs = self.network.base_model, []
+        outputs: list[Any] = []
 
         def capture(_: nn.Module, __: Any, output: Any) -> None:
             outputs.append(output)
@@ -202,15 +205,18 @@ class Held(Network):
 
         return readout
 
-    def _has_head_apart(self, window: Tensor) -> bool:
-        """Return whether logits of a few positions are the same in parts as at once; else it is logged."""
-        window = window[:, :TRIED_POSITIONS] if not isinstance(window, Spoken) else window
-        if self.network.base_model is not self.network and not has_two_stacks(self.network):
-            with suppress(Exception):  # a network may do anything between its body and its head
-                if same_in_parts(self._head_apart(window), self._whole(window)(0, window.shape[1])):
-                    return True
+    def _body(self, window: Tensor) -> nn.Module | None:
+        """Return the module that the network calls for hidden states, if logits are the same in parts; else it is logged."""
+        window = window if isinstance(window, Spoken) else window[:, :TRIED_POSITIONS]
+        network = self.network
+        with torch.no_grad():
+            for body_of in () if has_two_stacks(network) else (attrgetter("base_model"), methodcaller("get_decoder")):
+                with suppress(Exception):  # a network may do anything between its body and its head
+                    body: nn.Module = body_of(network)
+                    if same_in_parts(self._head_apart(body, window), self._whole(window)(0, window.shape[1])):
+                        return body
         log.info(NOT_APART, self.outline.name)
-        return False
+        return None
 
 
 class Streamed(Network):
@@ -265,8 +271,9 @@ class Streamed(Network):
 def same_in_parts(read: Readout, logits: Tensor) -> bool:
     """Return whether a readout gives the same logits (windows, positions, vocabulary) in two parts, to rounding."""
     end = logits.shape[1]
-    parts = torch.cat([read(0, end // 2), read(end // 2, end)], 1).float()
-    return parts.shape == logits.shape and torch.allclose(parts, logits.float(), rtol=1e-3, atol=1e-3, equal_nan=True)
+    parts = torch.cat([read(0, end // 2), read(end // 2, end)], 1)
+    allowed = ROUNDING * torch.finfo(logits.dtype).eps * float(logits[logits.isfinite()].abs().max())
+    return parts.shape == logits.shape and torch.allclose(parts, logits, rtol=0, atol=allowed, equal_nan=True)
 
 
 def opened(

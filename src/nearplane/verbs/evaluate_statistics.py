@@ -244,4 +244,4 @@ class _Means:
 
 def _exp(nats: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
-        return np.exp(nats)
+        return np.asarray(np.exp(nats))
