@@ -5,11 +5,15 @@ The rows of Chen et al. are those of `nearplane compare`. Added are the orders o
     gptq-huffman    natural order, as `compare` has it
     act-order       the same with the columns of largest diag(H) first
     min-pivot       the same with the smallest remaining pivot at each step, Algorithm 4 of the paper
+
+and those of lectures on quantization, with one step a parameter tensor or a row:
+
+    absmax, zero-point    every parameter, embeddings too, by its largest magnitude, or by its range
+    rtn-rows, gptq-rows   the layers on asymmetric grids over the range of each row, rounded to nearest or by GPTQ
 """
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
 import time
@@ -19,14 +23,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane import evaluate, quantize
 from nearplane.lattice.factor import Order
 from nearplane.models.model import open_model
 from nearplane.recipe.recipe import Calibration, Recipe
+from nearplane.recipe.scheme import Solver
+from nearplane.recipe.schemes import GridScheme
 from nearplane.system.device import Device
 from nearplane.theory.hptq import hptq_recipe
+from nearplane.theory.vectors import absmax_codes, zero_point_codes
 from nearplane.verbs.compare import HUFFMAN, ORIGINAL_METHOD, huffman_coded
 from nearplane.verbs.compare_recipes import recipe_for
 from nearplane.verbs.evaluate import load_dense
@@ -35,6 +43,7 @@ sys.path.append(str(Path(__file__).parents[1] / "studies"))
 from orders import Case, entry, observations
 
 ORDERS: dict[str, Order] = {"gptq-huffman": "natural", "act-order": "activation", "min-pivot": "pivoted"}
+ROWS: dict[str, Solver] = {"rtn-rows": "round-to-nearest", "gptq-rows": "nearest-plane"}
 TRACE = "trace"
 DAMP = 0.01  # of the mean diagonal of H, as GPTQ has it
 
@@ -98,7 +107,7 @@ def quantized(subject: Subject, method: str, bits: float | None, folder: Path, d
 
     Args:
         subject: The model and its texts.
-        method: A method of `compare`, a key of `ORDERS`, or "original".
+        method: "original", a method of `compare`, or one of those above.
         bits: Bits per weight; None for the original.
         folder: Folder for the checkpoint of a method that writes one. A run that was stopped is resumed there.
         device: Device to compute on.
@@ -109,6 +118,10 @@ def quantized(subject: Subject, method: str, bits: float | None, folder: Path, d
         network, tokenizer = load_dense(subject.source, place)
         size = sum(path.stat().st_size for path in opened.folder.glob("*.safetensors"))
         return Quantized(network=network, tokenizer=tokenizer, rate=8.0 * opened.dtype.itemsize, bytes=size)
+    if method in ("absmax", "zero-point"):
+        network, tokenizer = load_dense(subject.source, place)
+        size = round_parameters(network, method, int(bits))
+        return Quantized(network=network, tokenizer=tokenizer, rate=float(bits), bytes=size)
     recipe, note = recipe_of(method, bits, opened.layers, subject.calibration)
     if method in (*HUFFMAN, *ORDERS):
         coded = huffman_coded(subject.source, opened, recipe, device=device)
@@ -127,10 +140,32 @@ def quantized(subject: Subject, method: str, bits: float | None, folder: Path, d
 
 def recipe_of(method: str, bits: float, layers: Any, calibration: Calibration) -> tuple[Recipe, str]:
     """Return the recipe of a method and a note on any deviation; see `quantized`."""
+    if method in ROWS:
+        scheme = GridScheme(
+            bits=bits, group_size=None, symmetric=False, scale="minmax", order="natural", solver=ROWS[method],
+            correct=False, polish=0, rounds=0,
+        )  # fmt: skip
+        return Recipe(scheme=scheme, format="gptq_v2", allocate="uniform", calibration=calibration), ""
     if method not in ORDERS:
         return recipe_for(method, bits, layers, calibration)  # type: ignore[arg-type]
     recipe = hptq_recipe(bits, calibration)
     return replace(recipe, scheme=replace(recipe.scheme, order=ORDERS[method])), ""
+
+
+@torch.no_grad()
+def round_parameters(network: PreTrainedModel, method: str, bits: int) -> int:
+    """Round every parameter of a network to the grid of its tensor, and return the bytes of all codes and steps."""
+    size = 0
+    for parameter in network.parameters():
+        if method == "absmax":
+            codes, scale = absmax_codes(parameter, bits)
+            values = codes * scale
+        else:
+            codes, scale, zero = zero_point_codes(parameter, bits)
+            values = (codes - zero) * scale
+        parameter.copy_(values)
+        size += bits * parameter.numel() // 8 + 4
+    return size
 
 
 def measured(subject: Subject, quantized: Quantized, measure: str, device: str) -> tuple[float, float | None]:
@@ -145,7 +180,7 @@ def measured(subject: Subject, quantized: Quantized, measure: str, device: str) 
     return evaluation.perplexity, None
 
 
-def accuracy(quantized: Quantized, task: Task) -> tuple[float, float]:
+def accuracy(quantized: Quantized, task: Task) -> tuple[float, float | None]:
     """Return the accuracy in a task and its standard error, in percent; from lm-eval's own Python API."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -155,10 +190,10 @@ def accuracy(quantized: Quantized, task: Task) -> tuple[float, float]:
     model = HFLM(pretrained=quantized.network, tokenizer=quantized.tokenizer, batch_size=8)
     results = simple_evaluate(
         model=model, tasks=[task.name], num_fewshot=task.shots, limit=task.limit, task_manager=manager,
-        bootstrap_iters=0, log_samples=False, verbosity="ERROR",
+        log_samples=False, verbosity="ERROR",
     )["results"][task.name]  # fmt: skip
     error = results["acc_stderr,none"]
-    return 100 * results["acc,none"], 100 * error if isinstance(error, float) else math.nan
+    return 100 * results["acc,none"], 100 * error if isinstance(error, float) else None
 
 
 def trace_ratios(subject: Subject) -> dict[str, float]:

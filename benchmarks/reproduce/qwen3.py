@@ -29,17 +29,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from cells import Cell, Cells, Key
-from methods import ORDERS, TRACE, Quantized, Subject, Task, measured, quantized, trace_ratios
+from cells import Cells, Key
+from methods import ORDERS, TRACE, Subject, Task
+from runs import inputs_of, run
 from stand_ins import offline_subjects
 from tables import TOLERANCE, Table, draw_sizes, markdown, published
 
 from nearplane.recipe.recipe import Calibration
-from nearplane.record.record import versions
-from nearplane.verbs.compare import ORIGINAL_METHOD, content_of
+from nearplane.verbs.compare import ORIGINAL_METHOD
 from nearplane.verbs.compare_figure import check_plot
 
 PAPER_MODELS = tuple(f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B"))
@@ -118,52 +117,6 @@ def _by_method(title: str, subject: Subject, measures: Sequence[str]) -> Table:
     return Table(title=title, rows={ORIGINAL_METHOD: [*original, *blanks], **rows}, columns=columns)
 
 
-def run(subjects: Sequence[Subject], keys: Sequence[Key], cells: Cells, folder: Path, device: str) -> None:
-    """Measure the missing cells. All measures of one method at some bits follow one quantization.
-
-    A cell that cannot be measured gets the reason, whatever it is: data that is not there, too little memory.
-    """
-    named = {subject.name: subject for subject in subjects}
-    groups: dict[tuple[str, str, float | None], list[Key]] = {}
-    for key in cells.missing(list(keys)):
-        method = TRACE if key.measure == TRACE else key.method
-        groups.setdefault((key.model, method, key.bits), []).append(key)
-    for number, ((model, method, bits), group) in enumerate(groups.items(), 1):
-        print(f"[{number}/{len(groups)}] {model} {method} {'' if bits is None else f'{bits:g}'}".rstrip(), flush=True)
-        subject = named[model]
-        try:
-            if method == TRACE:
-                ratios = trace_ratios(subject)
-                for key in group:
-                    cells.add(Cell(key=key, value=ratios[key.method]))
-                continue
-            made = quantized(subject, method, bits, folder / "checkpoints" / f"{subject.name}-{method}-{bits}", device)
-        except Exception as error:
-            for key in group:
-                cells.add(Cell(key=key, reason=reason_of(error)))
-            continue
-        for key in group:
-            cells.add(_cell(key, subject, made, device))
-        del made
-
-
-def _cell(key: Key, subject: Subject, made: Quantized, device: str) -> Cell:
-    """Measure one cell, or return it with the reason why it has no figure."""
-    facts = {"rate": made.rate, "bytes": made.bytes, "seconds": round(made.seconds, 1), "note": made.note}
-    try:
-        value, error = measured(subject, made, key.measure, device)
-    except Exception as failure:
-        return Cell(key=key, reason=reason_of(failure), **facts)
-    return Cell(key=key, value=value, error=error, **facts)
-
-
-def reason_of(error: Exception) -> str:
-    """Return the first line of an error, with its type where it is not ours."""
-    message = str(error).strip().split("\n")[0]
-    known = type(error).__module__.startswith("nearplane")
-    return message if known else f"{type(error).__name__}: {message}"
-
-
 def report(tables: Sequence[Table], subjects: Sequence[Subject], cells: Cells, *, offline: bool) -> str:
     """Return the page: tables, settings that differ, and notes of methods."""
     papers_model = {subject.name: subject.paper for subject in subjects}
@@ -211,19 +164,6 @@ def main() -> None:
     if failed:
         print(f"{failed} of {len(set(keys))} figures are missing; the tables say why.", file=sys.stderr)
         raise SystemExit(SOME_FAILED)
-
-
-def inputs_of(subjects: Sequence[Subject]) -> dict[str, object]:
-    """Return all that cells depend on except their keys."""
-    inputs: dict[str, object] = {"versions": versions()}
-    for subject in subjects:
-        paths = [*subject.texts.values(), subject.calibration.calibration or ""]
-        inputs[subject.name] = {
-            "source": subject.source, "calibration": asdict(subject.calibration), "windows": subject.windows,
-            "texts": [content_of(Path(path)) for path in paths],
-            "tasks": [f"{task.name} {task.shots} {task.limit}" for task in subject.tasks.values()],
-        }  # fmt: skip
-    return inputs
 
 
 if __name__ == "__main__":
