@@ -6,6 +6,8 @@ Each verb makes the same checks first, for calls from Python. What depends on th
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,31 @@ def check_evaluate(model: Any, text: Any, *, against: Any, seqlen: int | None, s
     if text is None:
         raise CalibrationError("text is None; expected a path, a list of texts, or token ids (windows, seqlen).")
     check_named(_path(model), _path(against), text=_path(text))
+
+
+def check_evaluate_tasks(
+    model: Any,
+    tasks: Sequence[str],
+    *,
+    against: Any,
+    fewshot: int | None,
+    limit: int | None,
+    task_path: Any,
+    batch_size: int = 1,
+) -> None:
+    """Refuse arguments of `evaluate_tasks`, and a missing lm-eval; names of tasks are checked by the verb."""
+    whole("fewshot", fewshot, 0)
+    whole("limit", limit, 1)
+    whole("batch_size", batch_size, 1)
+    if not tasks or not all(tasks):
+        raise RecipeError("--tasks is empty; expected names of lm-eval's tasks, for example winogrande,truthfulqa_mc1.")
+    if find_spec("lm_eval") is None:
+        raise RecipeError('--tasks needs the package lm_eval. Run pip install "nearplane[eval]"')
+    check_named(_path(model), _path(against))
+    if task_path is not None:
+        check_path("--task-path", task_path)
+        if not any(Path(task_path).expanduser().rglob("*.yaml")):
+            raise RecipeError(f"--task-path {task_path} is no folder with tasks: it contains no .yaml file.")
 
 
 def check_quantize(
