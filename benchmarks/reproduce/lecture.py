@@ -17,13 +17,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from cells import Cells, Key
+from kept_cells import Cells, Key
 from methods import Subject
+from paper_tables import Table, markdown, published
 from qwen3 import SOME_FAILED
 from runs import inputs_of, run
 from stand_ins import offline_subjects
-from tables import Table, markdown, published
 
+from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration
 from nearplane.verbs.compare import ORIGINAL_METHOD
 
@@ -74,4 +75,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except NearplaneError as error:
+        raise SystemExit(str(error)) from None

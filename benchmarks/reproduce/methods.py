@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane import evaluate, quantize
+from nearplane import evaluate, evaluate_tasks, quantize
 from nearplane.lattice.factor import Order
 from nearplane.models.model import open_model
 from nearplane.recipe.recipe import Calibration, Recipe
@@ -181,19 +181,13 @@ def measured(subject: Subject, quantized: Quantized, measure: str, device: str) 
 
 
 def accuracy(quantized: Quantized, task: Task) -> tuple[float, float | None]:
-    """Return the accuracy in a task and its standard error, in percent; from lm-eval's own Python API."""
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=None if task.folder is None else str(task.folder))
-    model = HFLM(pretrained=quantized.network, tokenizer=quantized.tokenizer, batch_size=8)
-    results = simple_evaluate(
-        model=model, tasks=[task.name], num_fewshot=task.shots, limit=task.limit, task_manager=manager,
-        log_samples=False, verbosity="ERROR",
-    )["results"][task.name]  # fmt: skip
-    error = results["acc_stderr,none"]
-    return 100 * results["acc,none"], 100 * error if isinstance(error, float) else None
+    """Return the accuracy in a task and its standard error, in percent."""
+    found = evaluate_tasks(
+        quantized.network, [task.name], tokenizer=quantized.tokenizer, fewshot=task.shots, limit=task.limit,
+        task_path=task.folder,
+    )  # fmt: skip
+    score = next(score for score in found if score.metric == "acc")
+    return 100 * score.value, None if score.error is None else 100 * score.error
 
 
 def trace_ratios(subject: Subject) -> dict[str, float]:

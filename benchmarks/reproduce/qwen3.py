@@ -8,7 +8,7 @@ paper's figures in brackets beside ours and the ratio of the two, `!` where they
 A figure that cannot be measured is marked with the reason, the run goes on, and the exit code is 3.
 
 --offline runs the same lines on the models in this repository, and on those of $ASSETS. Their figures are no
-reproduction of the paper's. The tasks need lm-eval (pip install lm-eval==0.4.13).
+reproduction of the paper's. The tasks need lm-eval (pip install "nearplane[eval]").
 
 The tables, and what could not be found out about them:
 
@@ -31,12 +31,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cells import Cells, Key
+from kept_cells import Cells, Key
 from methods import ORDERS, TRACE, Subject, Task
+from paper_tables import TOLERANCE, Table, draw_sizes, markdown, published
 from runs import inputs_of, run
 from stand_ins import offline_subjects
-from tables import TOLERANCE, Table, draw_sizes, markdown, published
 
+from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration
 from nearplane.verbs.compare import ORIGINAL_METHOD
 from nearplane.verbs.compare_figure import check_plot
@@ -167,4 +168,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except NearplaneError as error:
+        raise SystemExit(str(error)) from None

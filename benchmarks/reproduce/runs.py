@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from cells import Cell, Cells, Key
+from kept_cells import Cell, Cells, Key
 from methods import TRACE, Quantized, Subject, measured, quantized, trace_ratios
 
 from nearplane.record.record import versions

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from methods import Subject, Task
@@ -11,10 +12,12 @@ from methods import Subject, Task
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL, SEQLEN
 from nearplane.recipe.recipe import Calibration
 
+sys.path.append(str(Path(__file__).parents[1] / "quality"))
+from continuations import TASK, documents
+
 STUDY = Path(__file__).parents[1] / "models" / "study"
 CALIBRATION_WINDOWS, WINDOWS = 16, 8  # of calibration and of each text
-QUESTIONS = 24
-LETTERS = 80  # of a question and of each answer
+QUESTIONS = 32
 HELD_OUT_BYTES = 240_000  # at the end of c4_train_128.txt, with which no model here was trained
 
 
@@ -68,30 +71,13 @@ def halves(text: str, folder: Path, names: Sequence[str]) -> dict[str, Path]:
 
 
 def questions(text: str, folder: Path, tasks: Mapping[str, Task]) -> dict[str, Task]:
-    """Write a task of lm-eval for each task: which of two pieces of the text goes on after a piece of it?"""
+    """Write a task of lm-eval in the place of each task: which of four continuations follows a passage of the text?"""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = folder / "questions.jsonl"
-    rows.write_text("".join(f"{json.dumps(row)}\n" for row in _rows(text)))
     local = {}
-    for measure, task in tasks.items():
+    for seed, (measure, task) in enumerate(tasks.items()):
         name = f"continuations_{measure}"
-        lines = (
-            f"task: {name}", "dataset_path: json", "dataset_kwargs:", "  data_files:", f"    test: {rows.resolve()}",
-            "test_split: test", "fewshot_split: test", "output_type: multiple_choice", 'doc_to_text: "{{question}}"',
-            'doc_to_choice: "{{answers}}"', "doc_to_target: label", "metric_list:", "  - metric: acc",
-            "    aggregation: mean", "    higher_is_better: true",
-        )  # fmt: skip
-        (folder / f"{name}.yaml").write_text("\n".join(lines) + "\n")
-        local[measure] = Task(name=name, shots=task.shots, folder=folder, limit=QUESTIONS)
+        rows = folder.resolve() / f"{name}.jsonl"
+        rows.write_text("".join(f"{json.dumps(row)}\n" for row in documents(text, QUESTIONS, seed)))
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, file=json.dumps(str(rows))))
+        local[measure] = Task(name=name, shots=task.shots, folder=folder)
     return local
-
-
-def _rows(text: str) -> Iterator[dict[str, object]]:
-    """Yield questions with two answers, the right one first or second in turn."""
-    step = len(text) // (QUESTIONS + 8)
-    for number in range(QUESTIONS + 6):  # more than are asked: some are examples
-        start = number * step
-        question, right = text[start : start + LETTERS], text[start + LETTERS : start + 2 * LETTERS]
-        wrong = text[start + step : start + step + LETTERS]
-        answers = [right, wrong] if number % 2 else [wrong, right]
-        yield {"question": question, "answers": answers, "label": 1 - number % 2}
