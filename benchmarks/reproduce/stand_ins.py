@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "quality"))
 from continuations import TASK, documents
 
 STUDY = Path(__file__).parents[1] / "models" / "study"
-CALIBRATION_WINDOWS, WINDOWS = 16, 8  # of calibration and of each text
+WINDOWS = 8  # of calibration and of each text
 QUESTIONS = 32
 HELD_OUT_BYTES = 240_000  # at the end of c4_train_128.txt, with which no model here was trained
 
@@ -56,7 +56,7 @@ def _subject(
 ) -> Subject:
     return Subject(
         name=name, paper=paper, source=str(source), texts=texts, tasks=tasks, windows=WINDOWS,
-        calibration=Calibration(calibration=str(calibration), samples=CALIBRATION_WINDOWS, seqlen=SEQLEN),
+        calibration=Calibration(calibration=str(calibration), samples=WINDOWS, seqlen=SEQLEN),
     )  # fmt: skip
 
 
