@@ -135,7 +135,7 @@ def run_tasks(tool: str, tasks: list[dict[str, Any]], place: Path, python: Path,
     own = {name: value for name, value in os.environ.items() if tool.startswith("nearplane") or name != "PYTHONPATH"}
     command = ["taskset", "-c", str(core), str(python), str(HERE / "worker.py"), tool, str(told)]
     done = subprocess.run(command, env=own | alone | offline, capture_output=True, text=True, check=False)
-    spent = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("{\"imports\"", "{\"error\""))]
+    spent = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(('{"imports"', '{"error"'))]
     printed = (done.stdout + done.stderr)[-3000:]
     lost = {"error": f"{python} ended with {done.returncode}", "printed": printed}
     return [each | ({"printed": printed} if "error" in each else {}) for each in spent] + [lost] * (

@@ -3,10 +3,11 @@
     python worker.py TOOL TASKS.json
 
 TASKS is a list of tasks, which run one after the other. A task holds `model` and `warm` (folders; no `warm`: no first run),
-`tokens` (safetensors with `windows`, (windows, seqlen)), `out` (folder to write), `bits`, `group_size`, `symmetric`, `iterations`
-and `search` of the peers, `recipe` (options of nearplane). For each task a line of JSON is printed: CPU seconds of the imports, of the
-first run (on the model `warm`, which compiles what is compiled), of loading, quantizing and writing `model`; wall seconds of the
-same, peak bytes; or `error`. Weights of llm-compressor and auto-round are written decoded, in float32, as they stand in memory.
+`tokens` (safetensors with `windows`, (windows, seqlen)), `out` (folder to write), `bits`, `group_size`, `symmetric`,
+`iterations` and `search` of the peers, and `recipe`, the options of nearplane. A line of JSON is printed for each task: CPU
+seconds of the imports, of the first run (on the model `warm`, which compiles what is compiled), of loading, quantizing and
+writing `model`; wall seconds of the same, peak bytes; or `error`. Weights of llm-compressor and auto-round are written decoded,
+in float32, as they stand in memory after the run; the files that these tools write themselves are in the folder `packed`.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def llmcompressor() -> Callable[[SimpleNamespace], None]:
         length = len(rows[0])
         oneshot(model=model, dataset=data, recipe=recipe, max_seq_length=length, num_calibration_samples=len(rows))
         _save(model, task)
+        model.save_pretrained(Path(task.out) / "packed", save_compressed=True)
 
     return run
 
@@ -108,6 +110,7 @@ def autoround() -> Callable[[SimpleNamespace], None]:
         )  # fmt: skip
         done, _ = tuned.quantize()
         _save(done, task)
+        tuned.save_quantized(str(Path(task.out) / "packed"), format="auto_round")
 
     return run
 

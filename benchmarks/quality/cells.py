@@ -50,7 +50,7 @@ TOOLS = {  # function of worker.py, environment, search for steps
     "llm-compressor, mse": ("llmcompressor", "llmcompressor", 1.0),
 }
 SLOW = ("auto-round", "nearplane tuned")  # they train
-PACKED = ("qweight", "qzeros", "scales", "g_idx")  # tensors of a layer in a GPTQ checkpoint
+PACKED = ("qweight", "weight_packed")  # names of a layer's codes in the files of peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +113,7 @@ class Subject:
         tokenizer = tokenizer_of(self.folder, trust_remote_code=False)
         return {
             held: {
-                text.kind: read_windows(
-                    tokenizer, [text.read(held_out=held)], samples=sys.maxsize, seqlen=self.seqlen
-                )
+                text.kind: read_windows(tokenizer, [text.read(held_out=held)], samples=sys.maxsize, seqlen=self.seqlen)
                 for text in self.texts
             }
             for held in (False, True)
@@ -208,6 +206,25 @@ def plan(models: dict[str, Subject]) -> Iterator[Batch]:
     yield from batches(large, ("GPTQModel, mse", "llm-compressor, mse"), range(3), *GRIDS)
 
 
+def chosen(
+    models: dict[str, Subject], tools: Sequence[str], numbers: Sequence[int], settings: Sequence[str]
+) -> list[Batch]:
+    """Return batches of any settings, for the tools that take them."""
+
+    def takes(tool: str, setting: str) -> bool:
+        if setting.isdigit():
+            return tool != "llama.cpp"
+        return tool.startswith("nearplane") or (tool == "llama.cpp" and not setting[0].isdigit())
+
+    batches = [
+        Batch(model=name, tool=tool, calibration=number, settings=tuple(each for each in settings if takes(tool, each)))
+        for name in models
+        for number in numbers
+        for tool in tools
+    ]
+    return [batch for batch in batches if batch.settings]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """Where cells are measured.
@@ -283,7 +300,7 @@ class Bench:
 
 def asked(subject: Subject, setting: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return what a worker is told of a setting: a number of bits, a rate with a point, or a GGUF type."""
-    if setting in GRIDS:
+    if setting.isdigit():
         grid = {"bits": int(setting), "group_size": subject.group_size, "symmetric": setting == "4"}
         return grid | {"recipe": recipe_of(**grid) | options}
     recipe = {"rate": float(setting)} if setting[0].isdigit() else {"grid": setting, "embeddings": "f32"}
@@ -292,9 +309,7 @@ def asked(subject: Subject, setting: str, options: dict[str, Any]) -> dict[str, 
 
 def scores(subject: Subject, out: Path) -> Row:
     """Measure a folder or a GGUF on the held-out windows of every kind of text."""
-    found = {
-        kind: evaluate(out, windows, against=subject.folder) for kind, windows in subject.held_out.items()
-    }
+    found = {kind: evaluate(out, windows, against=subject.folder) for kind, windows in subject.held_out.items()}
     tokens = sum(each.tokens for each in found.values())
 
     def mean(name: str) -> float:
@@ -312,24 +327,22 @@ def scores(subject: Subject, out: Path) -> Row:
 
 
 def bits_per_weight(subject: Subject, out: Path) -> float | None:
-    """Return bits per weight of quantized layers with every byte in the file; None of folders with decoded weights."""
+    """Return bits per weight of quantized layers, with every byte of theirs in the file; None if no file is packed."""
     if out.suffix == ".gguf":
         return rate(out)
-    if (out / "nearplane.json").exists() or (out / "model.gguf").exists():
+    if not (out / "model.safetensors").exists() or (out / "nearplane.json").exists():
         return read_record(out).rate
-    total, names = 0, set()
-    for path in out.glob("*.safetensors"):
+    nbytes: dict[str, int] = {}
+    packed = set()
+    for path in ((out / "packed") if (out / "packed").exists() else out).glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 layer, _, part = name.rpartition(".")
-                if part in PACKED:
-                    tensor = file.get_tensor(name)
-                    total += tensor.nbytes
-                    names.add(layer)
-    if not names:
-        return None
+                packed |= {layer} if part in PACKED else set()
+                nbytes[layer] = nbytes.get(layer, 0) + (0 if part == "bias" else file.get_tensor(name).nbytes)
     reader = ShardReader(subject.folder)
-    return 8 * total / sum(math.prod(reader.shape(f"{layer}.weight")) for layer in names)
+    weights = sum(math.prod(reader.shape(f"{layer}.weight")) for layer in packed)
+    return 8 * sum(nbytes[layer] for layer in packed) / weights if packed else None
 
 
 @cache
@@ -341,8 +354,12 @@ def original(folder: Path) -> Original:
 @cache
 def commit() -> str:
     """Return the commit of the checkout, with a plus sign if its package has changes."""
-    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    changed = subprocess.run(["git", "-C", ROOT, "status", "--porcelain", "src"], capture_output=True, text=True, check=True)
+    head = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    )
+    changed = subprocess.run(
+        ["git", "-C", ROOT, "status", "--porcelain", "src"], capture_output=True, text=True, check=True
+    )
     return head.stdout.strip() + ("+" if changed.stdout else "")
 
 

@@ -77,7 +77,9 @@ class Original:
             add(key, rows.square().sum(0), torch.tensor(len(rows)))
 
         def watch_experts(block: str, experts: Any, rows: Tensor, chosen: Tensor) -> None:
-            tokens = torch.stack([(chosen == expert).any(-1).sum() for expert in range(len(experts.down_proj))])[:, None]
+            tokens = torch.stack([(chosen == expert).any(-1).sum() for expert in range(len(experts.down_proj))])[
+                :, None
+            ]
             inputs = [rows[(chosen == expert).any(-1)] for expert in range(len(experts.down_proj))]
             both = [(x @ W.T).chunk(2, -1) for x, W in zip(inputs, experts.gate_up_proj, strict=True)]
             inner = [experts.act_fn(gate) * up for gate, up in both]
@@ -107,7 +109,9 @@ def _expert(name: str) -> int:
     return int(name.partition(".experts.")[2].partition(".")[0] or 0) if ".experts." in name else 0
 
 
-def quantized(original: Original, windows: Tensor, settings: Sequence[str], python: Path, place: Path) -> dict[str, Path]:
+def quantized(
+    original: Original, windows: Tensor, settings: Sequence[str], python: Path, place: Path
+) -> dict[str, Path]:
     """Let llama.cpp's own quantizer write a file for each type or mix, with the importance matrix of the windows."""
     source, weights = place / "f32.gguf", place / "imatrix.npz"
     original.write(source)

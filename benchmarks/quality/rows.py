@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,13 +120,6 @@ def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]
         yield f"| {' | '.join(line)} |"
 
 
-def of(rows: Iterable[Row], **is_: Any) -> list[Row]:
+def where(rows: Iterable[Row], **values: Any) -> list[Row]:
     """Return the rows with these values, by calibration."""
-    chosen = [row for row in rows if is_.items() <= row.items()]
-    return sorted(chosen, key=lambda row: row["calibration"])
-
-
-def each(rows: Iterable[Row], name: str, show: Callable[[Estimate], str] = str) -> str:
-    """Return the mean of a figure over calibrations, as text; "-" if no row has it."""
-    values = [row[name] for row in rows if row.get(name) is not None]
-    return show(average(values)) if values else "-"
+    return sorted((row for row in rows if values.items() <= row.items()), key=lambda row: row["calibration"])
