@@ -62,6 +62,7 @@ class Text:
         calibration, held_out: Files.
         first: Bytes of `calibration` that are used; None: all.
         last: Bytes at the end of `held_out` that are used; None: all.
+        separator: What stands between documents, which are joined by the end-of-sequence token instead; None: nothing.
     """
 
     kind: str
@@ -69,12 +70,18 @@ class Text:
     held_out: Path
     first: int | None = None
     last: int | None = None
+    separator: str | None = None
 
-    def read(self, *, held_out: bool) -> str:
-        """Return one of the two texts."""
+    def read(self, *, held_out: bool) -> list[str]:
+        """Return the documents of one of the two texts."""
         content = (self.held_out if held_out else self.calibration).read_bytes()
         part = content[-self.last :] if held_out and self.last else content if held_out else content[: self.first]
-        return part.decode("utf-8", errors="ignore")
+        text = part.decode("utf-8", errors="ignore")
+        return (
+            [text]
+            if self.separator is None
+            else [each.strip("\n") for each in text.split(self.separator) if each.strip()]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +120,7 @@ class Subject:
         tokenizer = tokenizer_of(self.folder, trust_remote_code=False)
         return {
             held: {
-                text.kind: read_windows(tokenizer, [text.read(held_out=held)], samples=sys.maxsize, seqlen=self.seqlen)
+                text.kind: read_windows(tokenizer, text.read(held_out=held), samples=sys.maxsize, seqlen=self.seqlen)
                 for text in self.texts
             }
             for held in (False, True)
@@ -144,24 +151,26 @@ class Subject:
 
 def subjects(assets: Path, study: Path, mixture: Path | None) -> dict[str, Subject]:
     """Return the models by name; the mixture of experts, which tools/train_moe.py makes, only if its folder is given."""
-    stories, web = assets / "text" / "tinystories_train_2m.txt", assets / "text" / "c4_train_128.txt"
+    stories, valid = (assets / "text" / f"tinystories_{name}.txt" for name in ("train_2m", "valid"))
+    web, separator = assets / "text" / "c4_train_128.txt", "<|endoftext|>"
     python = Text(kind="python", calibration=CALIBRATION, held_out=HELD_OUT)
-    tales = Text(kind="stories", calibration=stories, held_out=assets / "text" / "tinystories_valid.txt")
-    crawl = Text(kind="web", calibration=web, held_out=web, first=800_000, last=240_000)
+    mix = (
+        python,
+        Text(kind="stories", calibration=stories, held_out=valid, separator=separator),
+        Text(kind="web", calibration=web, held_out=web, first=800_000, last=240_000, separator=separator),
+    )
+    raw = (Text(kind="stories", calibration=stories, held_out=valid),)
     short = {"samples": 64, "windows": 96, "seqlen": 256}
+    long = {"samples": 96, "windows": 96, "seqlen": 512}
+    baby = assets / "models" / "babyllama105"
     known = [
-        Subject(
-            name="study", folder=study, texts=(python, tales, crawl), samples=96, windows=96, seqlen=512, group_size=128,
-            trained=3,
-        ),
+        Subject(name="study", folder=study, texts=mix, group_size=128, trained=3, **long),
         Subject(name="demo", folder=MODEL, texts=(python,), group_size=128, trained=3, **short),
-        Subject(
-            name="babyllama105", folder=assets / "models" / "babyllama105", texts=(tales,), group_size=32, trained=1, **short
-        ),
-    ]  # fmt: skip
+        Subject(name="babyllama105", folder=baby, texts=raw, group_size=32, trained=1, **short),
+    ]
     if mixture is not None:
         known.append(Subject(name="mixture", folder=mixture, texts=(python,), group_size=32, trained=1, **short))
-    return {each.name: each for each in known if each.folder.is_dir()}
+    return {each.name: each for each in known if (each.folder / "config.json").exists()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
