@@ -161,7 +161,7 @@ def subjects(assets: Path, study: Path, mixture: Path | None) -> dict[str, Subje
     )
     raw = (Text(kind="stories", calibration=stories, held_out=valid),)
     short = {"samples": 64, "windows": 96, "seqlen": 256}
-    long = {"samples": 96, "windows": 96, "seqlen": 512}
+    long = {"samples": 48, "windows": 48, "seqlen": 512}
     baby = assets / "models" / "babyllama105"
     known = [
         Subject(name="study", folder=study, texts=mix, group_size=128, trained=3, **long),
