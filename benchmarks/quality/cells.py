@@ -30,6 +30,7 @@ from transformers import AutoConfig
 from nearplane import evaluate
 from nearplane.calibration.texts import read_windows
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.errors import NearplaneError
 from nearplane.models.pretrained import tokenizer_of
 from nearplane.record.record import read_record
 from nearplane.system.safetensors_files import ShardReader
@@ -203,7 +204,8 @@ def plan(models: dict[str, Subject]) -> Iterator[Batch]:
 
     def trained(names: Sequence[str]) -> Iterator[Batch]:
         for name in names:
-            yield from batches([name], SLOW, range(models[name].trained), *GRIDS)
+            for setting in GRIDS:
+                yield from batches([name], SLOW, range(models[name].trained), setting)
 
     yield from batches(large, peers, range(3), *GRIDS)
     yield from sizes(large)
@@ -260,7 +262,7 @@ class Bench:
         label = batch.tool + "".join(f", {name}={value}" for name, value in self.options.items())
         key = {
             "model": subject.name, "sha": subject.sha, "text": subject.digest(batch.calibration), "tool": label,
-            "calibration": batch.calibration, "commit": commit(), "versions": version(python, function),
+            "calibration": batch.calibration, "commit": commit(), "version": version(python, function),
         }  # fmt: skip
         windows = subject.calibration(batch.calibration)
         if function == "llama.cpp":
@@ -269,9 +271,9 @@ class Bench:
             results = self._by_worker(subject, windows, batch.settings, function, python, search)
         for setting, (out, spent) in zip(batch.settings, results, strict=True):
             began = time.process_time()
-            figures = {"error": spent["error"]} if "error" in spent else scores(subject, out) | {"cpu": spent["cpu"]}
+            figures = {"error": spent["error"]} if "error" in spent else scores(subject, out, spent["cpu"])
             took = round(time.process_time() - began, 1)
-            yield key | {"setting": setting} | figures | {"all": round(spent.get("all", 0) + took, 1)}
+            yield key | {"setting": setting} | figures | {"cell_cpu": round(spent.get("cell_cpu", 0) + took, 1)}
 
     def _by_worker(
         self, subject: Subject, windows: Tensor, settings: Sequence[str], function: str, python: Path, search: float
@@ -288,7 +290,7 @@ class Bench:
         spent = run_tasks(function, tasks, self.place, python, self.core)
         share = (cpu_seconds() - began) / len(tasks)
         for each in spent:
-            each["all"] = share
+            each["cell_cpu"] = share
             if "error" in each:
                 print(each["printed"], file=sys.stderr)
             else:
@@ -304,7 +306,7 @@ class Bench:
         except Exception as error:  # a row says so, and other batches go on
             return [(self.place, {"error": f"{type(error).__name__}: {error}"})] * len(settings)
         share = round((cpu_seconds() - began) / len(settings), 1)
-        return [(files[setting], {"cpu": share, "all": share}) for setting in settings]
+        return [(files[setting], {"cpu": share, "cell_cpu": share}) for setting in settings]
 
 
 def asked(subject: Subject, setting: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -316,9 +318,12 @@ def asked(subject: Subject, setting: str, options: dict[str, Any]) -> dict[str, 
     return {"recipe": recipe | options}
 
 
-def scores(subject: Subject, out: Path) -> Row:
-    """Measure a folder or a GGUF on the held-out windows of every kind of text."""
-    found = {kind: evaluate(out, windows, against=subject.folder) for kind, windows in subject.held_out.items()}
+def scores(subject: Subject, out: Path, cpu: float) -> Row:
+    """Measure a folder or a GGUF on the held-out windows of every kind of text; return an error if it cannot be read."""
+    try:
+        found = {kind: evaluate(out, windows, against=subject.folder) for kind, windows in subject.held_out.items()}
+    except NearplaneError as error:
+        return {"error": str(error)}
     tokens = sum(each.tokens for each in found.values())
 
     def mean(name: str) -> float:
@@ -328,7 +333,7 @@ def scores(subject: Subject, out: Path) -> Row:
     row = {
         "kl": float(f"{mean('kl'):.5g}"), "perplexity": round(math.exp(mean("nll")), 4),
         "original": round(math.exp(original_nll), 4), "agreement": round(mean("agreement"), 5),
-        "bits": None if (bits := bits_per_weight(subject, out)) is None else round(bits, 4),
+        "bits": None if (bits := bits_per_weight(subject, out)) is None else round(bits, 4), "cpu": cpu,
     }  # fmt: skip
     if len(found) > 1:
         row["kinds"] = {kind: float(f"{each.kl:.4g}") for kind, each in found.items()}

@@ -49,6 +49,8 @@ def measure(asked: argparse.Namespace) -> None:
     else:
         batches = list(plan(models))
     for batch in batches:
+        if options and not batch.tool.startswith("nearplane"):
+            continue
         if batch.tool not in (asked.tools or TOOLS) or batch.calibration not in (asked.calibrations or range(10)):
             continue
         subject = models[batch.model]
@@ -86,7 +88,7 @@ def show(asked: argparse.Namespace) -> None:
         if not measured:
             continue
         commits = sorted({row["commit"] for row in measured if row["tool"].startswith("nearplane")})
-        versions = sorted({row["versions"] for row in measured if not row["tool"].startswith("nearplane")})
+        versions = sorted({row["version"] for row in measured if not row["tool"].startswith("nearplane")})
         print(f"\n## {model}\n\nSHA-256 of the weights: {measured[0]['sha']}..., perplexity of the original")
         print(f"{measured[0]['original']}. Measured with nearplane at {', '.join(commits)}, {', '.join(versions)}.")
         tools = [tool for tool in ("nearplane", *PEERS) if where(measured, tool=tool)]

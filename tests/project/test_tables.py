@@ -36,7 +36,7 @@ def command(rows, monkeypatch):
 
 def row(kl, calibration=0, tool="nearplane", setting="4", **more):
     about = {"model": "demo", "sha": "a", "text": f"t{calibration}", "tool": tool, "setting": setting}
-    about |= {"commit": "c", "versions": f"{tool} 1"}
+    about |= {"commit": "c", "version": f"{tool} 1"}
     figures = {"calibration": calibration, "kl": kl, "original": 9.5, "bits": 4.125, "cpu": 2.0, "perplexity": 9.6}
     return about | figures | more
 
