@@ -330,22 +330,24 @@ def scores(subject: Subject, out: Path, cpu: float) -> Row:
         return sum(getattr(each, name) * each.tokens for each in found.values()) / tokens
 
     original_nll = sum(math.log(each.original) * each.tokens for each in found.values()) / tokens
+    bits, weights = stored(subject, out)
     row = {
         "kl": float(f"{mean('kl'):.5g}"), "perplexity": round(math.exp(mean("nll")), 4),
         "original": round(math.exp(original_nll), 4), "agreement": round(mean("agreement"), 5),
-        "bits": None if (bits := bits_per_weight(subject, out)) is None else round(bits, 4), "cpu": cpu,
+        "bits": round(bits, 4), "weights": weights, "cpu": cpu,
     }  # fmt: skip
     if len(found) > 1:
         row["kinds"] = {kind: float(f"{each.kl:.4g}") for kind, each in found.items()}
     return row
 
 
-def bits_per_weight(subject: Subject, out: Path) -> float | None:
-    """Return bits per weight of quantized layers, with every byte of theirs in the file; None if no file is packed."""
+def stored(subject: Subject, out: Path) -> tuple[float, int]:
+    """Return bits per weight of quantized layers, with every byte of theirs in the file, and the number of these weights."""
     if out.suffix == ".gguf":
         return rate(out)
     if not (out / "model.safetensors").exists() or (out / "nearplane.json").exists():
-        return read_record(out).rate
+        record = read_record(out)
+        return record.rate, sum(layer.out_features * layer.in_features for layer in record.layers)
     nbytes: dict[str, int] = {}
     packed = set()
     for path in ((out / "packed") if (out / "packed").exists() else out).glob("*.safetensors"):
@@ -356,7 +358,7 @@ def bits_per_weight(subject: Subject, out: Path) -> float | None:
                 nbytes[layer] = nbytes.get(layer, 0) + (0 if part == "bias" else file.get_tensor(name).nbytes)
     reader = ShardReader(subject.folder)
     weights = sum(math.prod(reader.shape(f"{layer}.weight")) for layer in packed)
-    return 8 * sum(nbytes[layer] for layer in packed) / weights if packed else None
+    return 8 * sum(nbytes[layer] for layer in packed) / weights, weights
 
 
 @cache

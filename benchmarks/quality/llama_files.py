@@ -7,9 +7,7 @@ llama.cpp's own tool sums them. Embeddings and head stay F32, as in the files of
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,14 +130,9 @@ def quantized(
     return files
 
 
-def rate(path: Path) -> float:
-    """Return bits per weight of the matrices in blocks, every byte counted."""
+def rate(path: Path) -> tuple[float, int]:
+    """Return bits per weight of the matrices in blocks, every byte counted, and the number of these weights."""
     tensors = [each for each in gguf.GGUFReader(path).tensors if each.name not in EMBEDDING_TENSORS]
     matrices = [each for each in tensors if len(each.shape) > 1 and "ffn_gate_inp" not in each.name]
-    return 8 * sum(int(each.n_bytes) for each in matrices) / sum(int(each.n_elements) for each in matrices)
-
-
-def cpu_seconds() -> float:
-    """Return CPU seconds of this process and of its children that have ended."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
+    weights = sum(int(each.n_elements) for each in matrices)
+    return 8 * sum(int(each.n_bytes) for each in matrices) / weights, weights

@@ -103,6 +103,9 @@ def show(asked: argparse.Namespace) -> None:
         if where(measured, tool="nearplane tuned"):
             print("\nTools that train: KL, CPU seconds:\n")
             print("\n".join(tuned(measured)))
+        counts = {row["tool"]: row["weights"] for row in measured}
+        if len({*counts.values()}) > 1:
+            print(f"\nThe tools do not quantize as many weights: {counts}")
     failed = [row for row in rows if "error" in row]
     print("\n## What failed\n" if failed else "", end="")
     for row in failed:

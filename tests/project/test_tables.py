@@ -37,7 +37,15 @@ def command(rows, monkeypatch):
 def row(kl, calibration=0, tool="nearplane", setting="4", **more):
     about = {"model": "demo", "sha": "a", "text": f"t{calibration}", "tool": tool, "setting": setting}
     about |= {"commit": "c", "version": f"{tool} 1"}
-    figures = {"calibration": calibration, "kl": kl, "original": 9.5, "bits": 4.125, "cpu": 2.0, "perplexity": 9.6}
+    figures = {
+        "calibration": calibration,
+        "kl": kl,
+        "original": 9.5,
+        "bits": 4.125,
+        "weights": 9,
+        "cpu": 2.0,
+        "perplexity": 9.6,
+    }
     return about | figures | more
 
 
@@ -108,12 +116,14 @@ def test_the_table_has_the_ratio_to_the_best_peer_over_common_calibrations(rows,
     kinds = {"python": 0.002, "web": 0.004}
     rows.append(path, row(0.003, setting="2", kinds=kinds))
     rows.append(path, row(0.006, setting="2", tool="llm-compressor", kinds={"python": 0.002, "web": 0.010}))
+    rows.append(path, row(0.1, 9, setting="q2_k", tool="llama.cpp", weights=8))
     rows.append(path, failed(0, setting="2", tool="GPTQModel"))
     command("show", "--rows", path)
     out = capsys.readouterr().out
     assert (
-        "| 4 bits | 4.125 | 0.00100 ± 0.00000 (4) | 0.00400 ± 0.00000 (2) | 0.00200 ± 0.00000 (2) | **0.500** ± 0.000 |"
+        "| 4 bits | 4.125 | 0.00100 ± 0.00000 (4) | 0.00400 ± 0.00000 (2) | 0.00200 ± 0.00000 (2) | - | **0.500** ± 0.000 |"
         in out
     )
     assert "| 2 bits | **1.000** | **0.400** |" in out
+    assert "as many weights: {'nearplane': 9, 'GPTQModel': 9, 'llm-compressor': 9, 'llama.cpp': 8}" in out
     assert "demo, GPTQModel, 2, calibration 0: E: no" in out
