@@ -16,7 +16,7 @@ KERNELS := $(shell find src/nearplane/lattice src/nearplane/coding src/nearplane
 test nightly: export NUMBA_CACHE_DIR ?= $(CURDIR)/build/numba/$(shell cat $(KERNELS) | cksum | tr ' ' -)
 export OMP_WAIT_POLICY ?= PASSIVE   # threads that wait do not spin: on a busy machine that is several times faster
 
-.PHONY: demo test nightly test-llama test-eval bench bench-check bench-peers bench-gguf fingerprint clean
+.PHONY: demo test nightly test-llama test-eval bench bench-check bench-peers bench-tables bench-gguf fingerprint clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/nearplane demo
@@ -60,10 +60,13 @@ bench-peers: $(VENV)/.tested-with $(PEERS)/gptqmodel/.installed $(PEERS)/llmcomp
 	$(PIP) --no-deps --force-reinstall .
 	$(VENV)/bin/python benchmarks/peers/run.py --peers $(PEERS) --assets $(ASSETS) --rounds $(ROUNDS)
 
-bench-gguf: $(VENV)/.tested-with $(LLAMA)/.installed   # beside llama.cpp's own quantizer, and run by llama.cpp
+bench-tables: $(VENV)/.tested-with $(PEERS)/gptqmodel/.installed $(PEERS)/llmcompressor/.installed $(PEERS)/auto-round/.installed $(LLAMA)/.installed
 	$(PIP) --no-deps --force-reinstall .
+	$(VENV)/bin/python benchmarks/quality/tables.py measure --peers $(PEERS) --llama $(LLAMA)/bin/python --assets $(ASSETS) $(MIXTURE)
+	$(VENV)/bin/python benchmarks/quality/tables.py show > docs/results/tables.md
+
+bench-gguf: $(VENV)/.tested-with $(LLAMA)/.installed   # our files run by llama.cpp
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
-	$(VENV)/bin/python benchmarks/quality/gguf.py --llama $(LLAMA)/bin/python
 	$(LLAMA)/bin/python benchmarks/quality/llama_client.py
 
 $(LLAMA)/.installed:
