@@ -46,6 +46,10 @@ def measure(asked: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     models = subjects(asked.assets, asked.study, asked.mixture)
+    if missing := set(asked.models) - set(models):
+        sys.exit(
+            f"{', '.join(missing)}: no such model. There are {', '.join(models)}; the mixture needs --mixture FOLDER."
+        )
     models = {name: models[name] for name in asked.models or models}
     options = {name: _value(text) for name, text in (pair.split("=", 1) for pair in asked.set)}
     if asked.settings:
