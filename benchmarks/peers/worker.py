@@ -73,7 +73,7 @@ def llmcompressor() -> Callable[[SimpleNamespace], None]:
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     def run(task: SimpleNamespace) -> None:
         model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
@@ -88,7 +88,8 @@ def llmcompressor() -> Callable[[SimpleNamespace], None]:
         length = len(rows[0])
         oneshot(model=model, dataset=data, recipe=recipe, max_seq_length=length, num_calibration_samples=len(rows))
         _save(model, task)
-        model.save_pretrained(Path(task.out) / "packed", save_compressed=True)
+        stored = AutoConfig.from_pretrained(task.model).dtype or torch.float32  # of steps, in the file that it writes
+        model.to(stored).save_pretrained(Path(task.out) / "packed", save_compressed=True)
 
     return run
 

@@ -254,14 +254,32 @@ class Bench:
     place: Path
     options: dict[str, Any]
 
-    def measure(self, subject: Subject, batch: Batch) -> Iterator[Row]:
-        """Quantize by the settings of a batch, and yield a row for each."""
-        function, environment, search = TOOLS[batch.tool]
+    def python(self, tool: str) -> Path:
+        """Return the Python of a tool.
+
+        Raises:
+            SystemExit: There is none.
+        """
+        function, environment, _ = TOOLS[tool]
         python = Path(sys.executable) if environment is None else self.peers / environment / "bin" / "python"
         python = self.llama if function == "llama.cpp" else python
-        label = batch.tool + "".join(f", {name}={value}" for name, value in self.options.items())
+        if not python.exists():
+            sys.exit(
+                f"{python} is not there, in which {tool} should run. Let make bench-tables make it, or choose --tools."
+            )
+        return python
+
+    def label(self, tool: str) -> str:
+        """Return the name of a tool in the rows, with the options."""
+        return tool + "".join(f", {name}={value}" for name, value in self.options.items())
+
+    def measure(self, subject: Subject, batch: Batch) -> Iterator[Row]:
+        """Quantize by the settings of a batch, and yield a row for each."""
+        function, _, search = TOOLS[batch.tool]
+        python = self.python(batch.tool)
         key = {
-            "model": subject.name, "sha": subject.sha, "text": subject.digest(batch.calibration), "tool": label,
+            "model": subject.name, "sha": subject.sha, "text": subject.digest(batch.calibration),
+            "tool": self.label(batch.tool),
             "calibration": batch.calibration, "commit": commit(), "version": version(python, function),
         }  # fmt: skip
         windows = subject.calibration(batch.calibration)

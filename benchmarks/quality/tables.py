@@ -19,10 +19,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rows import Estimate, Row, append, average, claimed, key, paired, read, table, where
+
+if TYPE_CHECKING:  # it imports torch
+    from cells import Batch, Bench, Subject
 
 ROWS = Path(__file__).parents[2] / "docs" / "results" / "tables.jsonl"
 PEERS = ("GPTQModel", "GPTQModel, mse", "llm-compressor", "llm-compressor, mse", "auto-round", "llama.cpp")
@@ -38,37 +42,42 @@ ORDER = ("4", "3", "2", "q4_k_m", "q3_k_m", "q2_k", "3.125", "2.125", "1.5")
 def measure(asked: argparse.Namespace) -> None:
     """Measure all cells that were asked for and are not in the file."""
     import torch
-    from cells import TOOLS, Batch, Bench, chosen, plan, subjects
+    from cells import TOOLS, Bench, chosen, plan, subjects
 
     torch.set_num_threads(1)
     models = subjects(asked.assets, asked.study, asked.mixture)
+    if missing := set(asked.models) - set(models):
+        sys.exit(
+            f"{', '.join(missing)}: no such model. There are {', '.join(models)}; the mixture needs --mixture FOLDER."
+        )
     models = {name: models[name] for name in asked.models or models}
     options = {name: _value(text) for name, text in (pair.split("=", 1) for pair in asked.set)}
     if asked.settings:
         batches = chosen(models, asked.tools or TOOLS, asked.calibrations or range(3), asked.settings)
     else:
         batches = list(plan(models))
-    for batch in batches:
-        if options and not batch.tool.startswith("nearplane"):
-            continue
-        if batch.tool not in (asked.tools or TOOLS) or batch.calibration not in (asked.calibrations or range(10)):
-            continue
-        subject = models[batch.model]
-        label = batch.tool + "".join(f", {name}={value}" for name, value in options.items())
-        name = f"{batch.model} {label} {batch.calibration} {' '.join(batch.settings)}"
-        with claimed(asked.rows, name) as mine:
-            same = {"sha": subject.sha, "text": subject.digest(batch.calibration), "tool": label}
-            there = {key(row) for row in read(asked.rows) if "error" not in row or not asked.again}
-            cells = {each: key(same | {"setting": each, "calibration": batch.calibration}) for each in batch.settings}
-            missing = tuple(each for each in batch.settings if cells[each] not in there)
-            if not mine or not missing:
-                continue
-            with tempfile.TemporaryDirectory() as place:
-                bench = Bench(peers=asked.peers, llama=asked.llama, core=asked.core, place=Path(place), options=options)
-                todo = Batch(model=batch.model, tool=batch.tool, calibration=batch.calibration, settings=missing)
-                for row in bench.measure(subject, todo):
-                    append(asked.rows, row)
-                    print(time.strftime("%H:%M:%S"), json.dumps(row), file=sys.stderr, flush=True)
+    tools = [tool for tool in asked.tools or TOOLS if tool.startswith("nearplane") or not options]
+    with tempfile.TemporaryDirectory() as place:
+        bench = Bench(peers=asked.peers, llama=asked.llama, core=asked.core, place=Path(place), options=options)
+        for tool in tools:
+            bench.python(tool)
+        for batch in batches:
+            if batch.tool in tools and batch.calibration in (asked.calibrations or range(10)):
+                complete(asked, bench, models[batch.model], batch)
+
+
+def complete(asked: argparse.Namespace, bench: Bench, subject: Subject, batch: Batch) -> None:
+    """Measure the cells of a batch that the file does not hold, unless another process is at it."""
+    tool = bench.label(batch.tool)
+    with claimed(asked.rows, f"{batch.model} {tool} {batch.calibration} {' '.join(batch.settings)}") as mine:
+        same = {"sha": subject.sha, "text": subject.digest(batch.calibration), "calibration": batch.calibration}
+        there = {key(row) for row in read(asked.rows) if "error" not in row or not asked.again}
+        cells = {setting: key(same | {"tool": tool, "setting": setting}) for setting in batch.settings}
+        missing = tuple(setting for setting in batch.settings if cells[setting] not in there)
+        if mine and missing:
+            for row in bench.measure(subject, replace(batch, settings=missing)):
+                append(asked.rows, row)
+                print(time.strftime("%H:%M:%S"), json.dumps(row), file=sys.stderr, flush=True)
 
 
 def _value(text: str) -> Any:
