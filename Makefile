@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 PEERS ?= build/peers
 LLAMA ?= build/llama
+EVAL ?= build/eval
 ASSETS ?= ../shared/assets
 ROUNDS ?= 3
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
@@ -15,7 +16,7 @@ KERNELS := $(shell find src/nearplane/lattice src/nearplane/coding src/nearplane
 test nightly: export NUMBA_CACHE_DIR ?= $(CURDIR)/build/numba/$(shell cat $(KERNELS) | cksum | tr ' ' -)
 export OMP_WAIT_POLICY ?= PASSIVE   # threads that wait do not spin: on a busy machine that is several times faster
 
-.PHONY: demo test nightly test-llama bench bench-check bench-peers bench-gguf fingerprint clean
+.PHONY: demo test nightly test-llama test-eval bench bench-check bench-peers bench-tables bench-gguf fingerprint clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/nearplane demo
@@ -40,6 +41,10 @@ test-llama: $(LLAMA)/.installed   # GGUF files in llama.cpp itself, which pip bu
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(LLAMA)/bin/python -m pytest tests/journeys/test_llama_cpp.py -m nightly
 
+test-eval: $(EVAL)/.installed   # tasks of lm-eval from local files, beside its own command line; no network
+	$(EVAL)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support $(EVAL)/bin/python -m pytest tests/journeys/test_tasks.py
+
 bench: $(VENV)/.tested-with
 	$(PIP) --no-deps --force-reinstall .
 	$(VENV)/bin/python benchmarks/speed/solver.py
@@ -55,16 +60,25 @@ bench-peers: $(VENV)/.tested-with $(PEERS)/gptqmodel/.installed $(PEERS)/llmcomp
 	$(PIP) --no-deps --force-reinstall .
 	$(VENV)/bin/python benchmarks/peers/run.py --peers $(PEERS) --assets $(ASSETS) --rounds $(ROUNDS)
 
-bench-gguf: $(VENV)/.tested-with $(LLAMA)/.installed   # beside llama.cpp's own quantizer, and run by llama.cpp
+bench-tables: $(VENV)/.tested-with $(PEERS)/gptqmodel/.installed $(PEERS)/llmcompressor/.installed $(PEERS)/auto-round/.installed $(LLAMA)/.installed
 	$(PIP) --no-deps --force-reinstall .
+	$(VENV)/bin/python benchmarks/quality/tables.py measure --peers $(PEERS) --llama $(LLAMA)/bin/python --assets $(ASSETS) $(MIXTURE)
+	$(VENV)/bin/python benchmarks/quality/tables.py show > docs/results/tables.md
+
+bench-gguf: $(VENV)/.tested-with $(LLAMA)/.installed   # our files run by llama.cpp
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
-	$(VENV)/bin/python benchmarks/quality/gguf.py --llama $(LLAMA)/bin/python
 	$(LLAMA)/bin/python benchmarks/quality/llama_client.py
 
 $(LLAMA)/.installed:
 	$(PYTHON) -m venv $(LLAMA)
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)"
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet ".[gguf]" pytest hypothesis sentencepiece protobuf llama-cpp-python==0.3.36 "$(TORCH)"
+	touch $@
+
+$(EVAL)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(EVAL)
+	$(EVAL)/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)"
+	$(EVAL)/bin/python -m pip --disable-pip-version-check install --quiet ".[eval]" pytest hypothesis lm_eval==0.4.13 "$(TORCH)"
 	touch $@
 
 $(PEERS)/gptqmodel/.installed: PINS = gptqmodel==7.6.0 optimum==2.3.0 numpy==2.2.6

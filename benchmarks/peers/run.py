@@ -100,36 +100,58 @@ def task_of(subject: Subject, place: Path, bits: int, symmetric: bool) -> dict[s
     tokenizer = tokenizer_of(subject.folder, trust_remote_code=False)
     windows = read_windows(tokenizer, subject.calibration, samples=subject.samples, seqlen=subject.seqlen)
     save_file({"windows": windows}, place / "tokens.safetensors")
-    config = AutoConfig.from_pretrained(subject.folder)
-    config.num_hidden_layers = 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1]
-    warm = _write(config, place / "warm", subject.folder)
+    warm = one_block(subject.folder, place / "warm")
     return {
         "model": str(subject.folder), "warm": str(warm), "tokens": str(place / "tokens.safetensors"), "bits": bits,
         "group_size": subject.group_size, "symmetric": symmetric, "iterations": ITERATIONS, "search": 0.0,
+        "recipe": recipe_of(bits, subject.group_size, symmetric),
     }  # fmt: skip
 
 
+def one_block(folder: Path, place: Path) -> Path:
+    """Write a random model with one block of the shapes of another, for the first run of a tool."""
+    config = AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    return _write(config, place, folder)
+
+
+def recipe_of(bits: int, group_size: int, symmetric: bool) -> dict[str, Any]:
+    """Return the options of nearplane for a grid."""
+    form = "compressed-tensors" if symmetric else "gptq_v2"
+    return {"bits": bits, "group_size": group_size, "symmetric": symmetric, "format": form}
+
+
+def run_tasks(tool: str, tasks: list[dict[str, Any]], place: Path, python: Path, core: int) -> list[dict[str, Any]]:
+    """Let a tool do tasks in one process in its environment on one core; return what it spent on each, or an `error`."""
+    told = place / f"{tool}.json"
+    for task in tasks:
+        for folder in (task["out"], f"{task['out']}-warm", f"{task['out']}-solved"):
+            shutil.rmtree(folder, ignore_errors=True)
+    told.write_text(json.dumps(tasks))
+    alone = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    offline = {"HF_HUB_OFFLINE": "1", "GPTQMODEL_CPU_WORKERS": "2"}
+    own = {name: value for name, value in os.environ.items() if tool.startswith("nearplane") or name != "PYTHONPATH"}
+    command = ["taskset", "-c", str(core), str(python), str(HERE / "worker.py"), tool, str(told)]
+    done = subprocess.run(command, env=own | alone | offline, capture_output=True, text=True, check=False)
+    spent = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(('{"imports"', '{"error"'))]
+    printed = (done.stdout + done.stderr)[-3000:]
+    lost = {"error": f"{python} ended with {done.returncode}", "printed": printed}
+    return [each | ({"printed": printed} if "error" in each else {}) for each in spent] + [lost] * (
+        len(tasks) - len(spent)
+    )
+
+
 def run_once(tool: str, task: dict[str, Any], place: Path, python: Path, core: int) -> dict[str, float]:
-    """Run a tool in its environment on one core; return what it spent.
+    """Run a tool once; return what it spent.
 
     Raises:
         SystemExit: it failed; with the end of what it printed.
     """
-    told = place / f"{tool}.json"
-    out = place / tool
-    for folder in (out, Path(f"{out}-warm")):
-        shutil.rmtree(folder, ignore_errors=True)
-    told.write_text(json.dumps(task | {"out": str(out)}))
-    alone = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-    offline = {"HF_HUB_OFFLINE": "1", "GPTQMODEL_CPU_WORKERS": "2"}
-    own = {name: value for name, value in os.environ.items() if tool == "nearplane" or name != "PYTHONPATH"}
-    command = ["taskset", "-c", str(core), str(python), str(HERE / "worker.py"), tool, str(told)]
-    done = subprocess.run(command, env=own | alone | offline, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{tool} in {python} ended with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
-    spent: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    spent = run_tasks(tool, [task | {"out": str(place / tool)}], place, python, core)[0]
+    if "error" in spent:
+        sys.exit(f"{tool}: {spent['error']}: {spent['printed']}")
     return spent
 
 

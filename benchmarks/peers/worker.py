@@ -1,11 +1,13 @@
-"""One tool quantizes one model in its own environment, and says what that took; `run.py` starts this for every tool.
+"""One tool quantizes one model in its own environment, and says what that took; `run.py` and `tables.py` start this.
 
-    python worker.py TOOL TASK.json
+    python worker.py TOOL TASKS.json
 
-TASK holds `model` and `warm` (folders), `tokens` (safetensors with `windows`, (windows, seqlen)), `out` (folder to write), `bits`,
-`group_size`, `symmetric` and `iterations`. The last line printed is JSON: CPU seconds of the imports, of the first run (on the
-model `warm`, which compiles what is compiled), of loading, quantizing and writing `model`; wall seconds of the same, peak bytes.
-Weights of llm-compressor and auto-round are written decoded, in float32, as they stand in memory after the run.
+TASKS is a list of tasks, which run one after the other. A task holds `model` and `warm` (folders; no `warm`: no first run),
+`tokens` (safetensors with `windows`, (windows, seqlen)), `out` (folder to write), `bits`, `group_size`, `symmetric`,
+`iterations` and `search` of the peers, and `recipe`, the options of nearplane. A line of JSON is printed for each task: CPU
+seconds of the imports, of the first run (on the model `warm`, which compiles what is compiled), of loading, quantizing and
+writing `model`; wall seconds of the same, peak bytes; or `error`. Weights of llm-compressor and auto-round are written decoded,
+in float32, as they stand in memory after the run; the files that these tools write themselves are in the folder `packed`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import resource
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +29,19 @@ def nearplane() -> Callable[[SimpleNamespace], None]:
     from nearplane import quantize
 
     def run(task: SimpleNamespace) -> None:
-        grid = {"bits": task.bits, "group_size": task.group_size, "symmetric": task.symmetric}
-        form = "compressed-tensors" if task.symmetric else "gptq_v2"
-        quantize(task.model, task.out, format=form, calibration=_tokens(task), overwrite=True, **grid)
+        quantize(task.model, task.out, calibration=_tokens(task), overwrite=True, **task.recipe)
+
+    return run
+
+
+def tuned() -> Callable[[SimpleNamespace], None]:
+    """Our own with `tune`, by its defaults, on the same tokens."""
+    from nearplane import quantize, tune
+
+    def run(task: SimpleNamespace) -> None:
+        tokens, solved = _tokens(task), f"{task.out}-solved"
+        quantize(task.model, solved, calibration=tokens, overwrite=True, **task.recipe)
+        tune(solved, task.out, against=task.model, calibration=tokens, overwrite=True)
 
     return run
 
@@ -75,6 +88,7 @@ def llmcompressor() -> Callable[[SimpleNamespace], None]:
         length = len(rows[0])
         oneshot(model=model, dataset=data, recipe=recipe, max_seq_length=length, num_calibration_samples=len(rows))
         _save(model, task)
+        model.save_pretrained(Path(task.out) / "packed", save_compressed=True)
 
     return run
 
@@ -96,11 +110,15 @@ def autoround() -> Callable[[SimpleNamespace], None]:
         )  # fmt: skip
         done, _ = tuned.quantize()
         _save(done, task)
+        tuned.save_quantized(str(Path(task.out) / "packed"), format="auto_round")
 
     return run
 
 
-TOOLS = {"nearplane": nearplane, "gptqmodel": gptqmodel, "llmcompressor": llmcompressor, "auto-round": autoround}
+TOOLS = {
+    "nearplane": nearplane, "nearplane tuned": tuned, "gptqmodel": gptqmodel, "llmcompressor": llmcompressor,
+    "auto-round": autoround,
+}  # fmt: skip
 
 
 def _tokens(task: SimpleNamespace):
@@ -140,18 +158,24 @@ def _peak() -> int:
 
 
 def main() -> None:
-    """Import, run once on the small model, then on the model that counts."""
-    tool, task = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+    """Import, and do one task after the other; a task that fails does not stop those after it."""
+    tool, tasks = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
     run = TOOLS[tool]()
-    spent = {"imports": _cpu()}
-    began = _cpu()
-    run(SimpleNamespace(**{**task, "model": task["warm"], "out": task["out"] + "-warm"}))
-    spent["first"] = _cpu() - began
-    began, clock = _cpu(), time.perf_counter()
-    run(SimpleNamespace(**task))
-    spent |= {"cpu": _cpu() - began, "wall": time.perf_counter() - clock}
-    spent["peak"] = _peak()
-    print(json.dumps(spent), flush=True)
+    imports = _cpu()
+    for task in tasks:
+        spent = {"imports": imports}
+        try:
+            began = _cpu()
+            if task["warm"]:
+                run(SimpleNamespace(**{**task, "model": task["warm"], "out": task["out"] + "-warm"}))
+            spent["first"] = _cpu() - began
+            began, clock = _cpu(), time.perf_counter()
+            run(SimpleNamespace(**task))
+            spent |= {"cpu": _cpu() - began, "wall": time.perf_counter() - clock, "peak": _peak()}
+        except Exception as error:  # tools raise anything; the caller decides what that means
+            traceback.print_exc()
+            spent = {"error": f"{type(error).__name__}: {error}"}
+        print(f"\n{json.dumps(spent)}", flush=True)  # tools print lines without an end
     os._exit(0)  # tools leave threads behind that do not end
 
 

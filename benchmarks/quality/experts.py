@@ -1,7 +1,6 @@
 """Mixtures of experts: what quantizing costs predictions, and the peak memory of blocks as wide as a large model's.
 
 python benchmarks/quality/experts.py quality MODEL [--only WORD]    # MODEL from tools/train_moe.py; means over calibrations
-python benchmarks/quality/experts.py peer MODEL --peers FOLDER      # the same by GPTQModel, which make bench-peers installs there
 python benchmarks/quality/experts.py memory [--experts 128] [--blocks 2] [--samples 16]    # random, shaped like Qwen3-30B-A3B
 """
 
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import nearplane
@@ -65,30 +63,6 @@ def quality(model: str, only: str) -> None:
         print(
             f"| {name} | {record.rate:.3f} | {sum(each.perplexity for each in found) / len(found):.3f} | "
             f"{sum(kl) / len(kl):.5f} | {min(kl):.5f} to {max(kl):.5f} | {alike:.3f} | {seconds:.0f} s |",
-            flush=True,
-        )
-
-
-def peer(model: str, peers: Path) -> None:
-    """Let GPTQModel quantize a model on the same calibrations to 4, 3 and 2 bits, and print means."""
-    sys.path.append(str(Path(__file__).parents[1] / "peers"))
-    from run import run_once
-
-    for bits in (4, 3, 2):
-        found, seconds = [], 0.0
-        with tempfile.TemporaryDirectory() as place:
-            for offset in OFFSETS:
-                tokens = Path(place) / "tokens.safetensors"
-                save_file({"windows": calibration(model, offset).contiguous()}, tokens)
-                task = dict(model=model, warm=model, tokens=str(tokens), bits=bits, symmetric=True, search=0.0, **GRID)
-                python = peers / "gptqmodel" / "bin" / "python"
-                seconds += run_once("gptqmodel", task, Path(place), python, core=1)["cpu"] / len(OFFSETS)
-                out = Path(place) / "gptqmodel"
-                found.append(nearplane.evaluate(out, HELD_OUT, seqlen=SEQLEN, samples=WINDOWS, against=model))
-        kl = [each.kl or 0.0 for each in found]
-        print(
-            f"| {bits} bits, GPTQModel | {sum(each.perplexity for each in found) / len(found):.3f} | "
-            f"{sum(kl) / len(kl):.5f} | {min(kl):.5f} to {max(kl):.5f} | {seconds:.0f} s |",
             flush=True,
         )
 
@@ -140,10 +114,9 @@ def run(folder: str, out: str, samples: str) -> None:
 def main() -> None:
     """Measure one of both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("quality", "peer", "memory"))
+    parser.add_argument("what", choices=("quality", "memory"))
     parser.add_argument("model", nargs="?")
     parser.add_argument("--only", default="", metavar="WORD")
-    parser.add_argument("--peers", type=Path, default=Path("build/peers"))
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--samples", type=int, default=16)
@@ -152,8 +125,6 @@ def main() -> None:
         memory(options.experts, options.blocks, options.samples)
     elif options.model is None:
         parser.error(f"{options.what} needs the folder of a model")
-    elif options.what == "peer":
-        peer(options.model, options.peers)
     else:
         quality(options.model, options.only)
 

@@ -18,29 +18,24 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path = [
-    folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent
-]  # gguf.py is there
+import gguf
+import llama_cpp
+import numpy as np
+import torch
+from torch import Tensor
 
-import gguf  # noqa: E402
-import llama_cpp  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-import nearplane  # noqa: E402
-from nearplane.demo import CALIBRATION, HELD_OUT, MODEL  # noqa: E402
-from nearplane.formats.gguf.gguf_header import FILE  # noqa: E402
-from nearplane.formats.gguf.mixes import MIXES  # noqa: E402
-from nearplane.lattice.number_formats import TYPES  # noqa: E402
-from nearplane.verbs.evaluate import load_dense  # noqa: E402
+import nearplane
+from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.formats.gguf.gguf_header import FILE
+from nearplane.formats.gguf.mixes import MIXES
+from nearplane.lattice.number_formats import TYPES
+from nearplane.verbs.evaluate import load_dense
 
 FILE_TYPES = {
     "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q6_k": 18, "q2_k_m": 10, "q3_k_m": 12, "q4_k_m": 15, "q5_k_m": 17,

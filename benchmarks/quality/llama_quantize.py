@@ -1,4 +1,4 @@
-"""llama.cpp's own quantizer through llama-cpp-python, for benchmarks/quality/gguf.py; runs in an environment that has it.
+"""llama.cpp's own quantizer through llama-cpp-python, for llama_files.py; runs in an environment that has it.
 
     python llama_quantize.py JOBS.json
 

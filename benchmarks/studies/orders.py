@@ -83,10 +83,10 @@ def case(name: str) -> Case:
     )  # fmt: skip
 
 
-def observations(chosen: Case, samples: int = 128) -> Iterator[Observed]:
+def observations(chosen: Case, samples: int = 128, seqlen: int = SEQLEN) -> Iterator[Observed]:
     """Yield the layers of the float model by the input that they share, with its second moments."""
     model = open_model(str(chosen.folder))
-    tokens = read_windows(model.tokenizer(), chosen.calibration, samples=samples, seqlen=SEQLEN)
+    tokens = read_windows(model.tokenizer(), chosen.calibration, samples=samples, seqlen=seqlen)
     stream = skeleton(model, tokens.split(8), device="cpu", dtype=torch.float32)
     for block in model.blocks:
         with block.on("cpu", torch.float32, original=False):

@@ -30,6 +30,7 @@ from nearplane.recipe.schemes import GridScheme as GridScheme
 from nearplane.recipe.schemes import RateScheme as RateScheme
 from nearplane.verbs.compare import compare as compare
 from nearplane.verbs.evaluate import evaluate as evaluate
+from nearplane.verbs.evaluate_tasks import evaluate_tasks as evaluate_tasks
 from nearplane.verbs.export import export as export
 from nearplane.verbs.generate import generate as generate
 from nearplane.verbs.quantize_api import quantize as quantize

@@ -81,6 +81,11 @@ def read_windows(
     return torch.cat([edges[0], tokens, edges[1]], 1) if edges else tokens
 
 
+def read_documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str]) -> Iterator[str]:
+    """Yield the documents of a text one by one, see `read_windows`."""
+    return _documents(tokenizer, source, seed=0)
+
+
 def framing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that encoders expect before and after a text ([CLS], [SEP]); () if the tokenizer has none."""
     edges = (tokenizer.cls_token_id, tokenizer.sep_token_id)

@@ -1,4 +1,4 @@
-"""All commands except quantize. A command parses its flags, imports and calls a verb, and prints the result."""
+"""The list of all commands except quantize, and most of them: each parses its flags, calls a verb and prints the result."""
 
 from __future__ import annotations
 
@@ -10,78 +10,19 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from nearplane.cli.evaluate_command import evaluate
 from nearplane.cli.printing import as_json, comparison, opening, print_piece, say, table
 from nearplane.cli.terminal import bar, one_line_a_step
 from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration, Way
 from nearplane.recipe.sizes import size_text
 from nearplane.system.paths import check_named
-from nearplane.verbs.early_checks import check_evaluate, check_export, check_tune, check_verify
+from nearplane.verbs.early_checks import check_export, check_plot, check_tune, check_verify
 
 Dense = Literal["bfloat16", "float16", "float32"]
 Switch = Annotated[bool, Parameter(negative="")]
 Flat = Parameter(name="*")
 Several = Parameter(consume_multiple=True, negative="")
-
-
-def evaluate(
-    model: str,
-    *,
-    text: Path,
-    seqlen: int | None = None,
-    samples: int | None = None,
-    against: str | None = None,
-    device: str = "auto",
-    trust_remote_code: Switch = False,
-    json: Switch = False,
-) -> None:
-    """Measure the perplexity of MODEL on a text, or for an encoder the similarity of its embeddings to the original's.
-
-    The text is tokenized without special tokens and cut into windows that do not overlap.
-    The first token of each window is not scored.
-
-    Args:
-        model: Folder or hub id of a transformers checkpoint, or of one that nearplane wrote, or a .gguf file.
-        text: Text to measure on: a .txt or .jsonl file, or a folder of them.
-        seqlen: Tokens per window. Default: 2048, or the model's maximum length if that is shorter.
-        samples: Number of windows, from the beginning of the text. Default: all.
-        against: The original model. Adds KL(original || model) and the fraction of equal top tokens. Encoders need it.
-        device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
-        trust_remote_code: Run model code that comes with the checkpoint.
-        json: Print the result as JSON.
-    """
-    counts = {"seqlen": seqlen, "samples": samples}
-    check_evaluate(model, text, against=against, **counts)
-    opening(model)
-    from nearplane import evaluate as run
-
-    score = run(
-        model,
-        text,
-        **counts,
-        against=against,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        progress=bar,
-    )
-    if json:
-        print(as_json(asdict(score)))
-        return
-    if score.cosine is not None:
-        print(
-            f"cosine of mean-pooled embeddings to the original's: mean {score.cosine:.5f}, least {score.worst_cosine:.5f} "
-            f"({score.windows} windows of {score.seqlen}); no vocabulary head, so no perplexity"
-        )
-        return
-    print(
-        f"perplexity {score.perplexity:.4f} ({score.tokens:,} tokens scored in {score.windows} windows of {score.seqlen})"
-    )
-    if score.kl is not None and score.agreement is not None and score.original is not None:
-        print(
-            f"the original's perplexity {score.original:.4f}, KL to it {score.kl:.5f} nats per token, same top token "
-            f"{100 * score.agreement:.2f} %"
-        )
-    say(score.remarks)
 
 
 def compare(
@@ -121,13 +62,13 @@ def compare(
         json: Print the result as JSON.
     """
     check_named(*models, text=text, calibration=None if tokens is None else tokens.calibration)
-    opening(*models)
-    from nearplane.verbs.compare import compare as run
-    from nearplane.verbs.compare_figure import check_plot, draw
-    from nearplane.verbs.compare_recipes import WAYS
-
     if plot is not None:
         check_plot(plot)
+    opening(*models)
+    from nearplane.verbs.compare import compare as run
+    from nearplane.verbs.compare_figure import draw
+    from nearplane.verbs.compare_recipes import WAYS
+
     rows = []
     try:
         for row in run(

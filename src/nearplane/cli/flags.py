@@ -56,7 +56,7 @@ def exactly(kind: Any, words: Sequence[Any]) -> Any:
     for text in (word.value for word in words):
         if {int, float} & {kind, *get_args(kind)} == {int} and "." in text and not float(text).is_integer():
             raise ValueError(f"{text} is not a whole number")
-        if kind is Path and not text:
+        if Path in (kind, *get_args(kind)) and not text:
             raise ValueError("the path is empty")
     return convert(kind, words)
 

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.errors import FormatError, NearplaneError, RecipeError
@@ -293,24 +293,65 @@ class _Measure:
 
     def coded(self, row: Row, recipe: Recipe, opened: Model) -> Row:
         """Quantize the model of a row with Huffman codes, in memory, and complete the row."""
-        began, device = time.perf_counter(), Device.named(self.device)
-        windows = calibration_windows(opened, recipe)
-        check_tokens(opened, recipe, windows)
-        network, tokenizer = load_dense(row.model, device.place, trust_remote_code=self.trust_remote_code)
-        size, layers = 0, opened.layers
-        with (
-            chosen_library([layer.shape for layer in layers], windows.count * windows.seqlen, device),
-            closing(hptq_layers(opened, recipe, windows, device)) as walked,
-        ):
-            for layer, coded in self.progress(logged(walked, "quantizing", len(layers)), "quantizing", len(layers)):
-                layer.within(network, "").write(coded.matrix.decode())
-                size += coded.bytes
+        began = time.perf_counter()
+        coded = huffman_coded(row.model, opened, recipe, **self.options)
         seconds = round(time.perf_counter() - began, 6)
-        reader, layer_tensors = opened.reader, {name for layer in layers for name in layer.copies(opened.weights)}
-        others = sum(reader.nbytes(name) for name in reader.names() if name not in layer_tensors)
-        rate = 8 * size / sum(math.prod(layer.shape) for layer in layers)
-        row = replace(row, rate=rate, bytes=size + others, seconds=seconds, note=_rate_note(row, rate))
-        return self.measured(row, network, against=row.model, tokenizer=tokenizer)
+        row = replace(row, rate=coded.rate, bytes=coded.bytes, seconds=seconds, note=_rate_note(row, coded.rate))
+        return self.measured(row, coded.network, against=row.model, tokenizer=coded.tokenizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuffmanCoded:
+    """A network in memory whose layers have the values of their Huffman codes.
+
+    Args:
+        network: The network in float32.
+        tokenizer: Its tokenizer.
+        rate: Bits per quantized weight.
+        bytes: Size of all tensors if they were written.
+    """
+
+    network: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    rate: float
+    bytes: int
+
+
+def huffman_coded(
+    source: str | Path,
+    opened: Model,
+    recipe: Recipe,
+    *,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> HuffmanCoded:
+    """Quantize a model with Huffman codes in one walk through the network, in memory; see `hptq_layers`.
+
+    Args:
+        source: Folder or hub id of the model.
+        opened: The same model, opened.
+        recipe: Recipe of `hptq_recipe`, in any order of columns.
+        device: Device to compute on.
+        trust_remote_code: Whether to run model code that comes with the checkpoint.
+        progress: Display that wraps the iterator over layers.
+    """
+    place, layers = Device.named(device), opened.layers
+    windows = calibration_windows(opened, recipe)
+    check_tokens(opened, recipe, windows)
+    network, tokenizer = load_dense(source, place.place, trust_remote_code=trust_remote_code)
+    size = 0
+    with (
+        chosen_library([layer.shape for layer in layers], windows.count * windows.seqlen, place),
+        closing(hptq_layers(opened, recipe, windows, place)) as walked,
+    ):
+        for layer, coded in progress(logged(walked, "quantizing", len(layers)), "quantizing", len(layers)):
+            layer.within(network, "").write(coded.matrix.decode())
+            size += coded.bytes
+    reader, layer_tensors = opened.reader, {name for layer in layers for name in layer.copies(opened.weights)}
+    others = sum(reader.nbytes(name) for name in reader.names() if name not in layer_tensors)
+    rate = 8 * size / sum(math.prod(layer.shape) for layer in layers)
+    return HuffmanCoded(network=network, tokenizer=tokenizer, rate=rate, bytes=size + others)
 
 
 def _rate_note(row: Row, rate: float) -> str:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from nearplane.errors import RecipeError
 from nearplane.recipe.recipe import Way
-from nearplane.system.files import check_writable, write_whole
-from nearplane.system.paths import check_path
+from nearplane.system.files import write_whole
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
 from nearplane.verbs.compare_recipes import WAYS
+from nearplane.verbs.early_checks import check_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,26 +77,6 @@ def draw(rows: Iterable[Row], out: str | Path) -> None:
         metadata = {"Date": None} if out.suffix == ".svg" else None
         figure.savefig(content, format=out.suffix[1:], dpi=160, metadata=metadata)
     write_whole(out, content.getvalue())
-
-
-def check_plot(out: str | Path) -> None:
-    """Refuse a figure that cannot be written, before any work is done.
-
-    Raises:
-        RecipeError: matplotlib is not installed, or the file has another suffix or cannot be written.
-    """
-    check_path("--plot", out)
-    if Path(out).suffix not in (".svg", ".png", ".pdf"):
-        raise RecipeError(f"{out} cannot be written as a figure; expected a name that ends in .svg, .png or .pdf.")
-    try:
-        import matplotlib  # noqa: F401  only drawing needs it
-    except ImportError as error:
-        raise RecipeError(
-            "Figures need matplotlib, which is not installed. Run pip install 'nearplane[figures]'."
-        ) from error
-    if Path(out).is_dir():
-        raise RecipeError(f"{out} is a folder; expected the name of a figure file. Choose another name.")
-    check_writable(Path(out).parent)
 
 
 def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:

@@ -6,8 +6,10 @@ Each verb makes the same checks first, for calls from Python. What depends on th
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.recipe.recipe import Recipe
@@ -15,17 +17,67 @@ from nearplane.recipe.scheme import FILE_FORMATS
 from nearplane.recipe.sizes import bytes_in, check_room
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.arguments import whole, within
+from nearplane.system.files import check_writable
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_named, check_path, folder_named
 
+Protocol = Literal["papers", "llama.cpp", "lm-eval"]
+MIN_LLAMA_CPP_SEQLEN = 3  # tokens of a window whose second half has a token to score
 
-def check_evaluate(model: Any, text: Any, *, against: Any, seqlen: int | None, samples: int | None) -> None:
+
+def check_evaluate(
+    model: Any,
+    texts: Sequence[Any],
+    *,
+    against: Any,
+    seqlen: int | None,
+    samples: int | None,
+    protocol: str = "papers",
+    plot: Path | None = None,
+) -> None:
     """Refuse arguments of `evaluate`; model objects and texts in memory are checked by the verb."""
     whole("samples", samples, 1)
     whole("seqlen", seqlen, 2)
-    if text is None:
-        raise CalibrationError("text is None; expected a path, a list of texts, or token ids (windows, seqlen).")
-    check_named(_path(model), _path(against), text=_path(text))
+    if protocol not in get_args(Protocol):
+        raise RecipeError(f"--protocol {protocol} is unknown; expected {' or '.join(get_args(Protocol))}.")
+    if protocol == "llama.cpp" and seqlen is not None and seqlen < MIN_LLAMA_CPP_SEQLEN:
+        raise RecipeError(
+            f"--seqlen {seqlen} is too short for --protocol llama.cpp, which scores only tokens of the second half of a window. "
+            f"Use at least {MIN_LLAMA_CPP_SEQLEN}."
+        )
+    if plot is not None:
+        if against is None:
+            raise RecipeError("--plot draws the KL to the original. Pass it with --against, or leave out --plot.")
+        check_plot(plot)
+    for text in texts:
+        if text is None:
+            raise CalibrationError("text is None; expected a path, a list of texts, or token ids (windows, seqlen).")
+        check_named(_path(model), _path(against), text=_path(text))
+
+
+def check_evaluate_tasks(
+    model: Any,
+    tasks: Sequence[str],
+    *,
+    against: Any,
+    fewshot: int | None,
+    limit: int | None,
+    task_path: Any,
+    batch_size: int = 1,
+) -> None:
+    """Refuse arguments of `evaluate_tasks`, and a missing lm-eval; names of tasks are checked by the verb."""
+    whole("fewshot", fewshot, 0)
+    whole("limit", limit, 1)
+    whole("batch_size", batch_size, 1)
+    if not tasks or not all(tasks):
+        raise RecipeError("--tasks is empty; expected names of lm-eval's tasks, for example winogrande,truthfulqa_mc1.")
+    if find_spec("lm_eval") is None:
+        raise RecipeError('--tasks needs the package lm_eval. Run pip install "nearplane[eval]"')
+    check_named(_path(model), _path(against))
+    if task_path is not None:
+        check_path("--task-path", task_path)
+        if not any(Path(task_path).expanduser().rglob("*.yaml")):
+            raise RecipeError(f"--task-path {task_path} is no folder with tasks: it contains no .yaml file.")
 
 
 def check_quantize(
@@ -110,6 +162,26 @@ def check_export(source: str | Path, out: str | Path, format: str) -> None:
         raise RecipeError(f"{out} exists and is not empty. Empty it or choose another folder.")
     check_named(source)
     Unfinished(Path(out), sources=[Path(source)])
+
+
+def check_plot(out: str | Path) -> None:
+    """Refuse a figure that cannot be written, before any work is done.
+
+    Raises:
+        RecipeError: matplotlib is not installed, or the file has another suffix or cannot be written.
+    """
+    check_path("--plot", out)
+    if Path(out).suffix not in (".svg", ".png", ".pdf"):
+        raise RecipeError(f"{out} cannot be written as a figure; expected a name that ends in .svg, .png or .pdf.")
+    try:
+        import matplotlib  # noqa: F401  only drawing needs it
+    except ImportError as error:
+        raise RecipeError(
+            "Figures need matplotlib, which is not installed. Run pip install 'nearplane[figures]'."
+        ) from error
+    if Path(out).is_dir():
+        raise RecipeError(f"{out} is a folder; expected the name of a figure file. Choose another name.")
+    check_writable(Path(out).parent)
 
 
 def _path(value: Any) -> Any:

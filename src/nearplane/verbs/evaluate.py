@@ -6,10 +6,8 @@ used in float32; model objects run as they are.
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +15,30 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.calibration.given import Given, model_label, refuse_tokenizer
-from nearplane.calibration.texts import check_start, check_vocabulary, framing_tokens, read_windows
+from nearplane.calibration.given import Given, refuse_tokenizer
+from nearplane.calibration.texts import check_start, check_vocabulary
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.loading.dense_network import dense_network
 from nearplane.loading.source_folder import source_folder
-from nearplane.models.kinds import Divergence, InputKind, divergence, predicts_always_the_same
-from nearplane.models.pretrained import as_model_error, tokenizer_of
+from nearplane.models.kinds import InputKind
+from nearplane.models.pretrained import tokenizer_of
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
-from nearplane.system.matmul_library import chosen_library
 from nearplane.system.progress import Progress, logged, silent
-from nearplane.verbs.early_checks import check_evaluate
-from nearplane.verbs.evaluate_networks import Network, opened, predictions, windows_at_a_time
+from nearplane.verbs.early_checks import Protocol, check_evaluate
+from nearplane.verbs.evaluate_networks import Network, Outline, opened, windows_at_a_time
+from nearplane.verbs.evaluate_protocols import (
+    LlamaCppFigure,
+    LmEvalFigures,
+    ScoredText,
+    default_seqlen,
+    llama_cpp_figures,
+    lm_eval_figures,
+    next_tokens,
+    scored_text,
+)
+from nearplane.verbs.evaluate_scoring import Floor, cosines, measured_floor, running, token_scores
+from nearplane.verbs.evaluate_statistics import Statistics, TokenScores, summarize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +56,13 @@ class Evaluation:
         cosine: Encoders only: mean over windows of the cosine of both embeddings (means of the last hidden states).
         worst_cosine: Smallest of these cosines.
         remarks: Sentences about a network whose predictions are degenerate: worse than a guess, or always the same.
+        text: Name of the text.
+        protocol: Protocol of the windows, see `evaluate_protocols.py`.
+        statistics: All statistics with their intervals; None for encoders.
+        floor: The floor of the divergence; None unless asked for, and for model objects.
+        llama_cpp: Figures of `llama-perplexity`, only by this protocol.
+        lm_eval, lm_eval_original: Perplexities of lm-eval of the model and of the original, only by this protocol.
+        words, bytes, documents: Of the text, by which lm-eval divides; 0 for other protocols.
     """
 
     perplexity: float | None = None
@@ -60,6 +76,27 @@ class Evaluation:
     cosine: float | None = None
     worst_cosine: float | None = None
     remarks: tuple[str, ...] = field(default=(), compare=False)  # they name folders
+    text: str = field(default="", compare=False)
+    protocol: Protocol = "papers"
+    statistics: Statistics | None = None
+    floor: Floor | None = None
+    llama_cpp: tuple[LlamaCppFigure, ...] = ()
+    lm_eval: LmEvalFigures | None = None
+    lm_eval_original: LmEvalFigures | None = None
+    words: int = 0
+    bytes: int = 0
+    documents: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Evaluation on one text, and the figures of its tokens; None for encoders."""
+
+    evaluation: Evaluation
+    scores: TokenScores | None = None
+
+
+Text = str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor]
 
 
 @checked("model", "text", "against")
@@ -68,9 +105,11 @@ def evaluate(
     text: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    protocol: Protocol = "papers",
     seqlen: int | None = None,
     samples: int | None = None,
     against: str | Path | PreTrainedModel | None = None,
+    floor: bool = False,
     device: str = "auto",
     trust_remote_code: bool = False,
     progress: Progress = silent,
@@ -87,171 +126,189 @@ def evaluate(
             width), or sound with transcripts (input_features, token_ids). Windows of encoders begin and end with tokens
             such as [CLS] and [SEP]. Encoder-decoders predict their own input, or its transcript.
         tokenizer: Tokenizer of a model object; not needed for token ids.
-        seqlen: Tokens per window. None: 2048, or the model's positions if fewer.
-        samples: Number of windows, from the beginning of the text. None: all.
+        protocol: Windows and units of the perplexity; llama.cpp and lm-eval take texts only.
+        seqlen: Tokens per window. None: 2048, or 512 for llama.cpp, or the model's positions if fewer or for lm-eval.
+        samples: Number of windows, or for lm-eval of documents, from the beginning of the text. None: all.
         against: The original model.
+        floor: Whether to measure the divergence of the original in its own dtype from itself in float32, too.
 
     Raises:
         CalibrationError: The text is missing, empty or shorter than one window.
         ModelError, FormatError: A model cannot be read, or the two have different vocabularies.
     """
-    check_evaluate(model, text, against=against, seqlen=seqlen, samples=samples)
-    given = Given.of(text, "text")
+    (measured,) = evaluate_texts(
+        model,
+        [text],
+        tokenizer=tokenizer,
+        protocol=protocol,
+        seqlen=seqlen,
+        samples=samples,
+        against=against,
+        floor=floor,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+    )
+    return measured.evaluation
+
+
+def evaluate_texts(
+    model: str | Path | PreTrainedModel,
+    texts: Sequence[Text],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    protocol: Protocol = "papers",
+    seqlen: int | None = None,
+    samples: int | None = None,
+    against: str | Path | PreTrainedModel | None = None,
+    floor: bool = False,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> list[Measured]:
+    """Evaluate a model on several texts, each by itself; the models are read once. See `evaluate`."""
+    check_evaluate(model, texts, against=against, seqlen=seqlen, samples=samples, protocol=protocol)
+    given = [Given.of(text, "text") for text in texts]
     refuse_tokenizer(model, tokenizer)
-    sources = (model,) if against is None else (model, against)
-    names, place = [model_label(each) for each in sources], Device.named(device)
-    networks = [opened(each, place, trust_remote_code=trust_remote_code) for each in sources]
-    network = networks[0]
-    _check_taken(networks, names, InputKind.TEXT if given is None else given.kind)
-    if network.folder is not None and (given is None or given.tokens is None):
-        tokenizer = tokenizer_of(network.folder, trust_remote_code=trust_remote_code)
-    windows = _windows(network, tokenizer, text, given, samples, seqlen)
-    seqlen = windows.shape[1] if network.vocabulary else 1
-    if network.vocabulary:
-        check_vocabulary(windows, network.vocabulary)
-        check_start(windows, network.start, names[0])
-    total = -(-len(windows) // windows_at_a_time(networks, windows))
-    with (
-        chosen_library(network.shapes(), windows.numel(), Device(network.device)),
-        as_model_error(f"{names[0]} does not run on its windows of {seqlen} tokens"),
-    ):
-        compared = progress(logged(predictions(networks, windows), "evaluating", total), "evaluating", total)
-        measure = _of_embeddings if network.embeds else _of_predictions
-        return measure(compared, names, len(windows), seqlen)
+    place = Device.named(device)
+    outlines = [Outline.of(each, trust_remote_code=trust_remote_code) for each in (model, against) if each is not None]
+    for each in given:
+        _check_taken(outlines, InputKind.TEXT if each is None else each.kind, protocol)
+    outline = outlines[0]
+    if outline.folder is not None and any(each is None or each.tokens is None for each in given):
+        tokenizer = tokenizer_of(outline.folder, trust_remote_code=trust_remote_code)
+    scored = [
+        _scored(outline, tokenizer, protocol, text, each, samples, seqlen)
+        for text, each in zip(texts, given, strict=True)
+    ]
+    networks = [opened(each, place, trust_remote_code=trust_remote_code) for each in outlines]
+    lowest = None
+    if floor and against is not None and not outline.embeds:
+        lowest = measured_floor(networks[1], scored[0], place, trust_remote_code, progress)
+    return [
+        _measured(networks, part, _name(text), protocol, lowest, progress)
+        for text, part in zip(texts, scored, strict=True)
+    ]
 
 
-def _check_taken(networks: Sequence[Network], names: Sequence[str], input_kind: InputKind) -> None:
-    """Refuse networks with another kind of input, and an encoder without its original.
+def _name(text: Text) -> str:
+    """Return the name of a text in the output."""
+    return str(text) if isinstance(text, str | Path) else "given in Python"
+
+
+def _check_taken(outlines: Sequence[Outline], input_kind: InputKind, protocol: Protocol) -> None:
+    """Refuse networks with another kind of input or that a protocol does not suit, and an encoder without its original.
 
     Raises:
         CalibrationError: A network takes another kind of input than was given.
-        RecipeError: An encoder has no original to compare with.
+        RecipeError: An encoder has no original to compare with, or the protocol is for decoders.
     """
-    for network, name in zip(networks, names, strict=True):
-        if network.takes is not input_kind:
-            advice = "Pass text" if network.takes is InputKind.TEXT else f"Pass {network.takes} from Python"
-            raise CalibrationError(f"{name} takes {network.takes}; the input is {input_kind}. {advice}.")
-    if networks[0].embeds and len(networks) == 1:
+    for outline in outlines:
+        if outline.takes is not input_kind:
+            advice = "Pass text" if outline.takes is InputKind.TEXT else f"Pass {outline.takes} from Python"
+            raise CalibrationError(f"{outline.name} takes {outline.takes}; the input is {input_kind}. {advice}.")
+    first = outlines[0]
+    if first.embeds and len(outlines) == 1:
         raise RecipeError(
-            f"{names[0]} has no vocabulary head and predicts no tokens. Pass the original with against (--against), to compare "
+            f"{first.name} has no vocabulary head and predicts no tokens. Pass the original with against (--against), to compare "
             f"the embeddings of both."
         )
-
-
-def _of_predictions(
-    compared: Iterable[tuple[Tensor, ...]], names: Sequence[str], windows: int, seqlen: int
-) -> Evaluation:
-    """Return the scores of batches of windows (windows, seqlen), each with log-probabilities (windows, seqlen - 1,
-    vocabulary) of one or two networks.
-
-    Raises:
-        ModelError: The networks have different vocabularies, or a log-probability is not finite.
-    """
-    nll, dense_nll, distance, tokens = 0.0, 0.0, Divergence(), 0
-    constant = [True for _ in names]
-    for batch, predicted, *others in compared:
-        for number, each in enumerate((predicted, *others)):
-            constant[number] &= predicts_always_the_same(each)
-        targets = batch[:, 1:, None].to(predicted.device)
-        tokens += targets.numel()
-        nll -= float(predicted.gather(-1, targets).double().sum())
-        for expected in others:
-            if expected.shape != predicted.shape:
-                raise ModelError(
-                    f"{names[1]} predicts {expected.shape[-1]} tokens, but {names[0]} {predicted.shape[-1]}. Pass the original."
-                )
-            distance += divergence(expected, predicted)
-            dense_nll -= float(expected.gather(-1, targets).double().sum())
-    if not math.isfinite(nll + dense_nll):
-        raise ModelError(
-            f"{names[0]} or its original predicts NaN or Inf. Check the files, or compute in a wider dtype."
+    if protocol != "papers" and (first.framed or input_kind is not InputKind.TEXT):
+        raise RecipeError(
+            f"--protocol {protocol} is for language models that continue a text, which {first.name} does not. Leave it out."
         )
-    scores = Evaluation(
-        perplexity=_exp(nll / tokens),
-        nll=nll / tokens,
-        tokens=tokens,
-        windows=windows,
-        seqlen=seqlen,
-        remarks=tuple(_remarks(names, constant, (nll / tokens, dense_nll / tokens), predicted.shape[-1])),
-    )
-    if len(names) == 1:
-        return scores
-    return replace(
-        scores, kl=distance.kl / tokens, agreement=distance.agreed / tokens, original=_exp(dense_nll / tokens)
-    )
 
 
-def _remarks(names: Sequence[str], constant: Sequence[bool], losses: Sequence[float], vocabulary: int) -> Iterator[str]:
-    """Yield a sentence for each network that predicts the same for every token, or worse than a guess."""
-    for name, same, nll in zip((names[0], "the original"), constant, losses, strict=False):
-        if same:
-            yield f"{name} predicts the same for every token; check its files"
-        elif nll > math.log(vocabulary):
-            yield f"{name} predicts worse than a guess among {vocabulary:,} tokens, whose perplexity is {vocabulary:,}"
-
-
-def _of_embeddings(
-    compared: Iterable[tuple[Tensor, ...]], names: Sequence[str], windows: int, seqlen: int
-) -> Evaluation:
-    """Return the similarity of the embeddings (windows, hidden) of two networks.
-
-    Raises:
-        ModelError: The embeddings have different sizes, or are not finite.
-    """
-    cosines: list[Tensor] = []
-    for _, embedding, expected in compared:
-        if expected.shape != embedding.shape:
-            raise ModelError(
-                f"{names[1]} embeds to {tuple(expected.shape[1:])}, but {names[0]} to {tuple(embedding.shape[1:])}. Pass the "
-                f"original."
-            )
-        cosines.append(torch.nn.functional.cosine_similarity(expected.double(), embedding.double(), dim=-1).cpu())
-        if not torch.isfinite(cosines[-1]).all():
-            raise ModelError("An embedding is NaN or Inf. Check the files, or compute in a wider dtype.")
-    similarities = torch.cat(cosines)
-    return Evaluation(
-        tokens=seqlen * windows,
-        windows=windows,
-        seqlen=seqlen,
-        cosine=float(similarities.mean()),
-        worst_cosine=float(similarities.min()),
-    )
-
-
-def _windows(
-    network: Network,
+def _scored(
+    outline: Outline,
     tokenizer: PreTrainedTokenizerBase | None,
+    protocol: Protocol,
     text: Any,
     given: Given | None,
     samples: int | None,
     seqlen: int | None,
-) -> Tensor:
-    """Return the windows (windows, seqlen) of the text."""
-    positions, tokens = network.positions, None if given is None else given.tokens
+) -> ScoredText:
+    """Return the windows of a text and what is scored of them."""
+    positions, tokens = outline.positions, None if given is None else given.tokens
     if tokens is not None:
+        if protocol != "papers":
+            raise RecipeError(
+                f"--protocol {protocol} cuts windows of a text itself, but token ids are given. Pass a text."
+            )
         if seqlen not in (None, tokens.shape[1]):
             raise RecipeError(f"seqlen is {seqlen}, but the windows have {tokens.shape[1]} tokens. Leave out seqlen.")
         seqlen = tokens.shape[1]
     if seqlen is not None and positions is not None and seqlen > positions:
         raise CalibrationError(f"seqlen {seqlen} is more than the model's maximum length of {positions} tokens.")
     if tokens is not None:
-        return tokens[:samples]
-    seqlen = seqlen or min(2048, positions or 2048)
-    if seqlen < 2:
-        raise ModelError(f"The model's maximum length is {positions} token; expected at least 2. Check config.json.")
-    if tokenizer is None:
-        raise RecipeError("A model object has no tokenizer: pass tokenizer=, or token ids (windows, seqlen) as text.")
-    return read_windows(
-        tokenizer,
-        text if given is None else given.texts,
-        samples=samples or sys.maxsize,
-        seqlen=seqlen,
-        between=framing_tokens(tokenizer) if network.framed else (),
+        scored = ScoredText(
+            tokens=tokens[:samples], targets=next_tokens(tokens[:samples]) if outline.vocabulary else None
+        )
+    else:
+        seqlen = seqlen or default_seqlen(protocol, positions)
+        if seqlen < 2:
+            raise ModelError(
+                f"The model's maximum length is {positions} token; expected at least 2. Check config.json."
+            )
+        if tokenizer is None:
+            raise RecipeError(
+                "A model object has no tokenizer: pass tokenizer=, or token ids (windows, seqlen) as text."
+            )
+        source = text if given is None or given.texts is None else given.texts
+        scored = scored_text(protocol, tokenizer, source, seqlen=seqlen, samples=samples, framed=outline.framed)
+    if outline.vocabulary:
+        check_vocabulary(scored.tokens, outline.vocabulary)
+        check_start(scored.tokens, outline.start, outline.name)
+    return scored
+
+
+def _measured(
+    networks: Sequence[Network],
+    scored: ScoredText,
+    name: str,
+    protocol: Protocol,
+    floor: Floor | None,
+    progress: Progress,
+) -> Measured:
+    """Return the evaluation on one text, and the scores of its tokens."""
+    names, windows = [network.outline.name for network in networks], len(scored.tokens)
+    seqlen = scored.tokens.shape[1] if networks[0].outline.vocabulary else 1
+    with running(networks, scored.tokens) as batches:
+        total = -(-windows // windows_at_a_time(networks, scored.tokens))
+        compared = progress(logged(batches, "evaluating", total), "evaluating", total)
+        if networks[0].outline.embeds:
+            alike = cosines(compared, names)
+            cosine, least = float(alike.mean()), float(alike.min())
+            counts = {"tokens": seqlen * windows, "windows": windows, "seqlen": seqlen}
+            return Measured(evaluation=Evaluation(**counts, cosine=cosine, worst_cosine=least, text=name))
+        scores, remarks = token_scores(compared, names, scored, networks[0].outline.vocabulary)
+    statistics = summarize(scores)
+    base = scores.original_nll
+    by_words = protocol == "lm-eval"
+    return Measured(
+        evaluation=Evaluation(
+            perplexity=statistics.perplexity.value,
+            nll=float(scores.nll.mean()),
+            tokens=len(scores.nll),
+            windows=windows,
+            seqlen=seqlen,
+            kl=None if statistics.kl is None else statistics.kl.value,
+            agreement=None if statistics.same_top is None else statistics.same_top.value,
+            original=None if statistics.original_perplexity is None else statistics.original_perplexity.value,
+            remarks=remarks,
+            text=name,
+            protocol=protocol,
+            statistics=statistics,
+            floor=floor,
+            llama_cpp=llama_cpp_figures(scores) if protocol == "llama.cpp" else (),
+            lm_eval=lm_eval_figures(scores.nll, scored) if by_words else None,
+            lm_eval_original=lm_eval_figures(base, scored) if by_words and base is not None else None,
+            words=scored.words,
+            bytes=scored.bytes,
+            documents=scored.documents,
+        ),
+        scores=scores,
     )
-
-
-def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf
 
 
 def load_dense(

@@ -1,6 +1,7 @@
 """Predictions of networks on windows of text, for networks in memory and for those that are read block by block.
 
-For a network without vocabulary head, the result is the embedding of each window: the mean of its last hidden states.
+A batch of windows runs up to the head. Logits are then computed for some positions at a time, since those of a long window
+and a large vocabulary take more memory than all else.
 
 If a network in float32 would need too much of the free memory, only one of its blocks is in memory at a time, with the
 hidden states of a chunk of the windows. The predictions agree to rounding in float32. Several networks run batch by batch.
@@ -11,8 +12,13 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter, methodcaller
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +26,23 @@ from transformers import PreTrainedModel
 
 from nearplane.calibration.activations import checked_finite, readout, skeleton
 from nearplane.calibration.given import check_model, model_label
+from nearplane.calibration.watch import Stop
 from nearplane.errors import ModelError
 from nearplane.formats.layer_format import read_config
 from nearplane.formats.stored import DecodedReader, quantization_of, reader_of
 from nearplane.loading.dense_network import dense_network, stacks_of, stored_transposed, weight_shapes
 from nearplane.loading.source_folder import source_folder
-from nearplane.models.kinds import InputKind, call_kwargs, has_head, input_kind, is_framed, main_input, read_out
+from nearplane.models.kinds import (
+    InputKind,
+    Spoken,
+    call_kwargs,
+    has_head,
+    has_two_stacks,
+    input_kind,
+    is_framed,
+    main_input,
+    read_out,
+)
 from nearplane.models.model import Model, open_model, positions_of
 from nearplane.models.pretrained import empty_network
 from nearplane.recipe.sizes import size_text
@@ -36,57 +53,107 @@ from nearplane.system.memory import free_memory, return_large_blocks
 
 BATCH_TOKENS, OTHER_BATCH = 2048, 8  # tokens of text in a batch, and windows of other inputs
 MAX_MEMORY_SHARE = 0.4  # of the free memory, which one network may use in float32
+TRIED_POSITIONS = 6  # on which it is tried whether the head runs apart
+ROUNDING = 64  # units in the last place of the largest logit that count as rounding
+NOT_APART = "%s computes the logits of a whole batch at once, because its head does not run apart"
 STATES = 0.2  # of the free memory, for the hidden states of a chunk; a block holds them twice while it runs
 
 log = logging.getLogger(__name__)
+
+
+Readout = Callable[[int, int], Tensor]  # (first, end) -> outputs (windows, end - first, ..) at these positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What is known of a network before its weights are read.
+
+    Args:
+        name: Name in messages.
+        network: The network: a model object, or the network of a folder on the meta device.
+        folder: Folder of the network; None for a model object.
+        takes: Kind of its input.
+        embeds: Whether it has no vocabulary head.
+        framed: Whether windows begin and end with special tokens, see `is_framed`.
+        positions: Largest number of tokens in a window, or None if unlimited.
+        vocabulary: Number of tokens of its input embeddings; 0 if it takes images.
+        start: First token of its decoder, if it takes sound.
+    """
+
+    name: str
+    network: PreTrainedModel
+    folder: Path | None
+    takes: InputKind
+    embeds: bool
+    framed: bool
+    positions: int | None
+    vocabulary: int
+    start: int | None
+
+    @classmethod
+    def of(cls, model: str | Path | PreTrainedModel, *, trust_remote_code: bool = False) -> Outline:
+        """Return the outline of a model object, or of a folder, hub id or .gguf file.
+
+        Raises:
+            ModelError, FormatError: The config cannot be read, or describes no network.
+        """
+        folder = None
+        if isinstance(model, str | Path):
+            folder = source_folder(model, trust_remote_code=trust_remote_code)
+            network = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader_of(folder))
+        else:
+            network = check_model(model)
+        takes = input_kind(network)
+        return cls(
+            name=model_label(model),
+            network=network,
+            folder=folder,
+            takes=takes,
+            embeds=not has_head(network),
+            framed=is_framed(network),
+            positions=positions_of(network.config, network),
+            vocabulary=0 if takes is InputKind.IMAGES else network.get_input_embeddings().weight.shape[0],
+            start=network.config.decoder_start_token_id if takes is InputKind.SOUND else None,
+        )
+
+    @property
+    def size(self) -> int:
+        """Bytes of its parameters in float32."""
+        return sum(4 * parameter.numel() for parameter in self.network.parameters())
 
 
 class Network(ABC):
     """A network that predicts tokens or embeds windows.
 
     Attributes:
-        folder: Folder of the network; None for a model object.
+        outline: What is known of it.
         device: Device that it runs on.
-        takes: Kind of its input.
-        start: First token of its decoder, if it takes sound.
-        vocabulary: Number of tokens of its input embeddings; 0 if it takes images.
-        embeds: Whether it has no vocabulary head.
-        framed: Whether windows begin and end with special tokens, see `is_framed`.
-        positions: Largest number of tokens in a window, or None if unlimited.
         width: Width of the hidden states that are kept in memory for a chunk of windows; 0 if none are.
     """
 
-    start: int | None = None
-    vocabulary: int
     width: int = 0
 
-    def __init__(
-        self, network: PreTrainedModel, folder: Path | None, device: torch.device, positions: int | None
-    ) -> None:
-        self.folder, self.device, self.positions = folder, device, positions
-        self.takes, self.embeds, self.framed = input_kind(network), not has_head(network), is_framed(network)
+    def __init__(self, outline: Outline, device: torch.device) -> None:
+        self.outline, self.device = outline, device
 
     @abstractmethod
     def shapes(self) -> list[tuple[int, int]]:
         """Return the (out, in) shapes of its matrices."""
 
     @abstractmethod
-    def predicting(self, windows: Tensor, batch: int) -> AbstractContextManager[Callable[[int], Tensor]]:
-        """Return a context with a function from the number of a batch to its `result`."""
+    def predicting(self, windows: Tensor, batch: int) -> AbstractContextManager[Callable[[int], Readout]]:
+        """Return a context with a function that runs a batch, of which it gets the number, up to the head.
 
-    def result(self, outputs: Tensor) -> Tensor:
-        """Return float32 log-probabilities of every next token, or without head the mean of the last hidden states."""
-        return outputs.float().mean(1) if self.embeds else _next_tokens(outputs)
+        The `Readout` that it returns computes logits, or the last hidden states of a network without head.
+        """
 
 
 class Held(Network):
     """A network that is in memory."""
 
-    def __init__(self, network: PreTrainedModel, folder: Path | None = None) -> None:
-        super().__init__(network, folder, network.device, positions_of(network.config, network))
+    def __init__(self, outline: Outline, network: PreTrainedModel) -> None:
+        super().__init__(outline, network.device)
         self.network = network
-        self.start = network.config.decoder_start_token_id if self.takes is InputKind.SOUND else None
-        self.vocabulary = 0 if self.takes is InputKind.IMAGES else network.get_input_embeddings().weight.shape[0]
 
     def shapes(self) -> list[tuple[int, int]]:
         """Return the (out, in) shapes of its linear layers."""
@@ -94,17 +161,62 @@ class Held(Network):
         return [(part.out_features, part.in_features) for part in linear]
 
     @contextmanager
-    def predicting(self, windows: Tensor, batch: int) -> Iterator[Callable[[int], Tensor]]:
+    def predicting(self, windows: Tensor, batch: int) -> Iterator[Callable[[int], Readout]]:
         """Run batches with dropout switched off; see `Network`."""
         parts = windows.split(batch)
         modes = [(module, module.training) for module in self.network.modules()]
         try:
             for module, _ in modes:
                 module.training = False
-            yield lambda index: self.result(_outputs(self.network, parts[index].to(self.device)))
+            body = None if self.outline.embeds else self._body(windows[:1].to(self.device))
+            run = self._whole if body is None else partial(self._head_apart, body)
+            yield lambda index: run(parts[index].to(self.device))
         finally:
             for module, mode in modes:
                 module.training = mode
+
+    def _whole(self, tokens: Tensor) -> Readout:
+        outputs = _outputs(self.network, tokens)
+        return lambda first, end: outputs[:, first:end]
+
+    def _head_apart(self, body: nn.Module, tokens: Tensor) -> Readout:
+        """Run a batch up to the head; the readout passes hidden states of some positions on from there.
+
+        It calls the network once more with a body that returns these states, so that all that follows is done as the
+        network does it.
+        """
+        outputs: list[Any] = []
+
+        def capture(_: nn.Module, __: Any, output: Any) -> None:
+            outputs.append(output)
+            raise Stop
+
+        with forward_hook(body, capture), suppress(Stop):
+            _outputs(self.network, tokens)
+        (output,) = outputs
+        if isinstance(output, tuple):
+            raise TypeError("the body returns a tuple")
+
+        def readout(first: int, end: int) -> Tensor:
+            piece = copy(output)
+            piece["last_hidden_state"] = output.last_hidden_state[:, first:end]
+            with replaced_forward(body, lambda *args, **kwargs: piece):
+                return _outputs(self.network, tokens[:, first:end])
+
+        return readout
+
+    def _body(self, window: Tensor) -> nn.Module | None:
+        """Return the module that the network calls for hidden states, if logits are the same in parts; else it is logged."""
+        window = window if isinstance(window, Spoken) else window[:, :TRIED_POSITIONS]
+        network = self.network
+        with torch.no_grad():
+            for body_of in () if has_two_stacks(network) else (attrgetter("base_model"), methodcaller("get_decoder")):
+                with suppress(Exception):  # a network may do anything between its body and its head
+                    body: nn.Module = body_of(network)
+                    if same_in_parts(self._head_apart(body, window), self._whole(window)(0, window.shape[1])):
+                        return body
+        log.info(NOT_APART, self.outline.name)
+        return None
 
 
 class Streamed(Network):
@@ -114,24 +226,22 @@ class Streamed(Network):
         ModelError: The network cannot run block by block.
     """
 
-    def __init__(self, model: Model, device: torch.device) -> None:
-        super().__init__(model.network, model.folder, device, model.positions)
-        self.model = model
-        if self.takes is not InputKind.TEXT:
-            raise ModelError(f"it takes {self.takes}")
-        embeddings = model.network.get_input_embeddings().weight
-        self.vocabulary, hidden = embeddings.shape
-        self.width = hidden * len(model.stacks)
-        skeleton(model, [torch.zeros(1, 2, dtype=torch.int64)], device=device, dtype=torch.float32)
+    def __init__(self, outline: Outline, model: Model, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(outline, device)
+        self.model, self.dtype = model, dtype
+        if outline.takes is not InputKind.TEXT:
+            raise ModelError(f"it takes {outline.takes}")
+        self.width = model.network.get_input_embeddings().weight.shape[1] * len(model.stacks)
+        skeleton(model, [torch.zeros(1, 2, dtype=torch.int64)], device=device, dtype=dtype)
 
     def shapes(self) -> list[tuple[int, int]]:
         """Return the (out, in) shapes of the layers of its blocks."""
         return [layer.shape for layer in self.model.layers]
 
     @contextmanager
-    def predicting(self, windows: Tensor, batch: int) -> Iterator[Callable[[int], Tensor]]:
+    def predicting(self, windows: Tensor, batch: int) -> Iterator[Callable[[int], Readout]]:
         """Pass the windows through all blocks, then keep the modules behind them in memory; see `Network`."""
-        device, dtype = self.device, torch.float32
+        device, dtype = self.device, self.dtype
         parts = windows.split(batch)
         stream = skeleton(self.model, parts, device=device, dtype=dtype)
         for block in self.model.blocks:
@@ -142,30 +252,53 @@ class Streamed(Network):
                     )
             stream.passed(block)
         with readout(self.model, stream, device=device, dtype=dtype) as logits:
-            yield lambda index: self.result(logits(parts[index], stream.quantized[index]))
+
+            def whole(tokens: Tensor, hidden: Tensor) -> Readout:
+                outputs = logits(tokens, hidden)
+                return lambda first, end: outputs[:, first:end]
+
+            def in_parts(tokens: Tensor, hidden: Tensor) -> Readout:
+                return lambda first, end: logits(tokens[:, first:end], hidden[:, first:end])
+
+            few = parts[0][:1, :TRIED_POSITIONS], stream.quantized[0][:1, :TRIED_POSITIONS]
+            single = not self.outline.embeds and len(self.model.stacks) == 1
+            run = in_parts if single and same_in_parts(in_parts(*few), logits(*few)) else whole
+            if run is whole and not self.outline.embeds:
+                log.info(NOT_APART, self.outline.name)
+            yield lambda index: run(parts[index], stream.quantized[index])
 
 
-def opened(model: str | Path | PreTrainedModel, device: Device, *, trust_remote_code: bool = False) -> Network:
-    """Return the network of a model object, unchanged, or of a folder, in float32 with every weight decoded.
+def same_in_parts(read: Readout, logits: Tensor) -> bool:
+    """Return whether a readout gives the same logits (windows, positions, vocabulary) in two parts, to rounding."""
+    end = logits.shape[1]
+    parts = torch.cat([read(0, end // 2), read(end // 2, end)], 1)
+    allowed = ROUNDING * torch.finfo(logits.dtype).eps * float(logits[logits.isfinite()].abs().max())
+    return parts.shape == logits.shape and torch.allclose(parts, logits, rtol=0, atol=allowed, equal_nan=True)
+
+
+def opened(
+    outline: Outline, device: Device, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+) -> Network:
+    """Return the network of a model object, unchanged, or of a folder, with every weight decoded.
 
     Raises:
         ModelError, FormatError: The network cannot be read.
     """
     return_large_blocks()
-    if not isinstance(model, str | Path):
-        return Held(check_model(model))
-    folder = source_folder(model, trust_remote_code=trust_remote_code)
-    size, free = _size(folder, trust_remote_code), device.free()
+    if outline.folder is None:
+        return Held(outline, outline.network)
+    folder = outline.folder
+    size, free = outline.size * dtype.itemsize // 4, device.free()
     if device.on_cpu and free is not None and size > MAX_MEMORY_SHARE * free:
         try:
-            streamed = Streamed(on_disk(folder, trust_remote_code=trust_remote_code), device.place)
+            streamed = Streamed(outline, on_disk(folder, trust_remote_code=trust_remote_code), device.place, dtype)
         except ModelError as error:
-            log.warning("%s is loaded as a whole, because it cannot run block by block: %s", model_label(model), error)
+            log.warning("%s is loaded as a whole, because it cannot run block by block: %s", outline.name, error)
         else:
-            sizes = model_label(model), size_text(size), size_text(free)
-            log.info("%s runs block by block, because it would need %s in float32 and %s are free", *sizes)
+            sizes = outline.name, size_text(size), str(dtype).removeprefix("torch."), size_text(free)
+            log.info("%s runs block by block, because it would need %s in %s and %s are free", *sizes)
             return streamed
-    return Held(dense_network(folder, trust_remote_code=trust_remote_code).to(device.place), folder)
+    return Held(outline, dense_network(folder, dtype=dtype, trust_remote_code=trust_remote_code).to(device.place))
 
 
 def on_disk(folder: Path, *, trust_remote_code: bool = False) -> Model:
@@ -182,37 +315,30 @@ def on_disk(folder: Path, *, trust_remote_code: bool = False) -> Model:
     return Model(folder, network, reader, trust_remote_code=trust_remote_code)
 
 
-def _size(folder: Path, trust_remote_code: bool) -> int:
-    """Return the size of a folder's network in float32, in bytes."""
-    network = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader_of(folder))
-    return sum(4 * parameter.numel() for parameter in network.parameters())
-
-
 def windows_at_a_time(networks: Sequence[Network], windows: Tensor) -> int:
     """Return the number of windows in a batch."""
-    text = all(network.takes is InputKind.TEXT for network in networks)
+    text = all(network.outline.takes is InputKind.TEXT for network in networks)
     return max(1, BATCH_TOKENS // windows.shape[1]) if text else OTHER_BATCH
 
 
-def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield batches of windows (windows, seqlen), each followed by the result of every network.
+def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[slice, list[Readout]]]:
+    """Yield for each batch of windows (windows, seqlen) its place in them and a readout of every network.
 
-    See `Network.result`.
+    Autograd is the caller's to switch off.
     """
-    batch = windows_at_a_time(networks, windows)
+    batch, begin = windows_at_a_time(networks, windows), 0
     for chunk in windows.split(_chunk(networks, windows.shape[1], batch)):
         with ExitStack() as stack:
             functions = [stack.enter_context(network.predicting(chunk, batch)) for network in networks]
             for index, part in enumerate(chunk.split(batch)):
-                with torch.no_grad():
-                    predicted = [function(index) for function in functions]
-                yield part, *predicted
+                yield slice(begin, begin + len(part)), [function(index) for function in functions]
+                begin += len(part)
 
 
 @torch.no_grad()
 def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return (windows, seqlen - 1, vocabulary) float32 log-probabilities of every next token of `tokens` (windows, seqlen)."""
-    return _next_tokens(_outputs(model, tokens))
+    return _outputs(model, tokens)[:, :-1].float().log_softmax(-1)
 
 
 def _outputs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -220,8 +346,28 @@ def _outputs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return read_out(model, model(main_input(model, tokens), **call_kwargs(model, tokens)))
 
 
-def _next_tokens(logits: Tensor) -> Tensor:
-    return logits[:, :-1].float().log_softmax(-1)
+@contextmanager
+def forward_hook(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
+    """Call a function with the outputs of a module within the context."""
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module call another function in place of its forward pass within the context."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 def _chunk(networks: Sequence[Network], seqlen: int, batch: int) -> int:

@@ -39,7 +39,20 @@ def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tiny, 
     code, out, _ = command(monkeypatch, capsys, "evaluate", tmp_path / "out", "--text", HELD_OUT, "--samples", 4, "--seqlen", 40,
                            "--against", model, "--json")  # fmt: skip
     assert code == 0
-    assert json.loads(out)["kl"] > 0
+    assert json.loads(out)["kl"] == json.loads(out)["statistics"]["kl"]["value"] > 0
+    words = ("--samples", 4, "--seqlen", 40, "--against", model, "--plot", tmp_path / "kl.svg")
+    code, out, _ = command(monkeypatch, capsys, "evaluate", tmp_path / "out", "--text", HELD_OUT, text, *words)
+    assert code == 0
+    assert out.count("KL(original || model)") == out.count("protocol papers: 156 tokens scored in 4 windows of 40") == 2
+    assert "4-7: " in out
+    assert (tmp_path / "kl.svg").read_text().count("</svg>") == 1
+    for protocol, said in (("llama.cpp", "99.9% KLD  "), ("lm-eval", "word_perplexity  ")):
+        words = ("--protocol", protocol, "--samples", 2, "--seqlen", 40)
+        code, out, _ = command(
+            monkeypatch, capsys, "evaluate", tmp_path / "out", "--text", text, "--against", model, *words
+        )
+        assert code == 0
+        assert said in out
     code, out, _ = command(monkeypatch, capsys, "inspect", tmp_path / "out")
     assert code == 0
     assert "model.layers.1.mlp.down_proj" in out
@@ -66,6 +79,9 @@ def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tiny, 
         ),
         (("evaluate", MODEL, "--text", "{tmp}/none.txt"), "none.txt"),
         (("evaluate", "{tmp}", "--text", HELD_OUT), "config.json"),
+        (("evaluate", MODEL), "evaluate needs --text with a text, --tasks with names of lm-eval's tasks, or both"),
+        (("evaluate", MODEL, "--tasks", "a", "--samples", "2"), "--samples belongs to --text, which is not given"),
+        (("evaluate", MODEL, "--text", HELD_OUT, "--limit", "2"), "--limit needs --tasks"),
         (("inspect", "{tmp}"), "nearplane.json"),
         (("verify", "{tmp}"), "nearplane.json"),
         (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--max-loss", "0"), "between 0 and 1"),
@@ -87,8 +103,7 @@ def test_bad_input_gets_one_clear_sentence(monkeypatch, capsys, tmp_path, words,
         (("quantize", "a", "b", "--bitz", "4"), "Unknown option: --bitz. Did you mean --bits?"),
         (("quantize", "a"), "quantize needs OUT. See nearplane quantize --help."),
         (("quantize", "a", "b", "c"), "quantize does not take c. See nearplane quantize --help."),
-        (("evaluate", "a"), "evaluate needs --text with a value. See nearplane evaluate --help."),
-        (("evaluate", "a", "--text"), "evaluate needs --text with a value. See nearplane evaluate --help."),
+        (("compare", "a", "--bits", "4"), "compare needs --text with a value. See nearplane compare --help."),
     ],
 )
 def test_a_mistyped_command_line_ends_with_2_and_one_sentence(monkeypatch, capsys, words, said):
@@ -260,6 +275,10 @@ REFUSED = {  # commands, with places of the fixture `refusals` in braces, and wh
     "evaluate {model} --text nowhere": "--text nowhere does not exist. Pass a .txt or .jsonl file or a folder of them",
     "evaluate {model} --text {text} --samples 0": "samples is 0; expected a whole number, at least 1",
     "evaluate started --text {text}": "started is incomplete",
+    "evaluate {model} --text {text} nowhere": "--text nowhere does not exist",
+    "evaluate {model} --text {text} --protocol llama.cpp --seqlen 2": "--seqlen 2 is too short for --protocol llama.cpp",
+    "evaluate {model} --text {text} --plot figure.svg": "--plot draws the KL to the original. Pass it with --against",
+    "evaluate {model} --text {text} --against {model} --plot a.gif": "a.gif cannot be written as a figure; expected a name",
     "tune {out} new --against nowhere": "nowhere does not exist",
     "tune full new --against {model}": "full has no nearplane.json",
     "tune {out} full --against {model}": "full exists and is not empty",

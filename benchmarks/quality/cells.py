@@ -1,0 +1,393 @@
+"""What the tables of quality measure: models with their texts, tools with their environments, settings, and the order of all.
+
+A batch is a model, a tool, a calibration and several settings, which one process quantizes one after the other. Calibration k takes
+windows k * samples, k * samples + 1, ... of the calibration text, from the beginning again after its end; of several kinds of
+text in turns. All tools get these same tokens and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from llama_files import Original, quantized, rate
+from rows import Row
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from nearplane import evaluate
+from nearplane.calibration.texts import read_windows
+from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.errors import NearplaneError
+from nearplane.models.pretrained import tokenizer_of
+from nearplane.record.record import read_record
+from nearplane.system.safetensors_files import ShardReader
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks" / "peers"))
+from run import ITERATIONS, one_block, recipe_of, run_tasks  # noqa: E402
+
+GRIDS, RATES, MIXES = ("4", "3", "2"), ("3.125", "2.125", "1.5"), ("q4_k_m", "q3_k_m", "q2_k")
+TOOLS = {  # function of worker.py, environment, search for steps
+    "nearplane": ("nearplane", None, 0.0),
+    "GPTQModel": ("gptqmodel", "gptqmodel", 0.0),
+    "llm-compressor": ("llmcompressor", "llmcompressor", 0.0),
+    "auto-round": ("auto-round", "auto-round", 0.0),
+    "llama.cpp": ("llama.cpp", None, 0.0),
+    "nearplane tuned": ("nearplane tuned", None, 0.0),
+    "GPTQModel, mse": ("gptqmodel", "gptqmodel", 2.4),
+    "llm-compressor, mse": ("llmcompressor", "llmcompressor", 1.0),
+}
+SLOW = ("auto-round", "nearplane tuned")  # they train
+PACKED = ("qweight", "weight_packed")  # names of a layer's codes in the files of peers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A kind of text.
+
+    Args:
+        kind: Its name.
+        calibration, held_out: Files.
+        first: Bytes of `calibration` that are used; None: all.
+        last: Bytes at the end of `held_out` that are used; None: all.
+        separator: What stands between documents, which are joined by the end-of-sequence token instead; None: nothing.
+    """
+
+    kind: str
+    calibration: Path
+    held_out: Path
+    first: int | None = None
+    last: int | None = None
+    separator: str | None = None
+
+    def read(self, *, held_out: bool) -> list[str]:
+        """Return the documents of one of the two texts."""
+        content = (self.held_out if held_out else self.calibration).read_bytes()
+        part = content[-self.last :] if held_out and self.last else content if held_out else content[: self.first]
+        text = part.decode("utf-8", errors="ignore")
+        return (
+            [text]
+            if self.separator is None
+            else [each.strip("\n") for each in text.split(self.separator) if each.strip()]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model and its texts.
+
+    Args:
+        name, folder: The model.
+        texts: Kinds of text, of which all windows have equal shares.
+        samples, windows: Windows for calibration, and held out.
+        seqlen: Tokens per window.
+        group_size: Of grids.
+        trained: Number of calibrations of tools that train.
+    """
+
+    name: str
+    folder: Path
+    texts: tuple[Text, ...]
+    samples: int
+    windows: int
+    seqlen: int
+    group_size: int
+    trained: int
+
+    @cached_property
+    def sha(self) -> str:
+        """First digits of the SHA-256 of its weights."""
+        digest = hashlib.sha256()
+        for path in sorted(self.folder.glob("*.safetensors")):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()[:12]
+
+    @cached_property
+    def streams(self) -> dict[bool, dict[str, Tensor]]:
+        """All windows (windows, seqlen) by kind of text, for calibration (False) and held out (True)."""
+        tokenizer = tokenizer_of(self.folder, trust_remote_code=False)
+        return {
+            held: {
+                text.kind: read_windows(tokenizer, text.read(held_out=held), samples=sys.maxsize, seqlen=self.seqlen)
+                for text in self.texts
+            }
+            for held in (False, True)
+        }
+
+    @cached_property
+    def held_out(self) -> dict[str, Tensor]:
+        """Held-out windows by kind of text."""
+        return {kind: windows[: self.windows // len(self.texts)] for kind, windows in self.streams[True].items()}
+
+    def calibration(self, number: int) -> Tensor:
+        """Return windows (samples, seqlen) of a calibration."""
+        count = self.samples // len(self.texts)
+        places = torch.arange(number * count, (number + 1) * count)
+        parts = [windows[places % len(windows)] for windows in self.streams[False].values()]
+        return torch.stack(parts, 1).flatten(0, 1).contiguous()
+
+    def digest(self, number: int) -> str:
+        """Return first digits of the SHA-256 of a calibration and the held-out windows."""
+        tensors = [self.calibration(number), *self.held_out.values()]
+        return hashlib.sha256(b"".join(each.numpy().tobytes() for each in tensors)).hexdigest()[:8]
+
+    @cached_property
+    def mixes(self) -> tuple[str, ...]:
+        """GGUF's mixes, if blocks of 256 fit the layers; llama.cpp falls back to other types where they do not."""
+        return MIXES if AutoConfig.from_pretrained(self.folder).hidden_size % 256 == 0 else ()
+
+
+def subjects(assets: Path, study: Path, mixture: Path | None) -> dict[str, Subject]:
+    """Return the models by name; the mixture of experts, which tools/train_moe.py makes, only if its folder is given."""
+    stories, valid = (assets / "text" / f"tinystories_{name}.txt" for name in ("train_2m", "valid"))
+    web, separator = assets / "text" / "c4_train_128.txt", "<|endoftext|>"
+    python = Text(kind="python", calibration=CALIBRATION, held_out=HELD_OUT)
+    mix = (
+        python,
+        Text(kind="stories", calibration=stories, held_out=valid, separator=separator),
+        Text(kind="web", calibration=web, held_out=web, first=800_000, last=240_000, separator=separator),
+    )
+    raw = (Text(kind="stories", calibration=stories, held_out=valid),)
+    short = {"samples": 64, "windows": 96, "seqlen": 256}
+    long = {"samples": 48, "windows": 48, "seqlen": 512}
+    baby = assets / "models" / "babyllama105"
+    known = [
+        Subject(name="study", folder=study, texts=mix, group_size=128, trained=3, **long),
+        Subject(name="demo", folder=MODEL, texts=(python,), group_size=128, trained=3, **short),
+        Subject(name="babyllama105", folder=baby, texts=raw, group_size=32, trained=1, **short),
+    ]
+    if mixture is not None:
+        known.append(Subject(name="mixture", folder=mixture, texts=(python,), group_size=32, trained=1, **short))
+    return {each.name: each for each in known if (each.folder / "config.json").exists()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Settings that one process measures."""
+
+    model: str
+    tool: str
+    calibration: int
+    settings: tuple[str, ...]
+
+
+def plan(models: dict[str, Subject]) -> Iterator[Batch]:
+    """Yield all batches, the most important first."""
+    large = [name for name in models if name in ("study", "demo")]
+    small = [name for name in models if name not in large]
+    peers = ("nearplane", "llm-compressor", "GPTQModel")
+
+    def batches(names: Sequence[str], tools: Sequence[str], calibrations: range, *settings: str) -> Iterator[Batch]:
+        for calibration in calibrations:
+            for name in names:
+                for tool in tools:
+                    yield Batch(model=name, tool=tool, calibration=calibration, settings=settings)
+
+    def sizes(names: Sequence[str]) -> Iterator[Batch]:
+        for name in names:
+            yield from batches([name], ["nearplane"], range(3), *RATES, *models[name].mixes)
+            if models[name].mixes:
+                yield from batches([name], ["llama.cpp"], range(3), *models[name].mixes)
+
+    def trained(names: Sequence[str]) -> Iterator[Batch]:
+        for name in names:
+            for setting in GRIDS:
+                yield from batches([name], SLOW, range(models[name].trained), setting)
+
+    yield from batches(large, peers, range(3), *GRIDS)
+    yield from sizes(large)
+    yield from batches(large, peers, range(3, 10), "4")
+    yield from trained(large)
+    yield from batches(small, peers, range(3), *GRIDS)
+    yield from sizes(small)
+    yield from trained(small)
+    yield from batches(large, ("GPTQModel, mse", "llm-compressor, mse"), range(3), *GRIDS)
+
+
+def chosen(
+    models: dict[str, Subject], tools: Sequence[str], numbers: Sequence[int], settings: Sequence[str]
+) -> list[Batch]:
+    """Return batches of any settings, for the tools that take them."""
+
+    def takes(tool: str, setting: str) -> bool:
+        if setting.isdigit():
+            return tool != "llama.cpp"
+        return tool.startswith("nearplane") or (tool == "llama.cpp" and not setting[0].isdigit())
+
+    batches = [
+        Batch(model=name, tool=tool, calibration=number, settings=tuple(each for each in settings if takes(tool, each)))
+        for name in models
+        for number in numbers
+        for tool in tools
+    ]
+    return [batch for batch in batches if batch.settings]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Where cells are measured.
+
+    Args:
+        peers: Folder of the environments of peers.
+        llama: Python of an environment with llama-cpp-python.
+        core: Core on which tools run.
+        place: Folder for files that are thrown away.
+        options: Options of nearplane beside the setting.
+    """
+
+    peers: Path
+    llama: Path
+    core: int
+    place: Path
+    options: dict[str, Any]
+
+    def measure(self, subject: Subject, batch: Batch) -> Iterator[Row]:
+        """Quantize by the settings of a batch, and yield a row for each."""
+        function, environment, search = TOOLS[batch.tool]
+        python = Path(sys.executable) if environment is None else self.peers / environment / "bin" / "python"
+        python = self.llama if function == "llama.cpp" else python
+        label = batch.tool + "".join(f", {name}={value}" for name, value in self.options.items())
+        key = {
+            "model": subject.name, "sha": subject.sha, "text": subject.digest(batch.calibration), "tool": label,
+            "calibration": batch.calibration, "commit": commit(), "version": version(python, function),
+        }  # fmt: skip
+        windows = subject.calibration(batch.calibration)
+        if function == "llama.cpp":
+            results = self._by_llama(subject, windows, batch.settings, python)
+        else:
+            results = self._by_worker(subject, windows, batch.settings, function, python, search)
+        for setting, (out, spent) in zip(batch.settings, results, strict=True):
+            began = time.process_time()
+            figures = {"error": spent["error"]} if "error" in spent else scores(subject, out, spent["cpu"])
+            took = round(time.process_time() - began, 1)
+            yield key | {"setting": setting} | figures | {"cell_cpu": round(spent.get("cell_cpu", 0) + took, 1)}
+
+    def _by_worker(
+        self, subject: Subject, windows: Tensor, settings: Sequence[str], function: str, python: Path, search: float
+    ) -> list[tuple[Path, dict[str, Any]]]:
+        tokens = self.place / "tokens.safetensors"
+        save_file({"windows": windows}, tokens)
+        warm = None if function in SLOW else str(one_block(subject.folder, self.place / "warm"))
+        tasks = []
+        for setting in settings:
+            task = {"model": str(subject.folder), "warm": warm, "tokens": str(tokens), "out": str(self.place / setting)}
+            tasks.append(task | asked(subject, setting, self.options) | {"iterations": ITERATIONS, "search": search})
+            warm = None  # the first task alone begins with a run on one block
+        began = cpu_seconds()
+        spent = run_tasks(function, tasks, self.place, python, self.core)
+        share = (cpu_seconds() - began) / len(tasks)
+        for each in spent:
+            each["cell_cpu"] = share
+            if "error" in each:
+                print(each["printed"], file=sys.stderr)
+            else:
+                each["cpu"] = round(each["cpu"], 1)
+        return [(Path(task["out"]), each) for task, each in zip(tasks, spent, strict=True)]
+
+    def _by_llama(
+        self, subject: Subject, windows: Tensor, settings: Sequence[str], python: Path
+    ) -> list[tuple[Path, dict[str, Any]]]:
+        began = cpu_seconds()
+        try:
+            files = quantized(original(subject.folder), windows, settings, python, self.place)
+        except Exception as error:  # a row says so, and other batches go on
+            return [(self.place, {"error": f"{type(error).__name__}: {error}"})] * len(settings)
+        share = round((cpu_seconds() - began) / len(settings), 1)
+        return [(files[setting], {"cpu": share, "cell_cpu": share}) for setting in settings]
+
+
+def asked(subject: Subject, setting: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what a worker is told of a setting: a number of bits, a rate with a point, or a GGUF type."""
+    if setting.isdigit():
+        grid = {"bits": int(setting), "group_size": subject.group_size, "symmetric": setting == "4"}
+        return grid | {"recipe": recipe_of(**grid) | options}
+    recipe = {"rate": float(setting)} if setting[0].isdigit() else {"grid": setting, "embeddings": "f32"}
+    return {"recipe": recipe | options}
+
+
+def scores(subject: Subject, out: Path, cpu: float) -> Row:
+    """Measure a folder or a GGUF on the held-out windows of every kind of text; return an error if it cannot be read."""
+    try:
+        found = {kind: evaluate(out, windows, against=subject.folder) for kind, windows in subject.held_out.items()}
+    except NearplaneError as error:
+        return {"error": str(error)}
+    tokens = sum(each.tokens for each in found.values())
+
+    def mean(name: str) -> float:
+        return sum(getattr(each, name) * each.tokens for each in found.values()) / tokens
+
+    original_nll = sum(math.log(each.original) * each.tokens for each in found.values()) / tokens
+    bits, weights = stored(subject, out)
+    row = {
+        "kl": float(f"{mean('kl'):.5g}"), "perplexity": round(math.exp(mean("nll")), 4),
+        "original": round(math.exp(original_nll), 4), "agreement": round(mean("agreement"), 5),
+        "bits": round(bits, 4), "weights": weights, "cpu": cpu,
+    }  # fmt: skip
+    if len(found) > 1:
+        row["kinds"] = {kind: float(f"{each.kl:.4g}") for kind, each in found.items()}
+    return row
+
+
+def stored(subject: Subject, out: Path) -> tuple[float, int]:
+    """Return bits per weight of quantized layers, with every byte of theirs in the file, and the number of these weights."""
+    if out.suffix == ".gguf":
+        return rate(out)
+    if not (out / "model.safetensors").exists() or (out / "nearplane.json").exists():
+        record = read_record(out)
+        return record.rate, sum(layer.out_features * layer.in_features for layer in record.layers)
+    nbytes: dict[str, int] = {}
+    packed = set()
+    for path in ((out / "packed") if (out / "packed").exists() else out).glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                layer, _, part = name.rpartition(".")
+                packed |= {layer} if part in PACKED else set()
+                nbytes[layer] = nbytes.get(layer, 0) + (0 if part == "bias" else file.get_tensor(name).nbytes)
+    reader = ShardReader(subject.folder)
+    weights = sum(math.prod(reader.shape(f"{layer}.weight")) for layer in packed)
+    return 8 * sum(nbytes[layer] for layer in packed) / weights, weights
+
+
+@cache
+def original(folder: Path) -> Original:
+    """Return the network from which llama.cpp's files are made."""
+    return Original(folder)
+
+
+@cache
+def commit() -> str:
+    """Return the commit of the checkout, with a plus sign if its package has changes."""
+    head = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    )
+    changed = subprocess.run(
+        ["git", "-C", ROOT, "status", "--porcelain", "src"], capture_output=True, text=True, check=True
+    )
+    return head.stdout.strip() + ("+" if changed.stdout else "")
+
+
+@cache
+def version(python: Path, function: str) -> str:
+    """Return name and version of the package that quantizes."""
+    package = {"llama.cpp": "llama-cpp-python", "nearplane tuned": "nearplane"}.get(function, function)
+    code = f"import importlib.metadata as m; print('{package}', m.version('{package}'))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def cpu_seconds() -> float:
+    """Return CPU seconds of this process and of its children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime

@@ -1,0 +1,89 @@
+"""Figure of `evaluate`: KL to the original by position in the window, and its histogram over tokens, a curve for each text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nearplane.errors import RecipeError
+from nearplane.system.files import write_whole
+from nearplane.verbs.early_checks import check_plot
+from nearplane.verbs.evaluate import Measured
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+)  # of Okabe and Ito, for colour-blind readers
+LEAST_KL = 1e-9  # in nats; tokens below it are counted there
+BINS = 60
+
+
+def draw(measured: Sequence[Measured], out: str | Path) -> None:
+    """Draw the KL by position with its 95 % intervals, and the histogram of log10 KL.
+
+    Args:
+        measured: Evaluations against an original, one for each text.
+        out: File to write; its name ends in .svg, .png or .pdf.
+
+    Raises:
+        RecipeError: matplotlib is not installed, `out` has another suffix, or no predictions were compared.
+    """
+    check_plot(out)
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    compared = [each for each in measured if each.scores is not None and each.scores.kl is not None]
+    if not compared:
+        raise RecipeError("There is nothing to draw: an encoder has no predictions. Leave out --plot.")
+    out = Path(out)
+    with mpl.rc_context({"svg.hashsalt": "nearplane", "font.size": 10, "savefig.facecolor": "white"}):
+        figure = Figure(figsize=(9.0, 3.8), layout="constrained")
+        by_position, histogram = figure.subplots(1, 2)
+        for number, each in enumerate(compared):
+            colour = COLOURS[number % len(COLOURS)]
+            _by_position(by_position, each, colour)
+            _histogram(histogram, each, colour)
+        by_position.set(
+            xscale="log", yscale="log", xlabel="tokens before the predicted one", ylabel="KL, nats per token"
+        )
+        histogram.set(xlabel="log10 of the KL of a token in nats", ylabel="share of the tokens, %")
+        if len(compared) > 1:
+            histogram.legend(frameon=False, fontsize=8)
+        content = io.BytesIO()
+        metadata = {"Date": None} if out.suffix == ".svg" else None
+        figure.savefig(content, format=out.suffix[1:], dpi=160, metadata=metadata)
+    write_whole(out, content.getvalue())
+
+
+def _by_position(axes: Axes, measured: Measured, colour: str) -> None:
+    """Draw the mean KL of each range of positions at its geometric middle."""
+    assert measured.evaluation.statistics is not None
+    ranges = measured.evaluation.statistics.by_position
+    middles = [(part.first * part.last) ** 0.5 for part in ranges]
+    axes.plot(middles, [part.kl.value for part in ranges], color=colour, marker="o", markersize=4)
+    known = [(x, part.kl.low, part.kl.high) for x, part in zip(middles, ranges, strict=True) if part.kl.low is not None]
+    if known:
+        axes.fill_between(*zip(*known, strict=True), color=colour, alpha=0.2, linewidth=0)
+
+
+def _histogram(axes: Axes, measured: Measured, colour: str) -> None:
+    """Draw the share of the tokens in each bin of log10 KL, and its mean as a line."""
+    assert measured.scores is not None
+    assert measured.scores.kl is not None
+    values = measured.scores.kl.numpy()
+    logarithms = np.log10(np.maximum(values, LEAST_KL))
+    shares = np.full(len(values), 100 / len(values))
+    name = Path(measured.evaluation.text).name
+    axes.hist(logarithms, bins=BINS, weights=shares, color=colour, histtype="stepfilled", alpha=0.4, label=name)
+    axes.axvline(np.log10(max(float(values.mean()), LEAST_KL)), color=colour, linewidth=1, linestyle=(0, (4, 3)))

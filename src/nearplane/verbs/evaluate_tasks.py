@@ -1,0 +1,248 @@
+"""evaluate_tasks(): answers of a model to lm-eval's tasks, beside the original's answers to the same documents.
+
+lm-eval, which `pip install "nearplane[eval]"` brings, makes the prompts, runs the network and scores each document.
+Networks are loaded as `evaluate` loads them: decoded, in float32; model objects run as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from nearplane.calibration.given import check_model, model_label, refuse_tokenizer
+from nearplane.errors import CalibrationError, ModelError, RecipeError, first_few, first_line
+from nearplane.models.kinds import InputKind, has_head, input_kind
+from nearplane.models.pretrained import as_model_error
+from nearplane.system.arguments import checked
+from nearplane.system.device import Device
+from nearplane.system.progress import counted, silent
+from nearplane.verbs.early_checks import check_evaluate_tasks
+from nearplane.verbs.evaluate import load_dense
+from nearplane.verbs.task_scores import RESAMPLES, TaskScore, scores
+
+PYTHON_SEED, SEED = 0, 1234  # of lm-eval's command line: for `random`; for numpy, torch and the choice of examples
+
+log = logging.getLogger(__name__)
+
+
+@checked("model", "against")
+def evaluate_tasks(
+    model: str | Path | PreTrainedModel,
+    tasks: Sequence[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    against: str | Path | PreTrainedModel | None = None,
+    fewshot: int | None = None,
+    limit: int | None = None,
+    task_path: str | Path | None = None,
+    batch_size: int = 8,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> list[TaskScore]:
+    """Let a model, and perhaps its original, answer tasks of lm-eval.
+
+    Args:
+        model: Folder, hub id or .gguf file as for `evaluate`, or a model object.
+        tasks: Names of tasks or groups of lm-eval, or patterns of names such as "mmlu_*".
+        tokenizer: Tokenizer of a model object; that of a folder serves an original given as an object, too.
+        against: The original model. It answers the same documents after the model, so that one is in memory at a time.
+        fewshot: Number of solved examples in each prompt. None: as each task says. Tasks that fix 0 keep it.
+        limit: Number of documents of each task, from its beginning. None: all.
+        task_path: Folder with tasks as YAML files, searched before lm-eval's own. Python files that they name are run.
+        batch_size: Number of requests that pass through the network together.
+        device: Device to compute on.
+        trust_remote_code: Whether to run model code that comes with the checkpoint.
+
+    Returns:
+        The scores of every task and metric, in lm-eval's order; groups come after their tasks.
+
+    Raises:
+        RecipeError: lm-eval is missing or has no such task, or an argument is out of range.
+        CalibrationError: The documents of a task cannot be loaded.
+        ModelError, FormatError: A model cannot be read, or answers no tasks.
+    """
+    check_evaluate_tasks(
+        model, tasks, against=against, fewshot=fewshot, limit=limit, task_path=task_path, batch_size=batch_size
+    )
+    refuse_tokenizer(model, tokenizer)
+    with _seeded(), _quiet():
+        chosen = _load_tasks(tasks, task_path)
+    _set_fewshot(chosen, fewshot)
+    place = Device.named(device).place
+    results = []
+    for source in (model,) if against is None else (model, against):
+        network, tokenizer = _loaded(source, tokenizer, place, trust_remote_code)
+        log.info("%s answers %s", model_label(source), first_few(list(chosen["tasks"])))
+        results.append(_answers(network, tokenizer, model_label(source), chosen, limit, batch_size))
+        del network  # before the next one is loaded
+    return scores(chosen, results)
+
+
+def _load_tasks(names: Sequence[str], task_path: str | Path | None) -> dict[str, Any]:
+    """Return tasks with their documents, and groups, as lm-eval's `TaskManager.load` returns them.
+
+    Raises:
+        RecipeError: A name is unknown, or a task cannot be run.
+        CalibrationError: The documents of a task cannot be loaded.
+    """
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=task_path, include_defaults=False)
+    groups = [manager.task_index[name].cfg or {} for name in names if name in manager.all_groups]
+    needed = {*names, *(str(member) for group in groups for member in group["task"])}
+    if not needed <= {*manager.all_subtasks, *manager.all_groups}:  # reading lm-eval's own tasks takes seconds
+        manager = TaskManager(include_path=task_path)
+    chosen: dict[str, Any] = {"tasks": {}, "groups": {}}
+    for name in names:
+        matches = manager.match_tasks([name])
+        if not matches:
+            close = get_close_matches(name, manager.all_tasks, 3)
+            advice = f"Did you mean {' or '.join(close)}?" if close else "lm_eval ls tasks lists them."
+            raise RecipeError(f"--tasks {name}: lm-eval has no task of this name. {advice}")
+        for match in matches:
+            try:
+                loaded = manager.load([match])
+            except Exception as error:  # the network, the disk and Python files of tasks raise anything
+                raise CalibrationError(
+                    f"The task {match} cannot be loaded ({type(error).__name__}: {first_line(error)}). Its documents come from "
+                    f"the hub, once: connect to it, or pass the folder of a task with its own files with --task-path."
+                ) from error
+            chosen["tasks"] |= loaded["tasks"]
+            chosen["groups"] |= loaded["groups"]
+    for name, task in chosen["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+            kind = "has images or sound" if getattr(task, "MULTIMODAL", False) else "runs code that the model writes"
+            raise RecipeError(
+                f"--tasks {name}: the task {kind}, which nearplane does not do. Run it with lm-eval itself."
+            )
+    return chosen
+
+
+def _set_fewshot(chosen: dict[str, Any], fewshot: int | None) -> None:
+    """Set the number of examples in prompts as lm-eval's command line does: tasks that fix 0 keep it."""
+    for task in chosen["tasks"].values():
+        fixed = task.get_config("num_fewshot")
+        if fixed is None or (fewshot is not None and fixed):
+            task.set_config(key="num_fewshot", value=fewshot or 0)
+
+
+def _loaded(
+    source: str | Path | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return a network that answers text with tokens, and its tokenizer.
+
+    Raises:
+        ModelError, FormatError: It cannot be read, or does not answer text with tokens.
+        RecipeError: A model object has no tokenizer.
+    """
+    if isinstance(source, str | Path):
+        network, tokenizer = load_dense(source, device, trust_remote_code=trust_remote_code)
+    else:
+        network = check_model(source)
+    if not has_head(network) or input_kind(network) is not InputKind.TEXT:
+        why = "has no vocabulary head" if not has_head(network) else f"takes {input_kind(network)}"
+        raise ModelError(f"{model_label(source)} {why}, so it answers no tasks. Pass a language model.")
+    if tokenizer is None:
+        raise RecipeError("A model object has no tokenizer: pass tokenizer=.")
+    return network, tokenizer
+
+
+class _Warnings(logging.Handler):
+    """Warnings of lm-eval, each once, and the number of requests that it cut; its remarks on model objects are left out."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: dict[str, None] = {}
+        self.cut = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning."""
+        message = record.getMessage()
+        if "runcat" in message:  # one for each request: "Truncating", "truncation applied"
+            self.cut += 1
+        elif not message.startswith(("`pretrained`", "Passed an already")):
+            self.lines[message] = None
+
+
+class _Answered:
+    """What lm-eval tells of each answered request, which its own cache would store; here it is logged as progress."""
+
+    def __init__(self, chosen: dict[str, Any], stack: ExitStack) -> None:
+        self._chosen, self._stack = chosen, stack
+        self._done: Callable[[int], None] | None = None
+
+    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
+        """Count a request."""
+        if self._done is None:  # all requests are built before the first answer
+            total = sum(request.repeats for task in self._chosen["tasks"].values() for request in task.instances)
+            self._done = self._stack.enter_context(counted(silent, "answering", total))
+        self._done(1)
+
+
+def _answers(
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    label: str,
+    chosen: dict[str, Any],
+    limit: int | None,
+    batch_size: int,
+) -> dict[str, Any]:
+    """Return lm-eval's results with the scores of each document ("samples")."""
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    with as_model_error(f"{label} does not answer the tasks"), _seeded(), _quiet() as warnings, ExitStack() as stack:
+        lm = HFLM(network, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+        lm.set_cache_hook(_Answered(chosen, stack))
+        for task in chosen["tasks"].values():
+            task.set_fewshot_seed(SEED)
+        answered: dict[str, Any] = evaluate(lm, chosen, limit=limit, bootstrap_iters=RESAMPLES)
+    for line in warnings.lines:
+        log.warning("lm-eval: %s", line)
+    if warnings.cut:
+        log.warning("%s: %d requests were longer than its maximum length and lost their beginning", label, warnings.cut)
+    return answered
+
+
+@contextmanager
+def _quiet() -> Iterator[_Warnings]:
+    """A context in which lm-eval's bars are shown only on a terminal, its lines not at all, and its warnings are kept."""
+    logger, warnings = logging.getLogger("lm_eval"), _Warnings()
+    logger.addHandler(warnings)
+    try:
+        with open(os.devnull, "w") as nothing, redirect_stdout(nothing), ExitStack() as stack:
+            if not sys.stderr.isatty():
+                stack.enter_context(redirect_stderr(nothing))
+            yield warnings
+    finally:
+        logger.removeHandler(warnings)
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """A context with the seeds of lm-eval's command line; the random states from before come back after it."""
+    python, numpy = random.getstate(), np.random.get_state()
+    random.seed(PYTHON_SEED)
+    np.random.seed(SEED)
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(SEED)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
