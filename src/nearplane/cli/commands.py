@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from nearplane.cli.evaluate_command import evaluate
 from nearplane.cli.printing import as_json, comparison, opening, print_piece, say, table
-from nearplane.cli.terminal import bar
+from nearplane.cli.terminal import bar, one_line_a_step
 from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration, Way
 from nearplane.recipe.sizes import size_text
@@ -116,9 +116,13 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
         json: Print the result as JSON.
     """
     opening("the demo model")
-    from nearplane.demo.demonstration import run
+    from nearplane.demo.demonstration import STEPS, run
 
-    rows = list(run(out, bar))
+    rows = []
+    with one_line_a_step() as line:
+        for row in run(out, bar):
+            rows.append(row)
+            line(f"step {len(rows)} of {STEPS}: {row}")
     if json:
         print(as_json([asdict(row) for row in rows]))
         return
@@ -139,8 +143,10 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
             for row in rows
         ),
     )
-    first = next(row for row in rows if row.folder and row.solver != "round-to-nearest")
-    print(f"The checkpoints are in {out}. To serve one on a machine with vLLM: vllm serve {first.folder}")
+    print(f"The checkpoints are in {out}. To do the same with a model and texts of your own:\n")
+    print("  nearplane quantize MODEL OUT --bits 4 --calibration TEXT.txt")
+    print("  nearplane evaluate OUT --text OTHER_TEXT.txt --against MODEL")
+    print("  vllm serve OUT")
 
 
 def inspect(out: Path, *, json: Switch = False) -> None:

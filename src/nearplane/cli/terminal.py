@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,6 +88,19 @@ def attended() -> Iterator[None]:
         package.removeHandler(handler)
         package.setLevel(levels[0])
         progress.setLevel(levels[1])
+
+
+@contextmanager
+def one_line_a_step() -> Iterator[Callable[[str], None]]:
+    """A context without log lines of the work itself, except warnings; yields a function that logs the line of a step."""
+    package, steps = logging.getLogger("nearplane"), logging.getLogger("nearplane.cli.steps")
+    before = package.level
+    package.setLevel(logging.WARNING)
+    steps.setLevel(logging.INFO)
+    try:
+        yield lambda line: steps.info("%s", line)
+    finally:
+        package.setLevel(before)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from nearplane.demo import CALIBRATION, CALIBRATION_WINDOWS, EVALUATION_WINDOWS,
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.scheme import Format, Solver
 from nearplane.recipe.schemes import GridScheme, RateScheme
+from nearplane.recipe.sizes import size_text
 from nearplane.system.files import check_output
 from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import ShardReader
@@ -23,6 +24,7 @@ GRIDS: tuple[tuple[int, int, bool, Format], ...] = (  # bits, group size, symmet
     (3, 128, False, "gptq_v2"),
     (2, 64, False, "gptq_v2"),
 )
+STEPS = 1 + len(GRIDS) * len(SOLVERS) + len(RATES)  # rows, of which the first is the original
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,13 @@ class Row:
     kl: float = 0.0
     seconds: float = 0.0
     folder: Path | None = None
+
+    def __str__(self) -> str:
+        """Return the row as one line of a log."""
+        figures = f"perplexity {self.perplexity:.3f}, {size_text(self.bytes)}"
+        if self.folder is None:
+            return f"{self.grid}, {figures}"
+        return f"{self.grid}, {self.solver}, {figures}, KL {self.kl:.4f} nats per token, {self.seconds:.1f} s"
 
 
 def run(out: Path, progress: Progress = silent) -> Iterator[Row]:
