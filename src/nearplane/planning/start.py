@@ -79,6 +79,7 @@ class Job:
             seqlen=windows.seqlen,
             tokens=windows.count * windows.seqlen,
             extra_windows=windows.extra_count,
+            sources=windows.sources,
             text=windows.digest(),
             stored=self.model.stored,
             skipped=tuple(self.model.skipped),
