@@ -1,4 +1,4 @@
-"""Windows of a mix of texts, which alternate by weight; see `system/mixes.py` for names, weights and order."""
+"""Windows of a mix of texts, which alternate by weight; see `system/text_mixes.py` for names, weights and order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from nearplane.calibration.texts import read_windows
 from nearplane.errors import CalibrationError
 from nearplane.recipe.recipe import Calibration
 from nearplane.record.record import Source
-from nearplane.system.mixes import WeightedText, check_shares, order_of_windows, texts_of
+from nearplane.system.named_texts import text_to_calibrate_on
+from nearplane.system.text_mixes import WeightedText, check_shares, order_of_windows, texts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +70,11 @@ class Mix:
             number: iter(
                 read_windows(
                     tokenizer,
-                    self.texts[number].name,
+                    text_to_calibrate_on(name := self.texts[number].name) or name,
                     samples=order.count(number),
                     seqlen=seqlen,
                     seed=self.seed,
                     between=between,
-                    training=True,
                 )
             )
             for number in set(order)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nearplane.errors import CalibrationError, first_line
 from nearplane.models.pretrained import as_model_error
-from nearplane.system.named_texts import documents, is_named
+from nearplane.system.named_texts import NamedText, text_to_measure_on
 from nearplane.system.paths import text_files
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
@@ -34,13 +34,12 @@ MAX_DRAWS = 10_000  # documents that are drawn for one window before it is given
 
 def read_windows(
     tokenizer: PreTrainedTokenizerBase,
-    source: str | Path | Sequence[str] | None,
+    source: str | Path | Sequence[str] | NamedText | None,
     *,
     samples: int,
     seqlen: int,
     seed: int = 0,
     between: tuple[int, ...] = (),
-    training: bool = False,
 ) -> Tensor:
     """Read the first `samples` windows of `seqlen` tokens, or fewer if the text is shorter.
 
@@ -51,12 +50,11 @@ def read_windows(
 
     Args:
         tokenizer: The tokenizer of the model.
-        source: A .txt or .jsonl file, a folder of them, a named text, a data set name[:config][:split], or a list of
-            documents; None: `DEFAULT_DATASET`.
+        source: A .txt or .jsonl file, a folder of them, a data set name[:config][:split], a list of documents, or a named
+            text, whose name alone stands for the text to measure on; None: `DEFAULT_DATASET`.
         samples, seqlen: Number of windows, and tokens per window.
         seed: Seed of the shuffle of a data set, and of the crops of c4; files are not shuffled.
         between: First and last token of every window, counted in `seqlen`; see `framing_tokens`.
-        training: Whether a named text gives its part to calibrate on, not the part to measure on.
 
     Returns:
         (windows, seqlen) int64.
@@ -69,11 +67,12 @@ def read_windows(
             f"Windows of {seqlen} tokens contain only the special tokens at their two ends. Use a larger --seqlen."
         )
     seqlen -= len(between)
-    if isinstance(source, str | Path) and str(source) == CROPPED and is_named(source):
+    named = source if isinstance(source, NamedText) else text_to_measure_on(source)
+    if named is not None and named.name == CROPPED:
         count = CROPS if samples == sys.maxsize else samples
-        tokens = _crops(tokenizer, documents(CROPPED, training=training), count, seqlen, random.Random(seed))
+        tokens = _crops(tokenizer, named.rows(), count, seqlen, random.Random(seed))
     else:
-        texts = _documents(tokenizer, DEFAULT_DATASET if source is None else source, seed, training)
+        texts = _documents(tokenizer, DEFAULT_DATASET if source is None else named or source, seed)
         ids = _joined(tokenizer, texts, samples * seqlen)
         windows = min(len(ids) // seqlen, samples)
         if not windows:
@@ -186,14 +185,14 @@ def check_start(tokens: Tensor, start: int | None, called: str) -> None:
 
 
 def _documents(
-    tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str], seed: int, training: bool
+    tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str] | NamedText, seed: int
 ) -> Iterator[str]:
-    """Yield the texts of a file, a folder, a data set or a list, one by one; the rows of wikitext2 joined by blank lines."""
+    """Yield the texts of a file, a folder, a data set or a list, one by one; rows of a named text joined by blank lines."""
+    if isinstance(source, NamedText):
+        yield "\n\n".join(source.rows())
+        return
     if not isinstance(source, str | Path):
         yield from source
-        return
-    if is_named(source):
-        yield "\n\n".join(documents(str(source), training=training))
         return
     files = text_files(source)
     for file in files or ():

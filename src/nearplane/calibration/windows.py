@@ -22,6 +22,7 @@ from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.schemes import GridScheme
 from nearplane.record.record import Source
 from nearplane.record.words import MIN_TOKENS_PER_INPUT, shortage
+from nearplane.system.named_texts import text_to_calibrate_on
 
 DEFAULT_SEQLEN = 2048
 WINDOWS_PER_EXTRA = 8  # calibration windows per extra window, at least
@@ -145,9 +146,8 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
             windows = mix.windows(tokenizer, mix.samples + mix.extra, seqlen=seqlen, between=edges)
             sources, fitted = mix.sources(len(windows)), mix.samples
             return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:], sources=sources)
-        windows = read_windows(
-            tokenizer, source, samples=samples, seqlen=seqlen, seed=options.seed, between=edges, training=True
-        )
+        source = text_to_calibrate_on(source) or source
+        windows = read_windows(tokenizer, source, samples=samples, seqlen=seqlen, seed=options.seed, between=edges)
     if len(windows) == 1:
         return Windows(seqlen=seqlen, fitted=windows)
     fitted = min(options.samples, len(windows) - max(1, min(following, len(windows) // (WINDOWS_PER_EXTRA + 1))))

@@ -26,7 +26,7 @@ from nearplane.cli.printing import opening, say
 from nearplane.cli.terminal import bar
 from nearplane.recipe.recipe import Calibration, Recipe, Tune
 from nearplane.recipe.scheme import Allocation, Format
-from nearplane.system.paths import check_named, check_text
+from nearplane.system.paths import check_named
 from nearplane.verbs.early_checks import check_quantize
 
 Flat = Parameter(name="*")
@@ -78,9 +78,7 @@ def quantize(
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the run record as JSON instead of a summary.
     """
-    check_named(model)
-    if tokens is not None and tokens.calibration is not None:
-        check_text(tokens.calibration, samples=tokens.samples)
+    check_named(model, calibration=None if tokens is None else tokens.calibration)
     recipe = Recipe(
         scheme=scheme_from(scheme, format=format, allocate=allocate),
         layers=layer_schemes(layer, scheme, format=format),

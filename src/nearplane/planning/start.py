@@ -52,8 +52,7 @@ class Job:
     Args:
         model: The model to quantize.
         asked: The recipe as it was given; `recipe` is the one resolved for this model.
-        windows: Calibration windows.
-        options: Options of the run.
+        windows, options: Calibration windows, and options of the run.
     """
 
     model: Model

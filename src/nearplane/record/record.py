@@ -47,8 +47,8 @@ class LayerRecord:
             None if no row of extra windows reached the layer.
         extra_relative_loss: `extra_loss` divided by the energy of the original model's outputs.
         extra_nearest_loss: `extra_loss` if the target were rounded to nearest on the same grid.
-        extra_by_source: For a mix of texts, `extra_relative_loss` on the extra windows of each `Source`, None where no row
-            of them reached the layer; empty, and then not in the file, for a single text.
+        extra_by_source: `extra_relative_loss` on the extra windows of each `Source` of a mix, None where no row of them
+            reached the layer; empty, and then not in the file, for a single text.
         damped_loss: Loss of the sweep under the Hessian damped with `sweep_damp`; the next three refer to it.
         worst_case: Babai's bound, averaged over all rows; an upper bound of `damped_loss` if `clipped_rows` is 0. It
             holds for each row that does not clip, so their sum is at most the sum of their bounds. If rows clip, this

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.system.files import read_object
-from nearplane.system.mixes import SUFFIXES, check_shares, texts_of
-from nearplane.system.named_texts import NAMED_TEXTS, fetched, is_named
+from nearplane.system.named_texts import TEST_TEXTS, text_to_calibrate_on, text_to_measure_on
+from nearplane.system.text_mixes import SUFFIXES, texts_of
 
 RECORD = "nearplane.json"  # the run record, in the folder of a checkpoint
 UNFINISHED = ".unfinished"  # suffix of the folder in which a checkpoint is written until it is complete
@@ -92,7 +92,7 @@ def text_files(source: str | Path, option: str = "--calibration") -> list[Path] 
     """
     check_path(option, source)
     path, suffixes = Path(source).expanduser(), " or ".join(SUFFIXES)
-    if is_named(source):
+    if text_to_measure_on(source) is not None:
         return None
     if not path.exists():
         set_name = option == "--calibration" and Path(str(source).partition(":")[0]).suffix not in SUFFIXES
@@ -109,7 +109,7 @@ def text_files(source: str | Path, option: str = "--calibration") -> list[Path] 
             else ", a folder of them, a data set as name:config:split"
         )
         raise CalibrationError(
-            f"{option} {source} does not exist. Pass a {suffixes} file{others}, or a text by its name: {' or '.join(NAMED_TEXTS)}."
+            f"{option} {source} does not exist. Pass a {suffixes} file{others}, or a text by its name: {' or '.join(TEST_TEXTS)}."
         )
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files:
@@ -124,29 +124,22 @@ def text_files(source: str | Path, option: str = "--calibration") -> list[Path] 
     return files
 
 
-def check_text(text: str | Path, option: str = "--calibration", samples: int | None = None) -> None:
-    """Refuse a text that does not exist; a named text is fetched now.
-
-    Args:
-        text: A text, or with --calibration a mix of several.
-        option: Name of the option.
-        samples: Number of calibration windows; each text of a mix must get one of them.
+def check_text(text: str | Path, option: str = "--calibration") -> None:
+    """Refuse a text, or with --calibration a mix, that does not exist; a named text is fetched now.
 
     Raises:
-        CalibrationError: The text, or one of the mix, cannot be read, or a weight does not suit.
+        CalibrationError: The text, or one of the mix, cannot be read, or is twice in the mix.
     """
     mix = texts_of(text) if option == "--calibration" else ()
     seen = set[Path | str]()
     for name in [each.name for each in mix] or [os.fspath(text)]:
         files = text_files(name, option)
-        if is_named(name):
-            fetched(name, training=option == "--calibration")
+        if (named := text_to_calibrate_on(name) if option == "--calibration" else text_to_measure_on(name)) is not None:
+            named.fetched()
         places = {name} if files is None else {file.resolve() for file in files}
         if seen & places:
             raise CalibrationError(f"--calibration {text} contains {name} twice. Name it once, with a larger weight.")
         seen |= places
-    if mix and samples is not None:
-        check_shares(mix, samples)
 
 
 def check_named(*models: str | Path | None, **texts: str | Path | None) -> None:

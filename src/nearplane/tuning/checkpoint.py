@@ -28,6 +28,7 @@ from nearplane.recipe.schemes import BlockScheme, GridScheme
 from nearplane.recipe.sizes import size_text
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.device import Device
+from nearplane.system.named_texts import text_to_calibrate_on
 from nearplane.tuning.network import needed, norms_of
 from nearplane.tuning.parameters import TunedBlocks, TunedLadders, TunedLayer, TunedMatrix, TunedVector
 from nearplane.tuning.settings import CODE_BITS, Split, split
@@ -128,7 +129,8 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
                 f"--seqlen."
             )
         return mix.windows(model.tokenizer(), count, seqlen=length)
-    return read_windows(model.tokenizer(), text, samples=count, seqlen=length, seed=options.seed, training=True)
+    text = text_to_calibrate_on(text) or text
+    return read_windows(model.tokenizer(), text, samples=count, seqlen=length, seed=options.seed)
 
 
 def norms_stored(model: Model) -> dict[str, str]:

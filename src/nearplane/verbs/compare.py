@@ -46,8 +46,8 @@ from nearplane.system.device import Device
 from nearplane.system.files import check_writable, exclusive_lock, read_object, sha256, write_whole
 from nearplane.system.matmul_library import chosen_library
 from nearplane.system.paths import refuse_unfinished
-from nearplane.system.mixes import texts_of
 from nearplane.system.progress import Progress, logged, silent
+from nearplane.system.text_mixes import texts_of
 from nearplane.theory.hptq import hptq_layers
 from nearplane.verbs.compare_recipes import HUFFMAN, WAYS, Recipes, recipes_for
 from nearplane.verbs.evaluate import evaluate, load_dense

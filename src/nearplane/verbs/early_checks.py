@@ -17,6 +17,7 @@ from nearplane.record.record import RunRecord, read_record
 from nearplane.system.arguments import whole, within
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_named, check_path, folder_named
+from nearplane.system.text_mixes import check_shares, texts_of
 
 
 def check_evaluate(model: Any, text: Any, *, against: Any, seqlen: int | None, samples: int | None) -> None:
@@ -31,13 +32,14 @@ def check_evaluate(model: Any, text: Any, *, against: Any, seqlen: int | None, s
 def check_quantize(
     model: Any, out: str | Path, recipe: Recipe, *, overwrite: bool, memory: str | int | None
 ) -> int | None:
-    """Refuse arguments of `quantize`, except its text; return the memory limit in bytes."""
+    """Refuse arguments of `quantize`, except its text, of which only the shares of a mix; return the memory limit in bytes."""
     limit = None if memory is None else bytes_in(str(memory), "memory")
     if limit is not None and recipe.tune != "none":
         raise RecipeError(
             "--memory does not limit tuning. Leave out --tune, and tune the checkpoint with nearplane tune."
         )
     check_named(_path(model))
+    check_shares(texts_of(recipe.calibration.calibration), recipe.calibration.samples)
     Unfinished(Path(out), overwrite=overwrite, sources=_folders(model))
     return limit
 

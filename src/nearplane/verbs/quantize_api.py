@@ -97,7 +97,7 @@ def quantize(
         )
     return_large_blocks()
     if given is None and recipe.scheme.calibrated and recipe.calibration.calibration is not None:
-        check_text(recipe.calibration.calibration, samples=recipe.calibration.samples)
+        check_text(recipe.calibration.calibration)
     with as_folder(model, tokenizer) as folder:
         recipe = recipe if given is None else given.recorded(recipe)
         quantizes = quantize_folder if recipe.tune == "none" else _then_tuned

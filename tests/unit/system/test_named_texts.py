@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nearplane.calibration.texts import read_windows
 from nearplane.errors import CalibrationError
-from nearplane.system.named_texts import NAMED_TEXTS, is_named
+from nearplane.system.named_texts import TEST_TEXTS, TRAINING_TEXTS, NamedText, text_to_calibrate_on, text_to_measure_on
 from nearplane.system.paths import check_text
 
 HAS_DATASETS = importlib.util.find_spec("datasets") is not None
@@ -41,14 +41,16 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
 
 def test_a_file_or_folder_of_the_name_counts_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert [is_named(name) for name in ("c4", Path("wikitext2"), "wikitext")] == [True, True, False]
+    assert text_to_measure_on("c4") is TEST_TEXTS["c4"]
+    assert text_to_calibrate_on(Path("wikitext2")) is TRAINING_TEXTS["wikitext2"]
+    assert text_to_calibrate_on("wikitext") is None
     Path("c4").mkdir()
-    assert not is_named("c4")
+    assert text_to_calibrate_on("c4") is text_to_measure_on("c4") is None
     with pytest.raises(CalibrationError, match=r"contains no \.txt or \.jsonl file for --text"):
         check_text("c4", "--text")
 
 
-@pytest.mark.parametrize("name", NAMED_TEXTS)
+@pytest.mark.parametrize("name", TEST_TEXTS)
 @pytest.mark.parametrize("option", ["--text", "--calibration"])
 def test_what_cannot_be_fetched_is_one_sentence_about_a_file_instead(
     name: str, option: str, cached: Callable[[str, str], Path]
@@ -62,15 +64,14 @@ def test_what_cannot_be_fetched_is_one_sentence_about_a_file_instead(
 
 
 @needs_datasets
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("text", [TEST_TEXTS["wikitext2"], TRAINING_TEXTS["wikitext2"]])
 def test_wikitext2_is_joined_by_blank_lines(
-    training: bool, cached: Callable[[str, str], Path], tokenizer: PreTrainedTokenizerFast
+    text: NamedText, cached: Callable[[str, str], Path], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     from datasets import Dataset
 
-    text = NAMED_TEXTS["wikitext2"]
-    Dataset.from_dict({"text": ROWS}).to_parquet(cached(text.repository, text.training if training else text.test))
-    windows = read_windows(tokenizer, "wikitext2", samples=100, seqlen=8, training=training)
+    Dataset.from_dict({"text": ROWS}).to_parquet(cached(text.repository, text.file))
+    windows = read_windows(tokenizer, text, samples=100, seqlen=8)
     whole = "\n\n".join(ROWS)
     assert tokenizer.decode(windows.flatten()) == whole[: len(whole) // 8 * 8]
 
@@ -79,9 +80,9 @@ def test_wikitext2_is_joined_by_blank_lines(
 def test_windows_of_c4_are_crops_of_its_documents(
     cached: Callable[[str, str], Path], tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    text = NAMED_TEXTS["c4"]
+    text = TEST_TEXTS["c4"]
     rows = [f"document {n}: " + "abcdefgh" * (n % 3) for n in range(30)]
-    with gzip.open(cached(text.repository, text.test), "wt") as file:
+    with gzip.open(cached(text.repository, text.file), "wt") as file:
         file.writelines(json.dumps({"text": row, "timestamp": "2019-04-25", "url": "x"}) + "\n" for row in rows)
     windows = read_windows(tokenizer, "c4", samples=5, seqlen=20)
     assert windows.shape == (5, 20)

@@ -11,7 +11,7 @@ from fractions import Fraction
 from itertools import count, islice
 
 from nearplane.errors import CalibrationError
-from nearplane.system.named_texts import is_named
+from nearplane.system.named_texts import text_to_calibrate_on
 
 SUFFIXES = (".txt", ".jsonl")  # of text files
 NUMBER = re.compile(r"[-+]?(\d{1,9}(\.\d{0,9})?|\.\d{1,9})")
@@ -45,7 +45,7 @@ def texts_of(calibration: str | os.PathLike[str] | None) -> tuple[WeightedText, 
         return ()
     if len(parts) == 1:
         name, weight = _split(text)
-        if weight is not None and (_is_file_name(name) or is_named(name)):
+        if weight is not None and (_is_file_name(name) or text_to_calibrate_on(name)):
             raise CalibrationError(
                 f"--calibration {text} gives a weight to a single text. Leave out :{weight}, or name more texts after a "
                 f"comma: {text},OTHER.txt:1."
@@ -65,12 +65,12 @@ def texts_of(calibration: str | os.PathLike[str] | None) -> tuple[WeightedText, 
 
 
 def check_shares(texts: Sequence[WeightedText], samples: int) -> None:
-    """Refuse a mix that gives a text no calibration window.
+    """Refuse a mix that gives a text no calibration window; a single text is no mix.
 
     Raises:
         CalibrationError: A text gets none of `samples` windows.
     """
-    order = [*islice(turns([each.weight for each in texts]), samples)]
+    order = [*islice(turns([each.weight for each in texts]), samples if texts else 0)]
     for number, each in enumerate(texts):
         if number not in order:
             raise CalibrationError(

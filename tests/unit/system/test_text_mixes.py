@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nearplane.errors import CalibrationError
-from nearplane.system.mixes import check_shares, order_of_windows, texts_of, turns
 from nearplane.system.paths import check_text
+from nearplane.system.text_mixes import check_shares, order_of_windows, texts_of, turns
 
 
 @pytest.mark.parametrize(
