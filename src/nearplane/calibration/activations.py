@@ -36,6 +36,7 @@ class Stream:
         between: Function from the output of the encoder's last block to the input of the decoder's cross-attention.
         sizes: Number of windows in each batch.
         fitted: Number of batches that enter sums; the batches after these hold extra windows, which enter none.
+        sources: Number of the text in a mix of each batch of extra windows; empty for a single text.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Stream:
         self.quantized, self.original, self.fitted = hidden, original, len(hidden)
         self.calls, self.ahead, self.extra, self.between = calls, False, extra, between
         self.sizes = [len(x) for x in hidden]
+        self.sources: Sequence[int] = ()
 
     def forward(self, block: Block, module: Callable[..., Any] | None, batch: int, hidden: Tensor) -> Tensor:
         """Run a copy of a block on one batch and return its output hidden states."""

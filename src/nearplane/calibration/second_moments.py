@@ -197,7 +197,8 @@ class _Sums:
     ) -> None:
         self.group, self.fitted = group, stream.fitted
         self._stream, self._first_held, self._crossed = stream, first_held, crossed
-        self._fitted, self._held, self._extra = MomentSums(), MomentSums(), ExtraRows()
+        self._fitted, self._held = MomentSums(), MomentSums()
+        self._extra = ExtraRows(sizes=[0] * (1 + max(stream.sources, default=0)))
         self._alike, self._compared = 0, False
 
     @torch.no_grad()
@@ -207,7 +208,8 @@ class _Sums:
         if batch >= stream.fitted:
             expected = len(rows.X_hat) * sum(stream.sizes[stream.fitted :]) // size  # of all extra windows
             some = slice(None, None, max(1, -(-expected // EXTRA_TOKENS)))
-            self._extra.add(rows.X_hat[some], None if rows.X is None else rows.X[some])
+            source = stream.sources[batch - stream.fitted] if stream.sources else 0
+            self._extra.add(rows.X_hat[some], None if rows.X is None else rows.X[some], source)
             return
         before = sum(stream.sizes[:batch])
         cut = rows.before(Fraction(min(max(self._first_held - before, 0), size), size))

@@ -1,12 +1,14 @@
-"""Calibration tokens from a text file, a jsonl file, a folder of them, or a named data set.
+"""Windows of tokens from a text file, a jsonl file, a folder of them, a text known by name, or a data set.
 
-Files are read in their order; data sets are shuffled by a seed. No network is needed here.
+Files are read in their order; data sets are shuffled by a seed. Only data sets and named texts need a network.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nearplane.errors import CalibrationError, first_line
 from nearplane.models.pretrained import as_model_error
+from nearplane.system.named_texts import NamedText, text_to_measure_on
 from nearplane.system.paths import text_files
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
@@ -24,11 +27,14 @@ LETTERS_PER_TOKEN = 6  # guess for the first attempt; most tokens are shorter
 CONTEXT_LETTERS = 10_000  # letters after a token that may still change it: longer than any word
 BEGINNING = 10_000  # letters of a file that are looked at before the rest is read
 SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data set are drawn
+CROPPED = "c4"  # named text whose windows are crops of random documents
+CROPS = 256  # windows of it where no number is given, as in the papers
+MAX_DRAWS = 10_000  # documents that are drawn for one window before it is given up
 
 
 def read_windows(
     tokenizer: PreTrainedTokenizerBase,
-    source: str | Path | Sequence[str] | None,
+    source: str | Path | Sequence[str] | NamedText | None,
     *,
     samples: int,
     seqlen: int,
@@ -39,14 +45,15 @@ def read_windows(
 
     A text file is one document, taken raw and tokenized whole; every line of a jsonl file (`text`, or `messages` for
     the chat template) and every row of a data set is one. Documents are joined with the end-of-sequence token, if there
-    is one, and cut into windows that do not overlap. No other special tokens are added.
+    is one, and cut into windows that do not overlap. No other special tokens are added. Windows of c4 are crops of random
+    documents, see `_crops`.
 
     Args:
         tokenizer: The tokenizer of the model.
-        source: A .txt or .jsonl file, a folder of them, a data set name[:config][:split], or a list of documents; None:
-            `DEFAULT_DATASET`.
+        source: A .txt or .jsonl file, a folder of them, a data set name[:config][:split], a list of documents, or a named
+            text, whose name alone stands for the text to measure on; None: `DEFAULT_DATASET`.
         samples, seqlen: Number of windows, and tokens per window.
-        seed: Seed of the shuffle of a data set; files are not shuffled.
+        seed: Seed of the shuffle of a data set, and of the crops of c4; files are not shuffled.
         between: First and last token of every window, counted in `seqlen`; see `framing_tokens`.
 
     Returns:
@@ -60,25 +67,66 @@ def read_windows(
             f"Windows of {seqlen} tokens contain only the special tokens at their two ends. Use a larger --seqlen."
         )
     seqlen -= len(between)
+    named = source if isinstance(source, NamedText) else text_to_measure_on(source)
+    if named is not None and named.name == CROPPED:
+        count = CROPS if samples == sys.maxsize else samples
+        tokens = _crops(tokenizer, named.rows(), count, seqlen, random.Random(seed))
+    else:
+        texts = _documents(tokenizer, DEFAULT_DATASET if source is None else named or source, seed)
+        ids = _joined(tokenizer, texts, samples * seqlen)
+        windows = min(len(ids) // seqlen, samples)
+        if not windows:
+            where = (
+                f"The list of {len(source)} texts" if isinstance(source, tuple | list) else source or DEFAULT_DATASET
+            )
+            raise CalibrationError(
+                f"{where} has {len(ids)} tokens, but a window has {seqlen}. Pass a longer text, or use shorter windows with "
+                f"--seqlen."
+            )
+        tokens = torch.tensor(ids[: windows * seqlen], dtype=torch.int64).view(windows, seqlen)
+    edges = [torch.full((len(tokens), 1), edge) for edge in between]
+    return torch.cat([edges[0], tokens, edges[1]], 1) if edges else tokens
+
+
+def _joined(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], needed: int) -> list[int]:
+    """Return the ids of texts joined with the end-of-sequence token, until at least `needed` are there."""
     ids: list[int] = []
     separator = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
-    needed = samples * seqlen
-    for text in _documents(tokenizer, DEFAULT_DATASET if source is None else source, seed):
+    for text in texts:
         if ids:
             ids += separator
         with as_model_error("The model's tokenizer cannot tokenize the text (fetch the model again)"):
             ids += _first_ids(tokenizer, text, needed - len(ids))
         if len(ids) >= needed:
             break
-    windows = min(len(ids) // seqlen, samples)
-    if not windows:
-        where = f"The list of {len(source)} texts" if isinstance(source, tuple | list) else source or DEFAULT_DATASET
-        raise CalibrationError(
-            f"{where} has {len(ids)} tokens, but a window has {seqlen}. Pass a longer text, or use shorter windows with --seqlen."
-        )
-    tokens = torch.tensor(ids[: windows * seqlen], dtype=torch.int64).view(windows, seqlen)
-    edges = [torch.full((windows, 1), edge) for edge in between]
-    return torch.cat([edges[0], tokens, edges[1]], 1) if edges else tokens
+    return ids
+
+
+def _crops(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[str], count: int, seqlen: int, generator: random.Random
+) -> Tensor:
+    """Return windows (count, seqlen), each cropped at random from a random document that is longer than a window.
+
+    Same draws as `get_c4` in the code of GPTQ (Frantar et al., 2022), for tokenizers that add no special tokens.
+
+    Raises:
+        CalibrationError: The documents are too short.
+    """
+    windows: list[list[int]] = []
+    while len(windows) < count:
+        for _ in range(MAX_DRAWS):
+            text = rows[generator.randint(0, len(rows) - 1)]
+            with as_model_error("The model's tokenizer cannot tokenize the text (fetch the model again)"):
+                ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(ids) > seqlen:
+                break
+        else:
+            raise CalibrationError(
+                f"None of {MAX_DRAWS:,} documents drawn from c4 has more than {seqlen} tokens. Use shorter windows with --seqlen."
+            )
+        start = generator.randint(0, len(ids) - seqlen - 1)
+        windows.append(ids[start : start + seqlen])
+    return torch.tensor(windows, dtype=torch.int64)
 
 
 def read_documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str]) -> Iterator[str]:
@@ -141,8 +189,13 @@ def check_start(tokens: Tensor, start: int | None, called: str) -> None:
         )
 
 
-def _documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str], seed: int) -> Iterator[str]:
-    """Yield the texts of a file, a folder, a data set or a list, one by one."""
+def _documents(
+    tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str] | NamedText, seed: int
+) -> Iterator[str]:
+    """Yield the texts of a file, a folder, a data set or a list, one by one; rows of a named text joined by blank lines."""
+    if isinstance(source, NamedText):
+        yield "\n\n".join(source.rows())
+        return
     if not isinstance(source, str | Path):
         yield from source
         return

@@ -182,7 +182,7 @@ class _Walk:
         keep = partial(StatesOnDisk, self.setting.folder) if self.setting.disk else list
         place = self.setting.device.place
         stream = skeleton(self.model, [*fitted, *extra], device=place, dtype=dtype, embeddings=embeddings, keep=keep)
-        stream.fitted = len(fitted)
+        stream.fitted, stream.sources = len(fitted), self.windows.extra_sources(self.setting.batch)
         stream.original = (stream.original or keep(stream.quantized)) if self.recipe.scheme.correct else None
         return stream
 

@@ -11,15 +11,18 @@ from torch import Tensor
 
 from nearplane.calibration.activations import positions_per_window
 from nearplane.calibration.given import Given, refuse_unrecorded
+from nearplane.calibration.mix import Mix
 from nearplane.calibration.texts import check_start, check_vocabulary, framing_tokens, read_windows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.models.kinds import InputKind, Spoken, input_kind, is_framed, joined_windows
 from nearplane.models.model import Model
 from nearplane.models.pretrained import as_model_error
-from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.schemes import GridScheme
+from nearplane.record.record import Source
 from nearplane.record.words import MIN_TOKENS_PER_INPUT, shortage
+from nearplane.system.named_texts import text_to_calibrate_on
 
 DEFAULT_SEQLEN = 2048
 WINDOWS_PER_EXTRA = 8  # calibration windows per extra window, at least
@@ -49,11 +52,13 @@ class Windows:
         fitted: (windows, seqlen) calibration windows, perhaps with sound, which enter all sums; None if not needed.
         extra: (windows, seqlen) extra windows, which follow in the text and enter no sum; losses are measured on them
             as well. None if there are none.
+        sources: Texts of a mix, in the order of their extra windows; empty for a single text.
     """
 
     seqlen: int
     fitted: Tensor | None = None
     extra: Tensor | None = None
+    sources: tuple[Source, ...] = ()
 
     @property
     def count(self) -> int:
@@ -71,10 +76,20 @@ class Windows:
         return self.fitted if self.extra is None else joined_windows([self.fitted, self.extra])
 
     def batches(self, size: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the batches of calibration windows, the first of one window, and the batches of extra windows."""
+        """Return the batches of calibration windows, the first of one window, and the batches of extra windows.
+
+        Extra windows of two texts of a mix are never in the same batch.
+        """
         assert self.fitted is not None, "this run has no windows"
         others = self.fitted[1:].split(size) if self.count > 1 else ()
-        return [self.fitted[:1], *others], [] if self.extra is None else [*self.extra.split(size)]
+        parts = [] if self.extra is None else [self.extra]
+        if self.extra is not None and self.sources:
+            parts = [*self.extra.split([source.extra_windows for source in self.sources])]
+        return [self.fitted[:1], *others], [batch for part in parts for batch in part.split(size)]
+
+    def extra_sources(self, size: int) -> list[int]:
+        """Return the number of the text in a mix of each batch of extra windows; empty for a single text."""
+        return [number for number, each in enumerate(self.sources) for _ in range(0, each.extra_windows, size)]
 
     def digest(self) -> str:
         """Return the `digest_of` all windows; "" if there are none."""
@@ -93,7 +108,7 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
     """Read the calibration text: `samples` calibration windows, and the extra windows after them, see `extra_windows`.
 
     If the text is shorter, the last ninth of its windows are the extra windows, at least one and at most
-    `extra_windows`; a single window is a calibration window.
+    `extra_windows`; a single window is a calibration window. The texts of a mix must be long enough.
 
     Args:
         model: The model, whose tokenizer reads the text.
@@ -108,7 +123,7 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         raise CalibrationError(
             f"--seqlen {options.seqlen} is more than the model's maximum length of {positions} tokens."
         )
-    seqlen = options.seqlen or min(DEFAULT_SEQLEN, positions or DEFAULT_SEQLEN)
+    seqlen = default_seqlen(model, options)
     if not SOLVERS[recipe.scheme.solver].needs_inputs and recipe.allocate != "slope":
         return Windows(seqlen=seqlen)
     kind = input_kind(model.network)
@@ -127,11 +142,21 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         refuse_unrecorded(source)
         samples, tokenizer = options.samples + following, model.tokenizer()
         edges = framing_tokens(tokenizer) if is_framed(model.network) else ()
+        if given is None and (mix := Mix.of(options, following)) is not None:
+            windows = mix.windows(tokenizer, mix.samples + mix.extra, seqlen=seqlen, between=edges)
+            sources, fitted = mix.sources(len(windows)), mix.samples
+            return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:], sources=sources)
+        source = text_to_calibrate_on(source) or source
         windows = read_windows(tokenizer, source, samples=samples, seqlen=seqlen, seed=options.seed, between=edges)
     if len(windows) == 1:
         return Windows(seqlen=seqlen, fitted=windows)
     fitted = min(options.samples, len(windows) - max(1, min(following, len(windows) // (WINDOWS_PER_EXTRA + 1))))
     return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:])
+
+
+def default_seqlen(model: Model, options: Calibration) -> int:
+    """Return the tokens per calibration window: as the recipe says, or the default."""
+    return options.seqlen or min(DEFAULT_SEQLEN, model.positions or DEFAULT_SEQLEN)
 
 
 def _images(model: Model, recipe: Recipe, images: Tensor) -> int:

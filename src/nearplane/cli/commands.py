@@ -50,7 +50,7 @@ def compare(
     Args:
         models: Local folders of safetensors, or hub ids.
         bits: Bits per weight to compare, for example --bits 4.125 3.125 2.125.
-        text: Text to measure on: a .txt or .jsonl file, or a folder of them.
+        text: Text to measure on: a .txt or .jsonl file, a folder of them, wikitext2 or c4.
         methods: Methods to compare. Default: all.
         eval_samples: Number of windows to measure on, from the beginning of the text. Default: all.
         eval_seqlen: Tokens per window to measure on. Default: as in calibration.

@@ -24,10 +24,18 @@ class Extra:
     Args:
         X_hat: (rows, in) inputs in the quantized model.
         X: (rows, in) inputs in the original model; None where it did not run.
+        sizes: Number of rows of each text of a mix, in their order.
     """
 
     X_hat: Tensor
     X: Tensor | None = None
+    sizes: tuple[int, ...] = ()
+
+    def by_source(self) -> list[Extra | None]:
+        """Return the rows of each text of a mix, None for a text without rows; empty for a single text."""
+        X = [None] * len(self.sizes) if self.X is None else self.X.split(self.sizes)
+        parts = zip(self.X_hat.split(self.sizes), X, strict=True) if len(self.sizes) > 1 else ()
+        return [Extra(X_hat=X_hat, X=rows) if len(X_hat) else None for X_hat, rows in parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,18 +167,24 @@ class ExtraRows:
 
     X_hat: list[Tensor] = field(default_factory=list)  # (rows, in) each
     X: list[Tensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=lambda: [0])  # rows of each text of a mix
 
-    def add(self, X_hat: Tensor, X: Tensor | None = None) -> None:
-        """Keep a copy of one batch's inputs (rows, in) in the quantized and in the original model."""
+    def add(self, X_hat: Tensor, X: Tensor | None = None, source: int = 0) -> None:
+        """Keep a copy of one batch's inputs (rows, in) in the quantized and in the original model.
+
+        `source` is the number of the text; texts come in their order.
+        """
         if len(X_hat):
             self.X_hat.append(X_hat.clone())
             self.X += [] if X is None else [X.clone()]
+            self.sizes[source] += len(X_hat)
 
     def together(self) -> Extra | None:
         """Return all rows and forget them; None if there are none."""
         if not self.X_hat:
             return None
-        extra = Extra(X_hat=torch.cat(self.X_hat), X=torch.cat(self.X) if self.X else None)
+        X = torch.cat(self.X) if self.X else None
+        extra = Extra(X_hat=torch.cat(self.X_hat), X=X, sizes=tuple(self.sizes))
         self.X_hat, self.X = [], []
         return extra
 

@@ -88,8 +88,11 @@ def measure(
     solution = Solution(matrix=cast("QuantizedMatrix[Grid]", on_grid), outside=outside)
     figures = certify(W, target, solution, H, sweep, values=values)
     extra: tuple[float | None, ...] = (None, None, None)
+    by_source: list[float | None] = []
     if (extra_inputs := moments.extra) is not None:
         extra = losses_on_extra(W, target, on_grid, extra_inputs, values=values)
+        for rows in extra_inputs.by_source():
+            by_source.append(None if rows is None else losses_on_extra(W, target, on_grid, rows, values=values)[1])
     entropy = None  # on fixed grids; else bits per weight under the tables in the file
     if isinstance(grid, ProductGrid):
         entropy = size(Contents.of(matrix.codes, grid)).payload / matrix.codes.numel()
@@ -114,6 +117,7 @@ def measure(
         extra_loss=extra[0],
         extra_relative_loss=extra[1],
         extra_nearest_loss=extra[2],
+        extra_by_source=tuple(by_source),
         dead=int(damped.dead.sum()),
         pruned=None if moments.alive is None else int((damped.dead & moments.alive).sum()),
         tokens=moments.tokens - (moments.blended or 0),

@@ -32,6 +32,7 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import MEASURED_TYPES, AnyScheme, BlockScheme, RateScheme
 from nearplane.recipe.sizes import bytes_in, check_room
 from nearplane.record.record import (
+    OPTIONAL_FIELDS,
     LayerRecord,
     RunRecord,
     one_line,
@@ -199,7 +200,7 @@ def _of_tensor(name: str, dtype: str, shape: Sequence[int], size: int, shards: i
 
 def _of_layer(layer: Layer) -> float:
     """Return the estimated characters of a layer in the record: a line per field, a figure per group of rows."""
-    written = (field.name for field in fields(LayerRecord) if field.name != "degenerate")
+    written = (field.name for field in fields(LayerRecord) if field.name not in OPTIONAL_FIELDS)
     lines = sum(len(f'   "{name}": ,\n') + FIGURE_LENGTH for name in written)
     return lines + FIGURE_LENGTH * row_groups(*layer.shape) + 2 * len(layer.name)
 
@@ -311,6 +312,7 @@ def max_final_record_bytes(model: Model, record: RunRecord) -> int:
             out_features=layer.shape[0],
             in_features=layer.shape[1],
             row_losses=(0.0,) * row_groups(*layer.shape),
+            extra_by_source=(0.0,) * len(record.sources),
             **figures,
         )
         for layer in model.layers

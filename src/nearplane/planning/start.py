@@ -52,8 +52,7 @@ class Job:
     Args:
         model: The model to quantize.
         asked: The recipe as it was given; `recipe` is the one resolved for this model.
-        windows: Calibration windows.
-        options: Options of the run.
+        windows, options: Calibration windows, and options of the run.
     """
 
     model: Model
@@ -79,6 +78,7 @@ class Job:
             seqlen=windows.seqlen,
             tokens=windows.count * windows.seqlen,
             extra_windows=windows.extra_count,
+            sources=windows.sources,
             text=windows.digest(),
             stored=self.model.stored,
             skipped=tuple(self.model.skipped),

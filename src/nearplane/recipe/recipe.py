@@ -29,8 +29,8 @@ class Calibration:
     """Calibration text and its windows.
 
     Args:
-        calibration: Calibration text: a .txt or .jsonl file, a folder of such files, or a data set as name:config:split.
-            Default: FineWeb-Edu sample-10BT.
+        calibration: Calibration text: a .txt or .jsonl file, a folder of such files, wikitext2, c4, or a data set as
+            name:config:split. A mix is a list with weights: chats.jsonl:2,c4:1. Default: FineWeb-Edu sample-10BT.
         samples: Number of calibration windows.
         seqlen: Length of a calibration window in tokens. Default: 2048, or the model's maximum length if that is shorter.
         seed: Random seed of the order of a data set.

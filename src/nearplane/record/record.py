@@ -23,6 +23,7 @@ from nearplane.system.matmul_choice import Products
 from nearplane.system.paths import INCOMPLETE, RECORD, unfinished_run
 
 VERSION = 5  # of the record; records of other versions are refused
+OPTIONAL_FIELDS = ("degenerate", "extra_by_source")  # of layers; not in the file where they are empty
 MAX_CERTIFIED_INPUTS = 4096  # no limit is computed for wider layers, as it would take longer than the solve
 
 
@@ -46,6 +47,8 @@ class LayerRecord:
             None if no row of extra windows reached the layer.
         extra_relative_loss: `extra_loss` divided by the energy of the original model's outputs.
         extra_nearest_loss: `extra_loss` if the target were rounded to nearest on the same grid.
+        extra_by_source: `extra_relative_loss` on the extra windows of each `Source` of a mix, None where no row of them
+            reached the layer; empty, and then not in the file, for a single text.
         damped_loss: Loss of the sweep under the Hessian damped with `sweep_damp`; the next three refer to it.
         worst_case: Babai's bound, averaged over all rows; an upper bound of `damped_loss` if `clipped_rows` is 0. It
             holds for each row that does not clip, so their sum is at most the sum of their bounds. If rows clip, this
@@ -105,6 +108,7 @@ class LayerRecord:
     extra_loss: float | None = None
     extra_relative_loss: float | None = None
     extra_nearest_loss: float | None = None
+    extra_by_source: tuple[float | None, ...] = ()
     pruned: int | None = None
     asked: float | None = None
     base: float | None = None
@@ -159,6 +163,22 @@ def row_groups(out_features: int, in_features: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One text of a mix.
+
+    Args:
+        name: The text as the user named it.
+        weight: Weight of its windows.
+        windows, extra_windows: Numbers of its calibration windows and of its extra windows.
+    """
+
+    name: str
+    weight: float
+    windows: int
+    extra_windows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
     """The record of one run.
 
@@ -171,6 +191,7 @@ class RunRecord:
         products: Library of float32 matrix products, chosen by a trial at the start; None: torch's default, untried.
         windows, seqlen, tokens: Number of calibration windows, tokens per window, and their product.
         extra_windows: Number of extra windows of the same text, on which losses are measured but nothing is fitted.
+        sources: Texts of a mix; empty, and then not in the file, for a single text.
         text: SHA-256 of all these windows: of the token ids as little-endian int64, then of their sound as float32, if
             any; for images of the pixel values as float32. Empty without windows.
         layers: Records of the layers in the order of the solve.
@@ -195,6 +216,7 @@ class RunRecord:
     tokens: int
     products: Products | None = None
     extra_windows: int = 0
+    sources: tuple[Source, ...] = ()
     text: str = ""
     stored: str = ""
     layers: tuple[LayerRecord, ...] = ()
@@ -214,11 +236,12 @@ class RunRecord:
         return one_line(json.dumps(self.fields(), indent=1))
 
     def fields(self) -> dict[str, Any]:
-        """Return all fields as in JSON; of usual layers without `degenerate`."""
+        """Return all fields as in JSON; those that only some runs or layers have are left out where they are empty."""
         fields = asdict(self)
-        for layer in fields["layers"]:
-            if not layer["degenerate"]:
-                del layer["degenerate"]
+        for part, names in ((fields, ["sources"]), *((layer, OPTIONAL_FIELDS) for layer in fields["layers"])):
+            for name in names:
+                if not part[name]:
+                    del part[name]
         return fields
 
     def embedded(self) -> RunRecord:
@@ -290,6 +313,12 @@ class RunRecord:
     def measured(self) -> tuple[LayerRecord, ...]:
         """Layers whose losses count: all that are not degenerate."""
         return tuple(layer for layer in self.layers if not layer.degenerate)
+
+    def lost(self, source: int) -> float | None:
+        """Return the mean over layers of `extra_by_source` for one text of a mix; None if no layer has it."""
+        losses = [layer.extra_by_source[source] for layer in self.measured if len(layer.extra_by_source) > source]
+        known = [loss for loss in losses if loss is not None]
+        return sum(known) / len(known) if known else None
 
     @property
     def overhead(self) -> int:

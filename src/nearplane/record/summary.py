@@ -7,7 +7,16 @@ from pathlib import Path
 
 from nearplane.recipe.sizes import counted, size_text, three_places
 from nearplane.record.record import LayerRecord, RunRecord
-from nearplane.record.words import NOT_FITTED, calibrated, degenerate, exceeding, left, next_commands, remarks
+from nearplane.record.words import (
+    NOT_FITTED,
+    by_source,
+    calibrated,
+    degenerate,
+    exceeding,
+    left,
+    next_commands,
+    remarks,
+)
 
 NOTABLE_LOSS = 0.05  # share of a layer's output energy; at 4 bits most layers lose less than a tenth of it
 MAX_NAMED = 3  # layers with the largest losses that the summary names
@@ -109,6 +118,7 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
         f"{record.windows} windows of {record.seqlen} tokens, {record.extra_windows} extra; "
         + ", ".join(f"{name} {number}" for name, number in record.versions.items()),
     ]
+    before += by_source(record)
     if record.tuning is not None:
         before += [record.tuning.sentence(), record.tuning.windows_sentence()]
     columns = CODED_COLUMNS if coded else GRID_COLUMNS

@@ -43,6 +43,7 @@ def remarks(record: RunRecord) -> Iterator[str]:
         _types,
         _smaller_groups,
         _wide_steps,
+        by_source,
         _short_text,
         _few_tokens,
         _experts,
@@ -60,6 +61,17 @@ def _short_text(record: RunRecord) -> Iterator[str]:
     asked = record.recipe.calibration.samples
     if record.tokens and record.windows < asked:
         yield f"the calibration text has {counted(record.windows, 'window')} of {record.seqlen} tokens; {asked} were requested"
+
+
+def by_source(record: RunRecord) -> Iterator[str]:
+    """Yield what was lost on the extra windows of each text of a mix."""
+    parts = []
+    for number, each in enumerate(record.sources):
+        loss = record.lost(number)
+        lost = "" if loss is None else f" {100 * loss:.2g} % on {counted(each.extra_windows, 'extra window')}"
+        parts.append(f"{each.name}{lost} ({counted(each.windows, 'calibration window')}, weight {each.weight:g})")
+    if parts:
+        yield f"lost share of a layer's output by text of the mix, mean over layers: {'; '.join(parts)}"
 
 
 def shortage(windows: int, seqlen: int, samples: int, widest: str, inputs: int) -> str | None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.system.files import read_object
+from nearplane.system.named_texts import TEST_TEXTS, text_to_calibrate_on, text_to_measure_on
+from nearplane.system.text_mixes import SUFFIXES, texts_of
 
-SUFFIXES = (".txt", ".jsonl")  # of text files
 RECORD = "nearplane.json"  # the run record, in the folder of a checkpoint
 UNFINISHED = ".unfinished"  # suffix of the folder in which a checkpoint is written until it is complete
 INCOMPLETE = "INCOMPLETE"  # name of a file in that folder until the checkpoint is complete
@@ -84,15 +85,17 @@ def unfinished_run(folder: Path) -> str:
 
 
 def text_files(source: str | Path, option: str = "--calibration") -> list[Path] | None:
-    """Return the files of a text in their order; None if it is the name of a data set, which only --calibration takes.
+    """Return the files of a text in their order; None for a named text or, with --calibration, the name of a data set.
 
     Raises:
         CalibrationError: There is no such file, or one that is no regular .txt or .jsonl file. The message names `option`.
     """
     check_path(option, source)
     path, suffixes = Path(source).expanduser(), " or ".join(SUFFIXES)
+    if text_to_measure_on(source) is not None:
+        return None
     if not path.exists():
-        set_name = option == "--calibration" and path.suffix not in SUFFIXES
+        set_name = option == "--calibration" and Path(str(source).partition(":")[0]).suffix not in SUFFIXES
         if set_name and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]*){0,2}", str(source)):
             if find_spec("datasets") is None:
                 raise CalibrationError(
@@ -103,9 +106,11 @@ def text_files(source: str | Path, option: str = "--calibration") -> list[Path] 
         others = (
             " or a folder of them"
             if option != "--calibration"
-            else ", a folder of them, or a data set as name:config:split"
+            else ", a folder of them, a data set as name:config:split"
         )
-        raise CalibrationError(f"{option} {source} does not exist. Pass a {suffixes} file{others}.")
+        raise CalibrationError(
+            f"{option} {source} does not exist. Pass a {suffixes} file{others}, or a text by its name: {' or '.join(TEST_TEXTS)}."
+        )
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files:
         raise CalibrationError(f"The folder {source} contains no {suffixes} file for {option}.")
@@ -117,6 +122,24 @@ def text_files(source: str | Path, option: str = "--calibration") -> list[Path] 
         if file.suffix not in SUFFIXES:
             raise CalibrationError(f"{file} is not a {suffixes} file. Rename plain text to .txt.")
     return files
+
+
+def check_text(text: str | Path, option: str = "--calibration") -> None:
+    """Refuse a text, or with --calibration a mix, that does not exist; a named text is fetched now.
+
+    Raises:
+        CalibrationError: The text, or one of the mix, cannot be read, or is twice in the mix.
+    """
+    mix = texts_of(text) if option == "--calibration" else ()
+    seen = set[Path | str]()
+    for name in [each.name for each in mix] or [os.fspath(text)]:
+        files = text_files(name, option)
+        if (named := text_to_calibrate_on(name) if option == "--calibration" else text_to_measure_on(name)) is not None:
+            named.fetched()
+        places = {name} if files is None else {file.resolve() for file in files}
+        if seen & places:
+            raise CalibrationError(f"--calibration {text} contains {name} twice. Name it once, with a larger weight.")
+        seen |= places
 
 
 def check_named(*models: str | Path | None, **texts: str | Path | None) -> None:
@@ -132,7 +155,7 @@ def check_named(*models: str | Path | None, **texts: str | Path | None) -> None:
             read_object(folder / "config.json", expected="Pass what save_pretrained wrote", error=ModelError)
     for option, text in texts.items():
         if text is not None:
-            text_files(text, f"--{option}")
+            check_text(text, f"--{option}")
 
 
 def refuse_overlap(out: Path, source: Path) -> None:

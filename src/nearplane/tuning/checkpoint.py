@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.given import Given, refuse_unrecorded
+from nearplane.calibration.mix import Mix
 from nearplane.calibration.texts import read_windows
+from nearplane.calibration.windows import default_seqlen, extra_windows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import Grid, ProductGrid
@@ -26,6 +28,7 @@ from nearplane.recipe.schemes import BlockScheme, GridScheme
 from nearplane.recipe.sizes import size_text
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.device import Device
+from nearplane.system.named_texts import text_to_calibrate_on
 from nearplane.tuning.network import needed, norms_of
 from nearplane.tuning.parameters import TunedBlocks, TunedLadders, TunedLayer, TunedMatrix, TunedVector
 from nearplane.tuning.settings import CODE_BITS, Split, split
@@ -103,7 +106,7 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
     """Return up to `count` windows of `length` tokens of the text.
 
     Raises:
-        RecipeError: The given windows have another length.
+        RecipeError: The given windows, or those of the run in a mix of texts, have another length.
         CalibrationError: The text cannot be read, or windows are longer than the model's maximum length.
     """
     if given is not None and given.tokens is not None:
@@ -118,7 +121,16 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
         raise CalibrationError(
             f"--seqlen {length} is more than the model's maximum length of {model.positions} tokens."
         )
-    return read_windows(model.tokenizer(), text, samples=count, seqlen=length, seed=recipe.calibration.seed)
+    options = recipe.calibration
+    if given is None and (mix := Mix.of(options, extra_windows(options.samples, length))) is not None:
+        if length != (of_run := default_seqlen(model, options)):
+            raise RecipeError(
+                f"seqlen is {length}, but windows of a mix of texts have the length of the run, {of_run} tokens. Leave out "
+                f"--seqlen."
+            )
+        return mix.windows(model.tokenizer(), count, seqlen=length)
+    text = text_to_calibrate_on(text) or text
+    return read_windows(model.tokenizer(), text, samples=count, seqlen=length, seed=options.seed)
 
 
 def norms_stored(model: Model) -> dict[str, str]:

@@ -47,6 +47,7 @@ from nearplane.system.files import check_writable, exclusive_lock, read_object, 
 from nearplane.system.matmul_library import chosen_library
 from nearplane.system.paths import refuse_unfinished
 from nearplane.system.progress import Progress, logged, silent
+from nearplane.system.text_mixes import texts_of
 from nearplane.theory.hptq import hptq_layers
 from nearplane.verbs.compare_recipes import HUFFMAN, WAYS, Recipes, recipes_for
 from nearplane.verbs.evaluate import evaluate, load_dense
@@ -268,7 +269,8 @@ class _Measure:
             Path(model).name: find_folder(str(model), trust_remote_code=self.trust_remote_code) for model in models
         }
         given = self.calibration.calibration
-        texts = [self.text] if given is None else [self.text, given]
+        mix = [each.name for each in texts_of(given)]
+        texts = [self.text, *(mix or filter(None, [given]))]
         digest = " ".join(content_of(Path(text)) for text in texts)
         return run_inputs(settings, folders, digest, versions(), Device.named(self.device))
 

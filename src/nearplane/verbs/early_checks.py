@@ -20,6 +20,7 @@ from nearplane.system.arguments import whole, within
 from nearplane.system.files import check_writable
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_named, check_path, folder_named
+from nearplane.system.text_mixes import check_shares, texts_of
 
 Protocol = Literal["papers", "llama.cpp", "lm-eval"]
 MIN_LLAMA_CPP_SEQLEN = 3  # tokens of a window whose second half has a token to score
@@ -83,13 +84,14 @@ def check_evaluate_tasks(
 def check_quantize(
     model: Any, out: str | Path, recipe: Recipe, *, overwrite: bool, memory: str | int | None
 ) -> int | None:
-    """Refuse arguments of `quantize`, except its text; return the memory limit in bytes."""
+    """Refuse arguments of `quantize`, except its text, of which only the shares of a mix; return the memory limit in bytes."""
     limit = None if memory is None else bytes_in(str(memory), "memory")
     if limit is not None and recipe.tune != "none":
         raise RecipeError(
             "--memory does not limit tuning. Leave out --tune, and tune the checkpoint with nearplane tune."
         )
     check_named(_path(model))
+    check_shares(texts_of(recipe.calibration.calibration), recipe.calibration.samples)
     Unfinished(Path(out), overwrite=overwrite, sources=_folders(model))
     return limit
 

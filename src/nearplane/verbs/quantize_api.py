@@ -26,7 +26,7 @@ from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.output_folder import Unfinished
-from nearplane.system.paths import refuse_unfinished, text_files
+from nearplane.system.paths import check_text, refuse_unfinished
 from nearplane.system.progress import Progress, say_compiling, silent
 from nearplane.tuning.checkpoint import check_layers, check_tunable
 from nearplane.verbs.early_checks import check_quantize, check_recipe
@@ -97,7 +97,7 @@ def quantize(
         )
     return_large_blocks()
     if given is None and recipe.scheme.calibrated and recipe.calibration.calibration is not None:
-        text_files(recipe.calibration.calibration)
+        check_text(recipe.calibration.calibration)
     with as_folder(model, tokenizer) as folder:
         recipe = recipe if given is None else given.recorded(recipe)
         quantizes = quantize_folder if recipe.tune == "none" else _then_tuned

@@ -22,7 +22,7 @@ from nearplane.formats.stored import Stored
 from nearplane.models.model import Model
 from nearplane.planning.request import open_original, quantization_config, resolved, with_types
 from nearplane.recipe.recipe import Recipe
-from nearplane.record.record import RunRecord
+from nearplane.record.record import RunRecord, Source
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
@@ -237,9 +237,14 @@ def _windows(saved: Checkpoint, faults: list[Fault]) -> Windows | None:
         windows = calibration_windows(model, saved.recipe, saved.given)
     except CalibrationError as error:
         raise CalibrationError(f"{error} (Without --calibration, the text is that of the record.)") from error
-    figures = (windows.digest(), windows.seqlen, windows.count, windows.extra_count)
-    if figures != (record.text, record.seqlen, record.windows, record.extra_windows):
+    figures = (windows.digest(), windows.seqlen, windows.count, windows.extra_count, _shares(windows.sources))
+    if figures != (record.text, record.seqlen, record.windows, record.extra_windows, _shares(record.sources)):
         where = str(saved.recipe.calibration.calibration or "calibration")
         faults.append(Fault(where=where, what="its tokens differ from those of the record"))
         return None
     return windows
+
+
+def _shares(sources: Sequence[Source]) -> list[tuple[int, int]]:
+    """Return the numbers of windows of the texts of a mix, whose files may have other names now."""
+    return [(each.windows, each.extra_windows) for each in sources]

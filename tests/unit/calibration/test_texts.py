@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import socket
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nearplane.calibration.texts import check_vocabulary, read_windows
+from nearplane.calibration.texts import MAX_DRAWS, _crops, check_vocabulary, read_windows
 from nearplane.demo import CALIBRATION
 from nearplane.errors import CalibrationError
 from nearplane.system.paths import text_files
@@ -217,3 +218,28 @@ def test_tokens_the_model_does_not_know_are_named() -> None:
     check_vocabulary(torch.tensor([[0, 95]]), 96)
     with pytest.raises(CalibrationError, match="token id 96, but the model's vocabulary has 96"):
         check_vocabulary(torch.tensor([[0, 96]]), 96)
+
+
+def test_crops_are_those_of_the_code_of_gptq(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Its `get_c4`, written out: the seed 0, a random document longer than a window, a random place in it."""
+    rows = ["x" * length + str(length) for length in range(3, 40)]
+    random.seed(0)
+    expected = []
+    for _ in range(12):
+        while True:
+            i = random.randint(0, len(rows) - 1)
+            encoded = ids(tokenizer, rows[i])
+            if len(encoded) > 20:
+                break
+        i = random.randint(0, len(encoded) - 20 - 1)
+        expected.append(encoded[i : i + 20])
+    assert _crops(tokenizer, rows, 12, 20, random.Random(0)).tolist() == expected
+    assert _crops(tokenizer, rows, 3, 20, random.Random(0)).tolist() == expected[:3]
+
+
+def test_documents_that_are_all_too_short_for_a_crop_are_given_up(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nearplane.calibration.texts.MAX_DRAWS", MAX_DRAWS // 100)
+    with pytest.raises(CalibrationError, match="None of 100 documents drawn from c4 has more than 20 tokens"):
+        _crops(tokenizer, ["abc", "x" * 20], 1, 20, random.Random(0))

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, replace
 import pytest
 
 from nearplane import FormatError, GridScheme, ModelError, RateScheme, Recipe
-from nearplane.record.record import LayerRecord, RunRecord, digest_of, read_record, row_groups
+from nearplane.record.record import OPTIONAL_FIELDS, LayerRecord, RunRecord, Source, digest_of, read_record, row_groups
 from nearplane.system.matmul_choice import Products
 from nearplane.system.paths import RECORD, folder_named
 
@@ -27,13 +27,20 @@ RUN = RunRecord(
 )  # fmt: skip
 
 
-DEGENERATE = replace(LAYER, degenerate="all its weights are 0", limit=1.0)
+DEGENERATE = replace(LAYER, degenerate="all its weights are 0", limit=1.0, extra_by_source=(0.5, None))
+SOURCES = tuple(Source(name=name, weight=1.0, windows=1, extra_windows=1) for name in ("a.txt", "b.jsonl"))
+MIXED = replace(RUN, sources=SOURCES, layers=(replace(LAYER, extra_by_source=(0.02, 0.04)), DEGENERATE))
 
 
 def test_a_record_survives_json():
     assert RunRecord.from_json(RUN.to_json()) == RUN
-    broken = replace(RUN, layers=(LAYER, DEGENERATE))
-    assert RunRecord.from_json(broken.to_json()) == broken
+    assert RunRecord.from_json(MIXED.to_json()) == MIXED
+
+
+def test_fields_of_a_mix_are_in_no_other_record():
+    assert "source" not in RUN.to_json().replace('"source":', "")
+    assert (MIXED.lost(0), MIXED.lost(1)) == (0.02, 0.04)  # the degenerate layer is left out
+    assert RUN.lost(0) is None
 
 
 def test_a_degenerate_layer_is_left_out_of_means():
@@ -129,6 +136,8 @@ WRONG = {  # JSON that is not what an annotation says
     "Products | None": [3, [], "mkl", {}, {"library": "mkl"}, {"library": 1, "seconds": {}, "errors": {}},
                         {"seconds": {"onednn": "fast"}, "errors": {}}],
     "Tuning | None": [3, [], "network", {}, {"mode": "block"}, {"curve": []}],
+    "tuple[float | None, ...]": [None, 0.5, ["a"], [[None]], [float("nan")], {}],
+    "tuple[Source, ...]": [None, {}, [None], [[]], [{}], ["a"]],
     "dict[str, str]": [None, [], {"a": 1}, {"a": None}, "a"],
     "tuple[tuple[str, str], ...]": [None, {}, ["ab"], [["a"]], [["a", "b", "c"]], [["a", 1]]],
     "tuple[LayerRecord, ...]": [None, {}, [None], [[]], [{}], ["a"]],
@@ -150,7 +159,7 @@ WRONG = {  # JSON that is not what an annotation says
 )
 def test_every_field_is_of_its_type_or_the_record_is_refused_by_name(kind, field, wrong):
     """Else what reads it ends in a traceback, or takes text for a number."""
-    data = json.loads(replace(RUN, layers=(LAYER, DEGENERATE)).to_json())
+    data = json.loads(MIXED.to_json())
     place = {RunRecord: data, LayerRecord: data["layers"][1]}[kind]
     assert field in place
     place[field] = wrong
@@ -166,7 +175,7 @@ def test_every_field_is_of_its_type_or_the_record_is_refused_by_name(kind, field
 @pytest.mark.parametrize("kind", [RunRecord, LayerRecord])
 def test_fields_that_are_unknown_or_missing_are_named(kind):
     for field in fields(kind):
-        data = json.loads(replace(RUN, layers=(LAYER, DEGENERATE)).to_json())
+        data = json.loads(MIXED.to_json())
         place = {RunRecord: data, LayerRecord: data["layers"][1]}[kind]
         value = place.pop(field.name)
         if field.default is field.default_factory is MISSING:
@@ -178,7 +187,7 @@ def test_fields_that_are_unknown_or_missing_are_named(kind):
             RunRecord.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(LayerRecord) if "None" in field.type])
+@pytest.mark.parametrize("name", [field.name for field in fields(LayerRecord) if field.type.endswith("| None")])
 def test_null_stands_for_a_figure_that_a_layer_does_not_have(name):
     record = replace(RUN, layers=(replace(LAYER, **{name: None}),))
     assert RunRecord.from_json(record.to_json()) == record
@@ -234,7 +243,7 @@ def test_no_field_of_a_certificate_is_left_out_of_the_file(name):
     """But that records of usual layers are as they were before there was a name for others."""
     usual, other = json.loads(replace(RUN, layers=(LAYER, DEGENERATE)).to_json())["layers"]
     assert name in other
-    assert (name in usual) == (name != "degenerate")
+    assert (name in usual) == (name not in OPTIONAL_FIELDS)
 
 
 def test_a_folder_that_a_run_has_not_finished_is_told_as_such(tmp_path):
