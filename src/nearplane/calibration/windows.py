@@ -146,8 +146,8 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
             windows = mix.windows(tokenizer, mix.samples + mix.extra, seqlen=seqlen, between=edges)
             sources, fitted = mix.sources(len(windows)), mix.samples
             return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:], sources=sources)
-        source = text_to_calibrate_on(source) or source
-        windows = read_windows(tokenizer, source, samples=samples, seqlen=seqlen, seed=options.seed, between=edges)
+        named = text_to_calibrate_on(source) or source
+        windows = read_windows(tokenizer, named, samples=samples, seqlen=seqlen, seed=options.seed, between=edges)
     if len(windows) == 1:
         return Windows(seqlen=seqlen, fitted=windows)
     fitted = min(options.samples, len(windows) - max(1, min(following, len(windows) // (WINDOWS_PER_EXTRA + 1))))

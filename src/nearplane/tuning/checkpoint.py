@@ -129,8 +129,8 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
                 f"--seqlen."
             )
         return mix.windows(model.tokenizer(), count, seqlen=length)
-    text = text_to_calibrate_on(text) or text
-    return read_windows(model.tokenizer(), text, samples=count, seqlen=length, seed=options.seed)
+    named = text_to_calibrate_on(text) or text
+    return read_windows(model.tokenizer(), named, samples=count, seqlen=length, seed=options.seed)
 
 
 def norms_stored(model: Model) -> dict[str, str]:

@@ -279,8 +279,10 @@ def _measured(
         if networks[0].outline.embeds:
             alike = cosines(compared, names)
             cosine, least = float(alike.mean()), float(alike.min())
-            counts = {"tokens": seqlen * windows, "windows": windows, "seqlen": seqlen}
-            return Measured(evaluation=Evaluation(**counts, cosine=cosine, worst_cosine=least, text=name))
+            evaluation = Evaluation(
+                tokens=seqlen * windows, windows=windows, seqlen=seqlen, cosine=cosine, worst_cosine=least, text=name
+            )
+            return Measured(evaluation=evaluation)
         scores, remarks = token_scores(compared, names, scored, networks[0].outline.vocabulary)
     statistics = summarize(scores)
     base = scores.original_nll

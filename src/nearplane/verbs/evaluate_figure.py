@@ -74,7 +74,8 @@ def _by_position(axes: Axes, measured: Measured, colour: str) -> None:
     axes.plot(middles, [part.kl.value for part in ranges], color=colour, marker="o", markersize=4)
     known = [(x, part.kl.low, part.kl.high) for x, part in zip(middles, ranges, strict=True) if part.kl.low is not None]
     if known:
-        axes.fill_between(*zip(*known, strict=True), color=colour, alpha=0.2, linewidth=0)
+        inside, low, high = zip(*known, strict=True)
+        axes.fill_between(inside, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
 def _histogram(axes: Axes, measured: Measured, colour: str) -> None:
