@@ -33,8 +33,10 @@ class Extra:
 
     def by_source(self) -> list[Extra | None]:
         """Return the rows of each text of a mix, None for a text without rows; empty for a single text."""
+        if len(self.sizes) < 2:
+            return []
         X = [None] * len(self.sizes) if self.X is None else self.X.split(self.sizes)
-        parts = zip(self.X_hat.split(self.sizes), X, strict=True) if len(self.sizes) > 1 else ()
+        parts = zip(self.X_hat.split(self.sizes), X, strict=True)
         return [Extra(X_hat=X_hat, X=rows) if len(X_hat) else None for X_hat, rows in parts]
 
 

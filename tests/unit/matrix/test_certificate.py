@@ -28,6 +28,8 @@ Array = NDArray[np.float64]
 OUT, COLUMNS, TOKENS = 48, 32, 300
 ELSEWHERE = torch.randn(2, 50, COLUMNS, generator=torch.Generator().manual_seed(9)) + 1  # extra rows: of both networks
 
+SOURCES = (20, 30)  # extra rows of each of two texts
+
 
 def inputs_of(seed: int = 0, *, dead: int = 2) -> tuple[Tensor, Tensor]:
     """Return weights (out, in) and inputs (tokens, in), some of them dead, their lengths a thousandfold apart."""
@@ -46,7 +48,7 @@ def seen(X: Tensor, seed: int = 1) -> Moments:
 
     alive = (original != 0).any(0)
     alive[(X == 0).all(0).nonzero()[:1]] = True  # one of the dead inputs was not dead before
-    extra = Extra(X_hat=ELSEWHERE[1], X=ELSEWHERE[0])
+    extra = Extra(X_hat=ELSEWHERE[1], X=ELSEWHERE[0], sizes=SOURCES)
     held_out = moments(slice(len(X) - len(X) // 5, None))
     return replace(moments(slice(None)), held_out=held_out, extra=extra, alive=alive)
 
@@ -138,11 +140,20 @@ def elsewhere(plain: Plain, w: Array) -> dict[str, object]:
         "extra_loss": lost.mean() / w.shape[1],
         "extra_relative_loss": lost.sum() / (outputs**2).sum(),
         "extra_nearest_loss": nearest.mean() / w.shape[1],
+        "extra_by_source": tuple(
+            lost[rows].sum() / (outputs[rows] ** 2).sum() for rows in (slice(SOURCES[0]), slice(SOURCES[0], None))
+        ),
         "pruned": min(1, int((np.diag(plain.H) == 0).sum())),
     }
 
 
-NOWHERE = {"extra_loss": None, "extra_relative_loss": None, "extra_nearest_loss": None, "pruned": None}
+NOWHERE = {
+    "extra_loss": None,
+    "extra_relative_loss": None,
+    "extra_nearest_loss": None,
+    "extra_by_source": (),
+    "pruned": None,
+}
 
 
 def expected(plain: Plain, W: Tensor, *, swept: bool = True, corrects: bool = False) -> dict[str, object]:
