@@ -84,7 +84,7 @@ class Hyper:
     decay_share: float = 0.6
     dropout: float = 0.0
     held_out_bytes: int = 200_000
-    calibration_bytes: int = 200_000
+    calibration_bytes: int = 600_000
     largest_bytes: int = 30_000
 
 
@@ -121,10 +121,10 @@ def python_corpus(sources: Path, hyper: Hyper) -> Corpus:
 
     held_out = take(hyper.held_out_bytes)
     names = [name for name in names if name not in held_out]
-    calibration = take(hyper.calibration_bytes)
-    names = calibration + [name for name in names if name not in calibration]
-    parts = ([documents[name] for name in part] for part in (names, calibration, held_out))
-    training, calibrating, measuring = parts
+    first = take(hyper.held_out_bytes)
+    names = first + [name for name in names if name not in first]
+    parts = (names, take(hyper.calibration_bytes), held_out)
+    training, calibrating, measuring = ([documents[name] for name in part] for part in parts)
     return Corpus({"Python's documentation": training}, calibrating, {"Python's documentation": measuring})
 
 
