@@ -22,7 +22,7 @@ from nearplane.verbs.evaluate_networks import Network, Readout, opened, predicti
 from nearplane.verbs.evaluate_protocols import NOT_SCORED, ScoredText
 from nearplane.verbs.evaluate_statistics import TokenScores, score_tokens
 
-LOGITS = 1 << 22  # of one network that are computed at a time
+LOGITS = 1 << 23  # of one network that are computed at a time; in float32 more than memory.LARGE_BLOCK, so that they are returned
 FLOOR_TOKENS = 4096  # of the first text, on which the floor is measured
 COMPARED_ROWS = 8  # of a part, whose predictions are compared with the first ones
 
