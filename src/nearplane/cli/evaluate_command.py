@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nearplane.verbs.evaluate_statistics import Estimate, PositionRange, Statistics
 
 Switch = Annotated[bool, Parameter(negative="")]
-Several = Parameter(consume_multiple=True, negative="")
+Several = Parameter(consume_multiple=1, negative="")
 NAME_WIDTH, POSITIONS_PER_LINE = 34, 4
 
 

@@ -22,7 +22,7 @@ from nearplane.verbs.evaluate_networks import Network, Readout, opened, predicti
 from nearplane.verbs.evaluate_protocols import NOT_SCORED, ScoredText
 from nearplane.verbs.evaluate_statistics import TokenScores, score_tokens
 
-LOGITS = 1 << 20  # of one network that are computed at a time; tensors of 16 MB took a third of the time in system calls
+LOGITS, POSITIONS = 1 << 20, 64  # of one network that are computed at a time, whichever is more; blocks of 16 MB are slow
 FLOOR_TOKENS = 4096  # of the first text, on which the floor is measured
 COMPARED_ROWS = 8  # of a part, whose predictions are compared with the first ones
 
@@ -73,7 +73,7 @@ def token_scores(
     constant = [True for _ in names]
     for which, readouts in batches:
         targets = scored.targets[which]
-        step = max(1, LOGITS // (len(targets) * vocabulary))
+        step = max(1, max(POSITIONS, LOGITS // vocabulary) // len(targets))
         for begin in range(0, targets.shape[1], step):
             part = targets[:, begin : begin + step]
             window, position = (part != NOT_SCORED).nonzero(as_tuple=True)
@@ -116,7 +116,7 @@ def cosines(batches: Iterable[tuple[slice, list[Readout]]], names: Sequence[str]
     Raises:
         ModelError: The embeddings have different sizes, or are not finite.
     """
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     for _, readouts in batches:
         embedding, expected = (read(0, sys.maxsize).float().mean(1) for read in readouts)
         if expected.shape != embedding.shape:
@@ -124,10 +124,10 @@ def cosines(batches: Iterable[tuple[slice, list[Readout]]], names: Sequence[str]
                 f"{names[1]} embeds to {tuple(expected.shape[1:])}, but {names[0]} to {tuple(embedding.shape[1:])}. Pass the "
                 f"original."
             )
-        found.append(torch.nn.functional.cosine_similarity(expected.double(), embedding.double(), dim=-1).cpu())
-        if not torch.isfinite(found[-1]).all():
+        parts.append(torch.nn.functional.cosine_similarity(expected.double(), embedding.double(), dim=-1).cpu())
+        if not torch.isfinite(parts[-1]).all():
             raise ModelError("An embedding is NaN or Inf. Check the files, or compute in a wider dtype.")
-    return torch.cat(found)
+    return torch.cat(parts)
 
 
 def measured_floor(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 RESAMPLES, SEED = 2000, 0  # of the bootstrap
 OUTSIDE = 2.5  # percent of the resamples below the interval, and above it
+LEAST_LOG, INFINITE = -1e300, 1e200  # log-probability in place of minus infinity, and means that it makes infinite
 COUNTS = 1 << 22  # numbers in a part of the bootstrap
 
 
@@ -131,9 +132,9 @@ def score_tokens(
     nll = [-each.gather(-1, targets[:, None])[:, 0].cpu() for each in predicted]
     if len(predicted) == 1:
         return TokenScores(window=window, position=position, nll=nll[0]), predicted
-    model, original = predicted
+    same = predicted[0].argmax(-1) == predicted[1].argmax(-1)
+    model, original = (each.clamp_(min=LEAST_LOG) for each in predicted)
     difference = original - model
-    same = model.argmax(-1) == original.argmax(-1)
     return TokenScores(
         window=window,
         position=position,
@@ -147,8 +148,8 @@ def score_tokens(
 
 def _expected(log_probabilities: Tensor, values: Tensor) -> Tensor:
     """Return the means of values (tokens, vocabulary) over a distribution; tokens of probability 0 count for nothing."""
-    probabilities = log_probabilities.exp()
-    return probabilities.mul_(values).masked_fill_(log_probabilities == -math.inf, 0).sum(-1).clamp_(min=0).cpu()
+    means = log_probabilities.exp().mul_(values).sum(-1)  # exp(LEAST_LOG) is 0, and no mask as large as they is needed
+    return means.clamp_(min=0).masked_fill_(means > INFINITE, math.inf).cpu()
 
 
 def summarize(scores: TokenScores) -> Statistics:
