@@ -22,7 +22,10 @@ from nearplane.verbs.evaluate_networks import Network, Readout, opened, predicti
 from nearplane.verbs.evaluate_protocols import NOT_SCORED, ScoredText
 from nearplane.verbs.evaluate_statistics import TokenScores, score_tokens
 
-LOGITS, POSITIONS = 1 << 20, 64  # of one network that are computed at a time, whichever is more; blocks of 16 MB are slow
+LOGITS, POSITIONS = (
+    1 << 20,
+    64,
+)  # of one network that are computed at a time, whichever is more; blocks of 16 MB are slow
 FLOOR_TOKENS = 4096  # of the first text, on which the floor is measured
 COMPARED_ROWS = 8  # of a part, whose predictions are compared with the first ones
 
