@@ -32,9 +32,9 @@ ROWS = Path(__file__).parents[2] / "docs" / "results" / "tables.jsonl"
 PEERS = ("GPTQModel", "GPTQModel, mse", "llm-compressor", "llm-compressor, mse", "auto-round", "llama.cpp")
 INTRODUCTION = """# Tables of quality
 
-Made by `python benchmarks/quality/tables.py show` from `tables.jsonl`. What is measured, and how to measure it again, is in
-[index.md](index.md). Figures are means over calibrations, whose number is in parentheses, with the standard error of the
-mean. Ratios are of KL, with their standard error, over pairs with the same calibration.
+Made by `python benchmarks/quality/tables.py show` from `tables.jsonl`. What is measured, and how to measure it again,
+is in [index.md](index.md). Figures are means over calibrations, whose number is in parentheses, with the standard
+error of the mean. Ratios are of KL, with their standard error, over pairs with the same calibration.
 """
 ORDER = ("4", "3", "2", "q4_k_m", "q3_k_m", "q2_k", "3.125", "2.125", "1.5")
 

@@ -13,7 +13,7 @@ from nearplane.cli.printing import as_json, opening, say
 from nearplane.cli.task_flags import TaskFlags, print_scores
 from nearplane.cli.terminal import bar
 from nearplane.errors import RecipeError
-from nearplane.verbs.early_checks import Protocol, check_evaluate
+from nearplane.verbs.early_checks import Protocol, check_evaluate, check_plot
 
 if TYPE_CHECKING:
     from nearplane.verbs.evaluate import Evaluation, Measured
@@ -67,18 +67,20 @@ def evaluate(
         raise RecipeError(
             f"--{given[0]} belongs to --text, which is not given. Pass a text, or leave out --{given[0]}."
         )
-    check_evaluate(model, texts, against=against, protocol=protocol, plot=plot, **counts)
+    check_evaluate(model, texts, against=against, protocol=protocol, **counts)
+    if plot is not None:
+        if against is None:
+            raise RecipeError("--plot draws the KL to the original. Pass it with --against, or leave out --plot.")
+        check_plot(plot)
     if tasks is not None:
         tasks.check(model, against)
     opening(model)
     scores = [] if tasks is None else tasks.scores(model, against, device=device, trust_remote_code=trust_remote_code)
     measured: list[Measured] = []
     if texts:
-        from nearplane.verbs.evaluate import evaluate_texts
+        from nearplane.verbs.evaluate import EvaluationOptions, evaluate_texts
 
-        measured = evaluate_texts(
-            model,
-            texts,
+        options = EvaluationOptions(
             protocol=protocol,
             **counts,
             against=against,
@@ -87,6 +89,7 @@ def evaluate(
             floor=True,
             progress=bar,
         )
+        measured = evaluate_texts(model, texts, options)
     if plot is not None:
         from nearplane.verbs.evaluate_figure import draw
 

@@ -34,7 +34,6 @@ def check_evaluate(
     seqlen: int | None,
     samples: int | None,
     protocol: str = "papers",
-    plot: Path | None = None,
 ) -> None:
     """Refuse arguments of `evaluate`; model objects and texts in memory are checked by the verb."""
     whole("samples", samples, 1)
@@ -46,10 +45,6 @@ def check_evaluate(
             f"--seqlen {seqlen} is too short for --protocol llama.cpp, which scores only tokens of the second half of a window. "
             f"Use at least {MIN_LLAMA_CPP_SEQLEN}."
         )
-    if plot is not None:
-        if against is None:
-            raise RecipeError("--plot draws the KL to the original. Pass it with --against, or leave out --plot.")
-        check_plot(plot)
     for text in texts:
         if text is None:
             raise CalibrationError("text is None; expected a path, a list of texts, or token ids (windows, seqlen).")
@@ -57,19 +52,12 @@ def check_evaluate(
 
 
 def check_evaluate_tasks(
-    model: Any,
-    tasks: Sequence[str],
-    *,
-    against: Any,
-    fewshot: int | None,
-    limit: int | None,
-    task_path: Any,
-    batch_size: int = 1,
+    model: Any, tasks: Sequence[str], *, against: Any, task_path: Any, fewshot: int | None, **counts: int | None
 ) -> None:
     """Refuse arguments of `evaluate_tasks`, and a missing lm-eval; names of tasks are checked by the verb."""
     whole("fewshot", fewshot, 0)
-    whole("limit", limit, 1)
-    whole("batch_size", batch_size, 1)
+    for name, count in counts.items():
+        whole(name, count, 1)
     if not tasks or not all(tasks):
         raise RecipeError("--tasks is empty; expected names of lm-eval's tasks, for example winogrande,truthfulqa_mc1.")
     if find_spec("lm_eval") is None:

@@ -62,7 +62,7 @@ class Evaluation:
         floor: The floor of the divergence; None unless asked for, and for model objects.
         llama_cpp: Figures of `llama-perplexity`, only by this protocol.
         lm_eval, lm_eval_original: Perplexities of lm-eval of the model and of the original, only by this protocol.
-        words, bytes, documents: Of the text, by which lm-eval divides; 0 for other protocols.
+        words, bytes, documents: Sizes of the text, by which lm-eval divides; 0 for other protocols.
     """
 
     perplexity: float | None = None
@@ -136,9 +136,7 @@ def evaluate(
         CalibrationError: The text is missing, empty or shorter than one window.
         ModelError, FormatError: A model cannot be read, or the two have different vocabularies.
     """
-    (measured,) = evaluate_texts(
-        model,
-        [text],
+    options = EvaluationOptions(
         tokenizer=tokenizer,
         protocol=protocol,
         seqlen=seqlen,
@@ -149,44 +147,47 @@ def evaluate(
         trust_remote_code=trust_remote_code,
         progress=progress,
     )
-    return measured.evaluation
+    return evaluate_texts(model, [text], options)[0].evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationOptions:
+    """Options of `evaluate_texts`; `evaluate` documents them."""
+
+    tokenizer: PreTrainedTokenizerBase | None = None
+    protocol: Protocol = "papers"
+    seqlen: int | None = None
+    samples: int | None = None
+    against: str | Path | PreTrainedModel | None = None
+    floor: bool = False
+    device: str = "auto"
+    trust_remote_code: bool = False
+    progress: Progress = silent
 
 
 def evaluate_texts(
-    model: str | Path | PreTrainedModel,
-    texts: Sequence[Text],
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    protocol: Protocol = "papers",
-    seqlen: int | None = None,
-    samples: int | None = None,
-    against: str | Path | PreTrainedModel | None = None,
-    floor: bool = False,
-    device: str = "auto",
-    trust_remote_code: bool = False,
-    progress: Progress = silent,
+    model: str | Path | PreTrainedModel, texts: Sequence[Text], options: EvaluationOptions
 ) -> list[Measured]:
     """Evaluate a model on several texts, each by itself; the models are read once. See `evaluate`."""
-    check_evaluate(model, texts, against=against, seqlen=seqlen, samples=samples, protocol=protocol)
+    against, protocol, tokenizer = options.against, options.protocol, options.tokenizer
+    trust = options.trust_remote_code
+    check_evaluate(model, texts, against=against, seqlen=options.seqlen, samples=options.samples, protocol=protocol)
     given = [Given.of(text, "text") for text in texts]
     refuse_tokenizer(model, tokenizer)
-    place = Device.named(device)
-    outlines = [Outline.of(each, trust_remote_code=trust_remote_code) for each in (model, against) if each is not None]
+    place = Device.named(options.device)
+    outlines = [Outline.of(each, trust_remote_code=trust) for each in (model, against) if each is not None]
     for each in given:
         _check_taken(outlines, InputKind.TEXT if each is None else each.kind, protocol)
     outline = outlines[0]
     if outline.folder is not None and any(each is None or each.tokens is None for each in given):
-        tokenizer = tokenizer_of(outline.folder, trust_remote_code=trust_remote_code)
-    scored = [
-        _scored(outline, tokenizer, protocol, text, each, samples, seqlen)
-        for text, each in zip(texts, given, strict=True)
-    ]
-    networks = [opened(each, place, trust_remote_code=trust_remote_code) for each in outlines]
+        tokenizer = tokenizer_of(outline.folder, trust_remote_code=trust)
+    scored = [_scored(outline, tokenizer, text, each, options) for text, each in zip(texts, given, strict=True)]
+    networks = [opened(each, place, trust_remote_code=trust) for each in outlines]
     lowest = None
-    if floor and against is not None and not outline.embeds:
-        lowest = measured_floor(networks[1], scored[0], place, trust_remote_code, progress)
+    if options.floor and against is not None and not outline.embeds:
+        lowest = measured_floor(networks[1], scored[0], place, trust, options.progress)
     return [
-        _measured(networks, part, _name(text), protocol, lowest, progress)
+        _measured(networks, part, _name(text), protocol, lowest, options.progress)
         for text, part in zip(texts, scored, strict=True)
     ]
 
@@ -222,13 +223,12 @@ def _check_taken(outlines: Sequence[Outline], input_kind: InputKind, protocol: P
 def _scored(
     outline: Outline,
     tokenizer: PreTrainedTokenizerBase | None,
-    protocol: Protocol,
     text: Any,
     given: Given | None,
-    samples: int | None,
-    seqlen: int | None,
+    options: EvaluationOptions,
 ) -> ScoredText:
     """Return the windows of a text and what is scored of them."""
+    protocol, seqlen, samples = options.protocol, options.seqlen, options.samples
     positions, tokens = outline.positions, None if given is None else given.tokens
     if tokens is not None:
         if protocol != "papers":

@@ -126,7 +126,7 @@ class Network(ABC):
     """A network that predicts tokens or embeds windows.
 
     Attributes:
-        outline: What is known of it.
+        outline: Description of the network before its weights are read.
         device: Device that it runs on.
         width: Width of the hidden states that are kept in memory for a chunk of windows; 0 if none are.
     """

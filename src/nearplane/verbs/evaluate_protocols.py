@@ -41,7 +41,7 @@ class ScoredText:
     Args:
         tokens: (windows, seqlen) input of the networks: int64 token ids, perhaps with sound; or images.
         targets: (windows, seqlen) right token after each token, `NOT_SCORED` where none is scored. None for embeddings.
-        words, bytes: Of the documents, by which lm-eval divides; 0 for other protocols.
+        words, bytes: Sizes of the documents, by which lm-eval divides; 0 for other protocols.
         documents: Number of documents; 0 for other protocols.
     """
 

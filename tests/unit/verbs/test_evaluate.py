@@ -13,7 +13,7 @@ import nearplane
 from families import FAMILIES, config_of, random_model
 from nearplane.demo import HELD_OUT, MODEL
 from nearplane.models.kinds import divergence
-from nearplane.verbs.evaluate import evaluate_texts
+from nearplane.verbs.evaluate import EvaluationOptions, evaluate_texts
 from nearplane.verbs.evaluate_networks import Held, Outline
 
 ASSETS = Path(os.environ.get("ASSETS", "../shared/assets"))
@@ -76,11 +76,11 @@ def logits(coarse):
 def test_statistics_in_parts_are_those_of_all_logits(coarse, logits, monkeypatch, caplog):
     """With a floor and two texts at once; each part has one or two positions of a batch."""
     monkeypatch.setattr("nearplane.verbs.evaluate_scoring.LOGITS", 20_000)
+    monkeypatch.setattr("nearplane.verbs.evaluate_scoring.POSITIONS", 2)
     monkeypatch.setattr("nearplane.verbs.evaluate_networks.BATCH_TOKENS", 96)
     with caplog.at_level(logging.INFO, "nearplane"):
-        first, second = evaluate_texts(
-            coarse, [HELD_OUT, ["A list. " * 40]], seqlen=32, samples=7, against=MODEL, floor=True
-        )
+        options = EvaluationOptions(seqlen=32, samples=7, against=MODEL, floor=True)
+        first, second = evaluate_texts(coarse, [HELD_OUT, ["A list. " * 40]], options)
     assert "at once" not in caplog.text
     found = first.evaluation
     ids = AutoTokenizer.from_pretrained(MODEL)(HELD_OUT.read_text()[:9000], add_special_tokens=False)["input_ids"]
@@ -141,8 +141,9 @@ def test_a_short_text_is_refused_before_weights_are_read(coarse, monkeypatch):
 
     monkeypatch.setattr("nearplane.verbs.evaluate.opened", read)
     for protocol, said in (("papers", "but a window has 512"), ("llama.cpp", "needs two windows of 512")):
+        options = EvaluationOptions(protocol=protocol, against=MODEL, samples=1, seqlen=512)
         with pytest.raises(nearplane.CalibrationError, match=said):
-            evaluate_texts(coarse, [HELD_OUT, ["Short."]], protocol=protocol, against=MODEL, samples=1, seqlen=512)
+            evaluate_texts(coarse, [HELD_OUT, ["Short."]], options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
