@@ -4,6 +4,7 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import nearplane
+from families import DEMO_VOCABULARY
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.formats.stored import read_matrices
 from nearplane.verbs.evaluate import load_dense
@@ -12,7 +13,7 @@ from nearplane.verbs.evaluate import load_dense
 def test_gpt2_with_ignored_layers_is_evaluated_as_it_was_written(tmp_path):
     torch.manual_seed(0)
     config = GPT2Config(
-        n_embd=64, n_layer=2, n_head=4, n_positions=128, vocab_size=2048, bos_token_id=0, eos_token_id=1
+        n_embd=64, n_layer=2, n_head=4, n_positions=128, vocab_size=DEMO_VOCABULARY, bos_token_id=0, eos_token_id=1
     )
     model = GPT2LMHeadModel(config).eval()
     model.save_pretrained(tmp_path / "gpt2")

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import nearplane
-from families import LLAMA, MOE, config_of, random_model
+from families import DEMO_VOCABULARY, LLAMA, MOE, config_of, random_model
 from killing import contents, stopped_behind
 from nearplane import FormatError, ModelError, RecipeError
 from nearplane.demo import CALIBRATION, MODEL
@@ -42,7 +42,7 @@ def source_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def folder_of(kind: str, **changes: Any) -> Path:
         folder = tmp_path_factory.mktemp("models") / "model"
-        config = config_of(kind, **(SHAPES[kind] | {"vocab_size": 2048} | changes))
+        config = config_of(kind, **(SHAPES[kind] | {"vocab_size": DEMO_VOCABULARY} | changes))
         random_model(config).float().save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (folder / file).write_bytes((MODEL / file).read_bytes())
@@ -158,7 +158,7 @@ def test_no_other_tensor_is_of_experts(name: str, tmp_path: Path) -> None:
 
 
 def test_experts_that_a_checkpoint_holds_together_are_refused(tmp_path: Path) -> None:
-    config = config_of("qwen3_moe", **(SHAPES["qwen3_moe"] | {"vocab_size": 2048}))
+    config = config_of("qwen3_moe", **(SHAPES["qwen3_moe"] | {"vocab_size": DEMO_VOCABULARY}))
     random_model(config).float().save_pretrained(tmp_path / "model", save_original_format=False)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / file).write_bytes((MODEL / file).read_bytes())

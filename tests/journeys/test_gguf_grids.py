@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import nearplane
-from families import LLAMA, config_of, random_model
+from families import DEMO_VOCABULARY, LLAMA, config_of, random_model
 from nearplane import RecipeError, verify
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.formats.gguf.gguf_header import FILE
@@ -22,7 +22,7 @@ from nearplane.record.record import read_record
 from nearplane.record.summary import summary
 
 TINY = LLAMA | dict(num_hidden_layers=2, hidden_size=256, intermediate_size=288, head_dim=64, num_attention_heads=4)
-TINY |= dict(num_key_value_heads=2, attention_bias=False, vocab_size=2048)
+TINY |= dict(num_key_value_heads=2, attention_bias=False, vocab_size=DEMO_VOCABULARY)
 TOKENS = dict(samples=5, seqlen=64)
 
 

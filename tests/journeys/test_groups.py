@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nearplane
-from families import config_of, random_model
+from families import DEMO_VOCABULARY, config_of, random_model
 from nearplane import GridScheme, Recipe, RecipeError
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.lattice.number_formats import integers
@@ -39,7 +39,9 @@ def test_inputs_that_no_group_divides_get_one_step_a_row_and_a_group_that_is_ask
 
 
 def test_one_step_a_row_by_default_is_said(tmp_path):
-    config = config_of("llama", vocab_size=2048, num_hidden_layers=1, hidden_size=96, intermediate_size=44, head_dim=24)
+    config = config_of(
+        "llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=1, hidden_size=96, intermediate_size=44, head_dim=24
+    )
     random_model(config).float().save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(MODEL / name, tmp_path / "model" / name)
@@ -54,7 +56,9 @@ def test_one_step_a_row_by_default_is_said(tmp_path):
 def odd(tmp_path_factory):
     """A model with layers of 96 and 64 inputs."""
     folder = tmp_path_factory.mktemp("models") / "odd"
-    config = config_of("llama", vocab_size=2048, num_hidden_layers=1, hidden_size=96, intermediate_size=64, head_dim=24)
+    config = config_of(
+        "llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=1, hidden_size=96, intermediate_size=64, head_dim=24
+    )
     random_model(config).float().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(MODEL / name, folder / name)

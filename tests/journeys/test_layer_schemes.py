@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import nearplane
-from families import config_of, random_model
+from families import DEMO_VOCABULARY, config_of, random_model
 from nearplane import RecipeError
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.formats.stored import read_matrices
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "llama"
-    random_model(config_of("llama", vocab_size=2048, num_hidden_layers=2)).float().save_pretrained(folder)
+    random_model(config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(MODEL / name, folder / name)
     return folder

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 import nearplane
-from families import config_of, random_model
+from families import DEMO_VOCABULARY, config_of, random_model
 from killing import contents, stopped_behind
 from nearplane import CalibrationError, RecipeError
 from nearplane.calibration.texts import read_windows
@@ -33,7 +33,7 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a tiny random Llama whose tokenizer has a chat template."""
     folder = tmp_path_factory.mktemp("model")
-    config = config_of("llama", vocab_size=2048, num_hidden_layers=2, hidden_size=32, intermediate_size=96)
+    config = config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=2, hidden_size=32, intermediate_size=96)
     random_model(config).float().save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = TEMPLATE

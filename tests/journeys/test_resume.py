@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import nearplane
 from checkpoints import add_tokenizer
-from families import config_of, random_model
+from families import DEMO_VOCABULARY, config_of, random_model
 from killing import (
     StoppedError,
     check_goes_on,
@@ -54,7 +54,7 @@ TEXT = dict(samples=24, seqlen=40, device="cpu")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "llama"
-    config = config_of("llama", vocab_size=2048, num_hidden_layers=BLOCKS, tie_word_embeddings=False)
+    config = config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=BLOCKS, tie_word_embeddings=False)
     random_model(config).float().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((MODEL / name).read_bytes())
@@ -122,7 +122,9 @@ def test_a_run_that_is_killed_goes_on_and_ends_with_the_same_bytes(model, text, 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_run_on_experts_that_is_killed_or_cut_short_ends_with_the_same_bytes(text, tmp_path, way):
     source = tmp_path / "experts"
-    config = config_of("qwen3_moe", vocab_size=2048, num_hidden_layers=2, moe_intermediate_size=32, norm_topk_prob=True)
+    config = config_of(
+        "qwen3_moe", vocab_size=DEMO_VOCABULARY, num_hidden_layers=2, moe_intermediate_size=32, norm_topk_prob=True
+    )
     random_model(config).float().save_pretrained(source)
     add_tokenizer(source)
 

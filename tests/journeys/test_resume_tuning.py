@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 import nearplane
-from families import config_of, random_model
+from families import DEMO_VOCABULARY, config_of, random_model
 from killing import check_goes_on, contents
 from killing import stopped_behind as stopped_quantizing
 from nearplane import FormatError, RecipeError
@@ -27,7 +27,7 @@ WAYS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "llama"
-    random_model(config_of("llama", vocab_size=2048, num_hidden_layers=2)).float().save_pretrained(folder)
+    random_model(config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((MODEL / name).read_bytes())
     return folder

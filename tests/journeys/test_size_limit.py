@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nearplane
-from families import config_of, random_model
+from families import DEMO_VOCABULARY, config_of, random_model
 from nearplane import Recipe, RecipeError
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.matrix.solve_layer import solve_layer
@@ -27,7 +27,9 @@ def bytes_of(folder):
 def tiny(tmp_path_factory):
     """A model so small that its tokenizer and its record are most of the folder."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    config = config_of("llama", vocab_size=2048, num_hidden_layers=3, intermediate_size=256, tie_word_embeddings=True)
+    config = config_of(
+        "llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=3, intermediate_size=256, tie_word_embeddings=True
+    )
     random_model(config).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(MODEL / name, folder / name)

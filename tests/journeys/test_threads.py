@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import nearplane
-from families import config_of, random_model
+from families import DEMO_VOCABULARY, config_of, random_model
 from killing import contents
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.lattice.factor import factorize, total
@@ -59,7 +59,7 @@ def test_factors_are_the_same_for_any_number_of_threads(threads, n):
 )
 def test_runs_are_the_same_for_any_number_of_threads(threads, tmp_path, words):
     """Layers have 65,536 weights and more: enough for torch and MKL to share them among threads."""
-    config = config_of("llama", vocab_size=2048, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    config = config_of("llama", vocab_size=DEMO_VOCABULARY, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     random_model(config).float().save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / name).write_bytes((MODEL / name).read_bytes())

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import nearplane
-from families import config_of, random_model
+from families import DEMO_VOCABULARY, config_of, random_model
 from nearplane import ModelError
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.record.record import read_record
@@ -34,7 +34,7 @@ def folders(tmp_path_factory):
     """Return (a model stored in 8 bits, the same in bfloat16)."""
     place = tmp_path_factory.mktemp("models")
     config = config_of(
-        "llama", vocab_size=2048, num_hidden_layers=2, hidden_size=64, intermediate_size=128, head_dim=16
+        "llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=2, hidden_size=64, intermediate_size=128, head_dim=16
     )
     random_model(config).bfloat16().save_pretrained(place / "short")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -174,7 +174,7 @@ def in_four_bits(W):
 
 def test_gpt_oss_in_four_bits_is_quantized_as_the_same_in_sixteen(tmp_path):
     config = config_of(
-        "gpt_oss", vocab_size=2048, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        "gpt_oss", vocab_size=DEMO_VOCABULARY, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     random_model(config).bfloat16().save_pretrained(tmp_path / "short")

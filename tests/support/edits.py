@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import load_file
 
 import nearplane
+from families import DEMO_VOCABULARY
 from native_checkpoints import save_tiny
 from nearplane import NearplaneError
 from nearplane.cli.app import app
@@ -323,7 +324,7 @@ def made(place: Path) -> tuple[dict[str, Path], Path, Path]:
     """Write checkpoints of a tiny model on two grids and at a rate: {how: folder}, the text of their calibration, the original."""
     original, text = place / "original", place / "text.txt"
     text.write_text(CALIBRATION.read_text()[:4000])
-    save_tiny(original, "llama", torch.float32, vocab_size=2048, num_hidden_layers=2)
+    save_tiny(original, "llama", torch.float32, vocab_size=DEMO_VOCABULARY, num_hidden_layers=2)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(MODEL / name, original / name)
     folders: dict[str, Path] = {}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from nearplane.demo import MODEL
+
 VOCABULARY = 96
+DEMO_VOCABULARY: int = json.loads((MODEL / "config.json").read_text())["vocab_size"]  # of models that get its tokenizer
 LLAMA = dict(
     hidden_size=32,
     intermediate_size=64,

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import nearplane
+from families import DEMO_VOCABULARY
 from native_checkpoints import save_tiny
 from nearplane import Calibration, CalibrationError, GridScheme, ModelError, Recipe, RecipeError
 from nearplane.calibration.given import TEXTS, TOKENS
@@ -26,7 +27,7 @@ GRID: dict[str, Any] = {"bits": 4, "group_size": 16, "samples": 4, "seqlen": 32,
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with the tokenizer of the demo model."""
     folder = tmp_path_factory.mktemp("source") / "model"
-    save_tiny(folder, "llama", torch.float32, vocab_size=2048, num_hidden_layers=1)
+    save_tiny(folder, "llama", torch.float32, vocab_size=DEMO_VOCABULARY, num_hidden_layers=1)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(MODEL / name, folder / name)
     return folder

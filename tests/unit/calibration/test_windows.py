@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nearplane
-from families import config_of, random_model
+from families import DEMO_VOCABULARY, config_of, random_model
 from nearplane import CalibrationError
 from nearplane.calibration.windows import Windows, check_tokens, distinct_runs
 from nearplane.demo import CALIBRATION, MODEL
@@ -22,7 +22,7 @@ WIDEST = "model.layers.0.mlp.down_proj"
 def model(tmp_path_factory):
     """Return the folder of a tiny random Llama, whose widest layer has 96 inputs, with the demo model's tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    config = config_of("llama", vocab_size=2048, num_hidden_layers=1, hidden_size=32, intermediate_size=96)
+    config = config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=1, hidden_size=32, intermediate_size=96)
     random_model(config).float().save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).write_bytes((MODEL / file).read_bytes())

@@ -3,7 +3,7 @@
 import pytest
 
 import nearplane
-from families import config_of, random_model
+from families import DEMO_VOCABULARY, config_of, random_model
 from nearplane.demo import CALIBRATION, MODEL
 
 
@@ -12,7 +12,7 @@ def tiny(tmp_path_factory):
     """A random model of two narrow blocks, its checkpoint and the text: (model, checkpoint, text)."""
     folder = tmp_path_factory.mktemp("tiny")
     model, out, text = (folder / name for name in ("model", "out", "text.txt"))
-    random_model(config_of("llama", vocab_size=2048, num_hidden_layers=2)).float().save_pretrained(model)
+    random_model(config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(model)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).write_bytes((MODEL / name).read_bytes())
     text.write_text(CALIBRATION.read_text()[:4000])

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import nearplane
 from checkpoints import write_folder
+from families import DEMO_VOCABULARY
 from native_checkpoints import save_tiny, write_native
 from nearplane import FormatError, ModelError, NearplaneError, RecipeError
 from nearplane.demo import HELD_OUT, MODEL
@@ -38,7 +39,9 @@ WRITERS: dict[str, Callable[[Path, Path], Any]] = {
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny Llama with the tokenizer of the demo model, dense and in three formats."""
     place = tmp_path_factory.mktemp("checkpoints")
-    save_tiny(place / "dense", "llama", torch.bfloat16, vocab_size=2048, hidden_size=64, intermediate_size=64)
+    save_tiny(
+        place / "dense", "llama", torch.bfloat16, vocab_size=DEMO_VOCABULARY, hidden_size=64, intermediate_size=64
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(MODEL / name, place / "dense" / name)
     for name, write in WRITERS.items():

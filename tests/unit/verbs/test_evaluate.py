@@ -168,13 +168,14 @@ def test_what_lies_behind_a_body_in_no_known_way_runs_at_once(caplog):
     assert found.nll == pytest.approx(float(network(tokens, labels=tokens).loss), rel=1e-5)
 
 
-def test_models_of_different_vocabularies_are_not_compared(tmp_path):
+@pytest.mark.parametrize("size", [205, 4098])
+def test_models_of_different_vocabularies_are_not_compared(size, tmp_path):
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=2050
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=size
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
-    with pytest.raises(nearplane.ModelError, match="2050 tokens"):
+    with pytest.raises(nearplane.ModelError, match=f"{size} tokens"):
         nearplane.evaluate(MODEL, HELD_OUT, seqlen=16, samples=1, against=tmp_path)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nearplane
-from families import config_of, random_model
+from families import DEMO_VOCABULARY, config_of, random_model
 from nearplane.demo import HELD_OUT, MODEL
 from nearplane.formats.stored import DecodedReader
 from nearplane.verbs import evaluate_networks as predictions
@@ -29,7 +29,7 @@ def folders(tmp_path_factory):
 
     def made(family):
         place = tmp_path_factory.mktemp(family)
-        random_model(config_of(family, vocab_size=2048)).float().save_pretrained(place / "model")
+        random_model(config_of(family, vocab_size=DEMO_VOCABULARY)).float().save_pretrained(place / "model")
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (place / "model" / name).write_bytes((MODEL / name).read_bytes())
         words = {"group_size": 16} if "bits" in WAYS[family] else {}
