@@ -175,7 +175,7 @@ def test_objects_are_evaluated_as_they_are(
         (torch.zeros(2, 4, dtype=torch.bool), r"bool \(2, 4\)"),
         (torch.zeros(2, 1, dtype=torch.int64), "at least one window of two"),
         (torch.full((2, 4), -100), "token id -100; expected 0 or more"),
-        (torch.arange(5000, 5128).view(4, 32), "vocabulary has 2048"),
+        (torch.arange(5000, 5128).view(4, 32), f"vocabulary has {DEMO_VOCABULARY}"),
         (torch.zeros(2, 9000, dtype=torch.int64), "maximum length"),
         (3, r"int64 \(\)"),
         (["a b"], "The list of 1 texts has"),

@@ -67,7 +67,7 @@ def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tiny, 
         (("quantize", MODEL, "{tmp}/out", "--calibration", "{tmp}/none.txt"), "none.txt"),
         (
             ("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--seqlen", "100000"),
-            "maximum length of 512 tokens",
+            "maximum length of 1024 tokens",
         ),
         (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--group-size", "100"), "the group size 100"),
         (("quantize", MODEL, "{tmp}/out", "--calibration", CALIBRATION, "--no-symmetric"), "gptq_v2"),
@@ -400,6 +400,6 @@ def test_a_full_disk_is_found_before_any_work(monkeypatch, capsys, tiny, small_d
     code, _, err = command(monkeypatch, capsys, *words)
     assert code == 1
     assert re.search(
-        r"disk/new needs about \d+ KB of disk space, but only 65\.5 KB are free there\. Free some space", err
+        r"disk/new needs about [\d.]+ [KM]B of disk space, but only 65\.5 KB are free there\. Free some space", err
     )
     assert list(small_disk.iterdir()) == []

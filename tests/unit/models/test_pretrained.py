@@ -109,7 +109,7 @@ def test_an_empty_network_is_as_if_never_quantized(checkpoints: dict[str, Path])
             marks=pytest.mark.nightly,
         ),
         ({"num_hidden_layers": 4}, "lack|do not belong together"),
-        ({"vocab_size": 10**9}, r"is \(2048, 64\), but config.json describes \(1000000000, 64\)"),
+        ({"vocab_size": 10**9}, r"is \(4096, 64\), but config.json describes \(1000000000, 64\)"),
         ({"vocab_size": 10**30}, "cannot build a language model from"),
         ({"head_dim": 10**9}, "These files do not|tables of|correct the"),
         ({"hidden_size": "64"}, "cannot build a language model from"),

@@ -38,7 +38,7 @@ def test_a_tokenizer_over_bytes_is_known_by_how_it_cuts_text(name: str, tmp_path
 
 def test_the_demo_cuts_text_as_gpt_2() -> None:
     found = vocabulary(MODEL, DEMO_VOCABULARY)
-    assert (found.model, found.pre, len(found.merges)) == ("gpt2", "gpt-2", 1790)
+    assert (found.model, found.pre, len(found.merges)) == ("gpt2", "gpt-2", 3838)
 
 
 @pytest.mark.parametrize("space", [True, False])
