@@ -182,10 +182,10 @@ def evaluate_texts(
     if outline.folder is not None and any(each is None or each.tokens is None for each in given):
         tokenizer = tokenizer_of(outline.folder, trust_remote_code=trust)
     scored = [_scored(outline, tokenizer, text, each, options) for text, each in zip(texts, given, strict=True)]
-    for each in outlines[1:]:
-        if any(each.vocabulary and int(part.tokens.max()) >= each.vocabulary for part in scored):
+    for original in outlines[1:]:
+        if any(original.vocabulary and int(part.tokens.max()) >= original.vocabulary for part in scored):
             raise ModelError(
-                f"{each.name} has {each.vocabulary} tokens, but {outline.name} {outline.vocabulary}. Pass the original."
+                f"{original.name} has {original.vocabulary} tokens, but {outline.name} {outline.vocabulary}. Pass the original."
             )
     networks = [opened(each, place, trust_remote_code=trust) for each in outlines]
     lowest = None
