@@ -151,7 +151,7 @@ class Subject:
 
 
 def subjects(assets: Path, study: Path, mixture: Path | None) -> dict[str, Subject]:
-    """Return the models by name; the mixture of experts, which tools/train_moe.py makes, only if its folder is given."""
+    """Return the models by name; the mixture of experts, which tools/train_model.py makes, only if its folder is given."""
     stories, valid = (assets / "text" / f"tinystories_{name}.txt" for name in ("train_2m", "valid"))
     web, separator = assets / "text" / "c4_train_128.txt", "<|endoftext|>"
     python = Text(kind="python", calibration=CALIBRATION, held_out=HELD_OUT)

@@ -236,7 +236,7 @@ def main() -> None:
     one.add_argument("--again", action="store_true", help="measure failed cells again")
     one.add_argument("--assets", type=Path, default=Path(os.environ.get("ASSETS", "../shared/assets")))
     one.add_argument("--study", type=Path, default=Path(__file__).parents[1] / "models" / "study")
-    one.add_argument("--mixture", type=Path, help="folder that tools/train_moe.py wrote")
+    one.add_argument("--mixture", type=Path, help="folder that tools/train_model.py wrote")
     one.add_argument("--peers", type=Path, default=Path("build/peers"), help="folder of the environments")
     one.add_argument("--llama", type=Path, default=Path("build/llama/bin/python"))
     one.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
