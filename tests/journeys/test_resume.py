@@ -39,7 +39,7 @@ WAYS = {
     "grid": dict(bits=4, group_size=16),
     "widths by slope": dict(bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2", two_sided=True),
     "rate, embeddings and head": dict(rate=3.0, include_embeddings=True, include_head=True),
-    "size": dict(size="700kB"),
+    "size": dict(size="1367kB"),
     "blocks of llama.cpp, embeddings too": dict(grid="q4_0"),
     "rounded to nearest": dict(bits=4, group_size=16, solver="round-to-nearest"),
 }

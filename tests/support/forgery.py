@@ -256,7 +256,7 @@ FORGED: Mapping[str, Alter] = {
 def measured(layer: LayerRecord) -> list[str]:
     """Return the fields of a layer's record that data measure, those without a value left out."""
     names = [field.name for field in fields(layer)]
-    return [name for name in names if name not in CIRCUMSTANCES and getattr(layer, name) is not None]
+    return [name for name in names if name not in CIRCUMSTANCES and getattr(layer, name) not in (None, ())]
 
 
 def forge_layer(folder: Path, layer: str, name: str, rng: random.Random) -> None:
