@@ -1,6 +1,6 @@
 """Mixtures of experts: what quantizing costs predictions, and the peak memory of blocks as wide as a large model's.
 
-python benchmarks/quality/experts.py quality MODEL [--only WORD]    # MODEL from tools/train_model.py mixture; means over calibrations
+python benchmarks/quality/experts.py quality MODEL [--only WORD]    # MODEL by train_model.py mixture; means over calibrations
 python benchmarks/quality/experts.py memory [--experts 128] [--blocks 2] [--samples 16]    # random, shaped like Qwen3-30B-A3B
 """
 
