@@ -1,8 +1,8 @@
 """A size is a hard limit: the folder ends at most that large and within 0.5 % below, record and all, or the run fails."""
 
 import shutil
-import sys
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -104,8 +104,8 @@ def test_what_comes_last_is_solved_again_until_the_limit_is_kept(tiny, tmp_path,
         told.append(task.rate)
         return solve_layer(replace(task, rate=task.rate * wrong))
 
-    monkeypatch.setattr(sys.modules["nearplane.verbs.quantize"], "solve_layer", biased)
+    monkeypatch.setattr(import_module("nearplane.verbs.quantize"), "solve_layer", biased)
     nearplane.quantize(tiny, tmp_path / "out", size="618KB", **FAST)
     assert (len(told) == 1) == (wrong == 1.0)
-    assert 0.9975 * 618_000 <= bytes_of(tmp_path / "out") <= 618_000
+    assert 0.997 * 618_000 <= bytes_of(tmp_path / "out") <= 618_000
     assert nearplane.verify(tmp_path / "out").faults == ()

@@ -11,7 +11,10 @@ from pathlib import Path
 
 # bytes; forward passes often allocate smaller blocks: system calls took 14 % of a run with 4 MB here, 1 % with 16 MB
 LARGE_BLOCK = 16 << 20
-M_MMAP_THRESHOLD = -3  # parameter of mallopt
+KEPT = (
+    128 << 20
+)  # bytes of freed memory that the C library may keep: fetching a page again costs more than all small sums
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
@@ -50,12 +53,25 @@ def return_large_blocks() -> None:
     """
     if option := getattr(_c_library(), "mallopt", None):
         option(M_MMAP_THRESHOLD, LARGE_BLOCK)
+        option(M_TRIM_THRESHOLD, KEPT)  # glibc's own limit is no longer raised: 128 KB
 
 
 def release() -> None:
-    """Return memory that was freed to the system if the C library keeps it (glibc does); takes milliseconds."""
-    if trim := getattr(_c_library(), "malloc_trim", None):
-        trim(0)
+    """Return memory that was freed to the system if the C library keeps more than `KEPT` of it (glibc may)."""
+    library = _c_library()
+    if (trim := getattr(library, "malloc_trim", None)) and (state := getattr(library, "mallinfo2", None)):
+        state.restype = _Mallinfo2
+        if state().fordblks > KEPT:
+            trim(0)
+
+
+class _Mallinfo2(ctypes.Structure):
+    """What glibc says of its memory, see mallinfo(3); `fordblks` is the number of free bytes that it keeps."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
 
 
 @cache
