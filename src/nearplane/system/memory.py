@@ -14,6 +14,7 @@ LARGE_BLOCK = 16 << 20
 KEPT = (
     128 << 20
 )  # bytes of freed memory that the C library may keep: fetching a page again costs more than all small sums
+MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt
 
 
@@ -68,10 +69,7 @@ def release() -> None:
 class _Mallinfo2(ctypes.Structure):
     """What glibc says of its memory, see mallinfo(3); `fordblks` is the number of free bytes that it keeps."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]
+    _fields_ = [(name, ctypes.c_size_t) for name in MALLINFO2]
 
 
 @cache
