@@ -51,6 +51,7 @@ SHOWN = (
     "Mean PPL(Q)", "Mean PPL(base)", "Mean ln(PPL(Q)/PPL(base))", "Mean KLD", "Maximum KLD", "99.9% KLD", "99.0% KLD",
     "Median KLD", "Mean Δp", "RMS Δp", "Same top p",
 )  # fmt: skip
+TRIES = 20  # of llama-perplexity, which often ends before its last lines are printed
 LEAST = 16  # largest distance of a logit from the largest one that llama-perplexity's file holds
 
 
@@ -113,9 +114,13 @@ def printed(program: Path, model: Path, base: Path, length: int) -> dict[str, fl
     """Return the figures that `llama-perplexity` prints of a model."""
     words = ["-m", model, "--kl-divergence", "--kl-divergence-base", base, "-c", length, "-b", length, "-ub", length]
     words += ["-t", 1, "-fa", "off", "-ctk", "f32", "-ctv", "f32"]
-    run = subprocess.run([str(word) for word in (program, *words)], capture_output=True, text=True, check=True)
-    lines = re.findall(r"^ *(\S.*?) *: *(-?[\d.]+)", run.stdout + run.stderr, re.MULTILINE)
-    return {re.sub(" +", " ", name): float(value) for name, value in lines}
+    for _ in range(TRIES):
+        run = subprocess.run([str(word) for word in (program, *words)], capture_output=True, text=True, check=True)
+        lines = re.findall(r"^ *(\S.*?) *: *(-?[\d.]+)", run.stdout + run.stderr, re.MULTILINE)
+        figures = {re.sub(" +", " ", name): float(value) for name, value in lines}
+        if set(SHOWN) <= set(figures):
+            return figures
+    sys.exit(f"{program} ended {TRIES} times before it had printed {', '.join(set(SHOWN) - set(figures))}.")
 
 
 def main() -> None:
