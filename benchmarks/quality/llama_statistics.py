@@ -11,9 +11,11 @@ PYTHON is that of an environment with nearplane and llama-cpp-python (0.3.36). F
 
 The logits of the original are those of transformers in float32. llama-perplexity reads them from a file in its own format,
 which rounds log-probabilities to steps of 2.4e-4 and leaves out what is less likely than e^-16. It is built from the sources
-in the source package of llama-cpp-python:
+in the source package of llama-cpp-python. The line of sed makes it print all lines before it ends, see llama.cpp's issue 22142:
 
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36 && tar xf llama_cpp_python-0.3.36.tar.gz
+    sed -i 's/^ *llama_backend_free();/common_log_flush(common_log_main());&/' \\
+        llama_cpp_python-0.3.36/vendor/llama.cpp/tools/perplexity/perplexity.cpp
     cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp -B build -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_SERVER=OFF \\
         -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
     cmake --build build --target llama-perplexity
@@ -51,7 +53,6 @@ SHOWN = (
     "Mean PPL(Q)", "Mean PPL(base)", "Mean ln(PPL(Q)/PPL(base))", "Mean KLD", "Maximum KLD", "99.9% KLD", "99.0% KLD",
     "Median KLD", "Mean Δp", "RMS Δp", "Same top p",
 )  # fmt: skip
-TRIES = 20  # of llama-perplexity, which often ends before its last lines are printed
 LEAST = 16  # largest distance of a logit from the largest one that llama-perplexity's file holds
 
 
@@ -114,13 +115,12 @@ def printed(program: Path, model: Path, base: Path, length: int) -> dict[str, fl
     """Return the figures that `llama-perplexity` prints of a model."""
     words = ["-m", model, "--kl-divergence", "--kl-divergence-base", base, "-c", length, "-b", length, "-ub", length]
     words += ["-t", 1, "-fa", "off", "-ctk", "f32", "-ctv", "f32"]
-    for _ in range(TRIES):
-        run = subprocess.run([str(word) for word in (program, *words)], capture_output=True, text=True, check=True)
-        lines = re.findall(r"^ *(\S.*?) *: *(-?[\d.]+)", run.stdout + run.stderr, re.MULTILINE)
-        figures = {re.sub(" +", " ", name): float(value) for name, value in lines}
-        if set(SHOWN) <= set(figures):
-            return figures
-    sys.exit(f"{program} ended {TRIES} times before it had printed {', '.join(set(SHOWN) - set(figures))}.")
+    run = subprocess.run([str(word) for word in (program, *words)], capture_output=True, text=True, check=True)
+    lines = re.findall(r"^ *(\S.*?) *: *(-?[\d.]+)", run.stdout + run.stderr, re.MULTILINE)
+    figures = {re.sub(" +", " ", name): float(value) for name, value in lines}
+    if missing := [name for name in SHOWN if name not in figures]:
+        sys.exit(f"{program} ended before it had printed {', '.join(missing)}. Build it with the line of sed above.")
+    return figures
 
 
 def main() -> None:

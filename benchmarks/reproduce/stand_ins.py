@@ -17,7 +17,7 @@ from continuations import TASK, documents
 
 STUDY = Path(__file__).parents[1] / "models" / "study"
 WINDOWS = 8  # of calibration and of each text
-QUESTIONS = 32
+QUESTIONS, PASSAGE = 32, 300  # of a task, and letters of a question
 HELD_OUT_BYTES = 240_000  # at the end of c4_train_128.txt, with which no model here was trained
 
 
@@ -77,7 +77,7 @@ def questions(text: str, folder: Path, tasks: Mapping[str, Task]) -> dict[str, T
     for seed, (measure, task) in enumerate(tasks.items()):
         name = f"continuations_{measure}"
         rows = folder.resolve() / f"{name}.jsonl"
-        rows.write_text("".join(f"{json.dumps(row)}\n" for row in documents(text, QUESTIONS, seed)))
+        rows.write_text("".join(f"{json.dumps(row)}\n" for row in documents(text, QUESTIONS, PASSAGE, seed)))
         (folder / f"{name}.yaml").write_text(TASK.format(name=name, file=json.dumps(str(rows))))
         local[measure] = Task(name=name, shots=task.shots, folder=folder)
     return local
