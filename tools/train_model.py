@@ -139,7 +139,8 @@ def study_corpus(sources: Path, assets: Path, hyper: Hyper, documentation_bytes:
     web = (assets / "text/c4_train_128.txt").read_bytes()
     stories, told = (assets / "text" / f"tinystories_{name}.txt" for name in ("train_2m", "valid"))
     training = {kind: part, "stories": _documents(stories.read_text()), "web": _documents(web[:800_000])}
-    measuring = {"stories": _documents(told.read_text())[:250], "web": _documents(web[-HELD_OUT_C4:])}
+    pages = _documents(web[-HELD_OUT_C4:])[1:]  # the first one is cut, and may begin in the part to train on
+    measuring = {"stories": _documents(told.read_text())[:250], "web": pages}
     return Corpus(training, python.calibration, python.held_out | measuring)
 
 
@@ -308,7 +309,7 @@ def card_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, corpus
     named += [(f"held out: {kind}", texts) for kind, texts in corpus.held_out.items()]
     named += [(f"training: {kind}", texts) for kind, texts in corpus.training.items()]
     for name, texts in named:
-        text = "".join(texts) if "Python" in name or name == "calibration" else "\n\n".join(texts)
+        text = joined(name, texts)
         content = text.encode()
         ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
         cells = [
@@ -324,6 +325,11 @@ def card_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, corpus
             cells += [f"{loss:.4f}", f"{bits_per_byte(loss, ids, content):.4f}"]
             cells += [f"{8 * size / len(content):.3f}" for size in sizes]
         yield f"| {' | '.join(cells)} |"
+
+
+def joined(name: str, documents: list[str]) -> str:
+    """Join the documents of a kind of text: those of Python end in blank lines themselves."""
+    return ("" if "Python" in name or name == "calibration" else "\n\n").join(documents)
 
 
 def bits_per_byte(loss: float, ids: Tensor, content: bytes) -> float:
@@ -387,7 +393,7 @@ def main() -> None:
         other_tokenizer = PreTrainedTokenizerFast.from_pretrained(other)
         window = min(hyper.window, beside.config.max_position_embeddings)
         for kind, documents in corpus.held_out.items():
-            text = "".join(documents)
+            text = joined(kind, documents)
             ids = torch.tensor(other_tokenizer(text, verbose=False)["input_ids"])
             loss = measure_loss(beside, ids, window)
             print(f"| {other.name} on held out: {kind} | {loss:.4f} | {bits_per_byte(loss, ids, text.encode()):.4f} |")

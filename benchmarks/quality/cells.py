@@ -51,6 +51,7 @@ TOOLS = {  # function of worker.py, environment, search for steps
     "llm-compressor, mse": ("llmcompressor", "llmcompressor", 1.0),
 }
 SLOW = ("auto-round", "nearplane tuned")  # they train
+SEPARATOR = "<|endoftext|>"  # between documents
 PACKED = ("qweight", "weight_packed")  # names of a layer's codes in the files of peers
 
 
@@ -62,7 +63,7 @@ class Text:
         kind: Its name.
         calibration, held_out: Files.
         first: Bytes of `calibration` that are used; None: all.
-        last: Bytes at the end of `held_out` that are used; None: all.
+        last: Bytes at the end of `held_out` that are used, from the first separator in them; None: all.
         separator: What stands between documents, which are joined by the end-of-sequence token instead; None: nothing.
     """
 
@@ -76,8 +77,11 @@ class Text:
     def read(self, *, held_out: bool) -> list[str]:
         """Return the documents of one of the two texts."""
         content = (self.held_out if held_out else self.calibration).read_bytes()
-        part = content[-self.last :] if held_out and self.last else content if held_out else content[: self.first]
-        text = part.decode("utf-8", errors="ignore")
+        if not held_out:
+            content = content[: self.first]
+        elif self.last is not None:
+            content = content[content.index(SEPARATOR.encode(), -self.last) :]  # a cut document may be trained on
+        text = content.decode("utf-8", errors="ignore")
         return (
             [text]
             if self.separator is None
@@ -153,12 +157,12 @@ class Subject:
 def subjects(assets: Path, study: Path, mixture: Path | None) -> dict[str, Subject]:
     """Return the models by name; the mixture of experts, which tools/train_model.py makes, only if its folder is given."""
     stories, valid = (assets / "text" / f"tinystories_{name}.txt" for name in ("train_2m", "valid"))
-    web, separator = assets / "text" / "c4_train_128.txt", "<|endoftext|>"
+    web = assets / "text" / "c4_train_128.txt"
     python = Text(kind="python", calibration=CALIBRATION, held_out=HELD_OUT)
     mix = (
         python,
-        Text(kind="stories", calibration=stories, held_out=valid, separator=separator),
-        Text(kind="web", calibration=web, held_out=web, first=800_000, last=240_000, separator=separator),
+        Text(kind="stories", calibration=stories, held_out=valid, separator=SEPARATOR),
+        Text(kind="web", calibration=web, held_out=web, first=800_000, last=240_000, separator=SEPARATOR),
     )
     raw = (Text(kind="stories", calibration=stories, held_out=valid),)
     short = {"samples": 64, "windows": 96, "seqlen": 256}

@@ -36,7 +36,7 @@ def offline_subjects(
     calibration = CALIBRATION
     if assets is not None:
         corpus = (assets / "text" / "c4_train_128.txt").read_bytes()[-HELD_OUT_BYTES:].decode(errors="ignore")
-        (keep / "c4.txt").write_text(corpus)
+        (keep / "c4.txt").write_text(corpus.partition("<|endoftext|>")[2])  # the first document is cut
         parts = dict(zip(measures, (assets / "text" / "wikitext2_test.txt", keep / "c4.txt"), strict=True))
     local = questions(HELD_OUT.read_text(), keep / "tasks", tasks)
     subjects = [_subject("demo", "Qwen/Qwen3-8B", MODEL, calibration, parts, local)]
