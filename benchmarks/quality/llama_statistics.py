@@ -32,22 +32,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import torch
+from llama_client import SILENT, converted, opened
 
-sys.path = [
-    folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent
-]  # gguf.py is there
-sys.path.append(str(Path(__file__).resolve().parent))
-
-import llama_cpp  # noqa: E402
-from llama_client import SILENT, converted, opened  # noqa: E402
-
-import nearplane  # noqa: E402
-from nearplane.demo import CALIBRATION, HELD_OUT, MODEL  # noqa: E402
-from nearplane.formats.gguf.gguf_header import FILE  # noqa: E402
-from nearplane.verbs.evaluate import load_dense  # noqa: E402
-from nearplane.verbs.evaluate_protocols import ScoredText, scored_text  # noqa: E402
+import nearplane
+from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.formats.gguf.gguf_header import FILE
+from nearplane.verbs.evaluate import load_dense
+from nearplane.verbs.evaluate_protocols import ScoredText, scored_text
 
 SHOWN = (
     "Mean PPL(Q)", "Mean PPL(base)", "Mean ln(PPL(Q)/PPL(base))", "Mean KLD", "Maximum KLD", "99.9% KLD", "99.0% KLD",

@@ -13,7 +13,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -81,9 +81,12 @@ def paired(old: Iterable[Row], new: Iterable[Row]) -> dict[tuple[str, str], Esti
 
 def read(path: Path) -> list[Row]:
     """Return the rows of a file, of which the last one with a key counts; none if there is no file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("}")]  # the last line may be half written
-    return list({key(row): row for row in rows}.values())
+    rows = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with suppress(ValueError):  # a line that was cut off by a crash
+            row = json.loads(line)
+            rows[key(row)] = row
+    return list(rows.values())
 
 
 def key(row: Row) -> tuple[Any, ...]:

@@ -93,7 +93,8 @@ def show(asked: argparse.Namespace) -> None:
     rows = [row for row in read(asked.rows) if not asked.models or row["model"] in asked.models]
     print(INTRODUCTION)
     for model in dict.fromkeys(row["model"] for row in rows):
-        measured = [row for row in where(rows, model=model, sha=where(rows, model=model)[-1]["sha"]) if "kl" in row]
+        newest = [row["sha"] for row in rows if row["model"] == model][-1]
+        measured = [row for row in where(rows, model=model, sha=newest) if "kl" in row]
         if not measured:
             continue
         commits = sorted({row["commit"] for row in measured if row["tool"].startswith("nearplane")})

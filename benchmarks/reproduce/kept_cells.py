@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nearplane.errors import RecipeError
+from nearplane.system.files import write_whole
 
 CELLS_FILE = "cells.jsonl"
 
@@ -82,7 +83,7 @@ class Cells:
         for line in lines[1:]:
             cell = Cell(**{**line, "key": Key(*line["key"])})
             self._cells[cell.key] = cell
-        self._path.write_text("".join(f"{json.dumps(line)}\n" for line in lines or [head]))
+        write_whole(self._path, "".join(f"{json.dumps(line)}\n" for line in lines or [head]).encode())
 
     def __iter__(self) -> Iterator[Cell]:
         return iter(self._cells.values())

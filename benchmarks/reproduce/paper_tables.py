@@ -27,13 +27,11 @@ class Table:
         title: Title, with the number of the paper's table.
         rows: {name of a row: its keys, one for each column; None where a row has no cell}.
         columns: Names of the columns.
-        notes: Sentences below the table.
     """
 
     title: str
     rows: Mapping[str, Sequence[Key | None]]
     columns: Sequence[str]
-    notes: Sequence[str] = ()
 
     @property
     def keys(self) -> list[Key]:
@@ -66,7 +64,7 @@ def markdown(table: Table, find: Find, paper: Published, papers_model: Mapping[s
             entries.append(_entry(cell, theirs, reasons))
         lines.append(f"| {name} | {' | '.join(entries)} |")
     footnotes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
-    return "\n\n".join([f"### {table.title}", "\n".join(lines), *table.notes, *footnotes])
+    return "\n\n".join([f"### {table.title}", "\n".join(lines), *footnotes])
 
 
 def _entry(cell: Cell | None, theirs: float | None, reasons: list[str]) -> str:

@@ -129,14 +129,16 @@ def report(tables: Sequence[Table], subjects: Sequence[Subject], cells: Cells, *
     parts += [markdown(table, cells.get, paper, papers_model) for table in tables]
     keys = {key for table in tables for key in table.keys}
     notes = {f"{cell.key.model}, {cell.key.method}: {cell.note}" for cell in cells if cell.key in keys and cell.note}
-    return "\n\n".join([*parts, SETTINGS, *sorted(notes)]) + "\n"
+    return "\n\n".join([*parts, *([] if offline else [SETTINGS]), *sorted(notes)]) + "\n"
 
 
 def main() -> None:
     """Measure what is missing, then write tables and figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, required=True, help="folder for cells, tables and figure")
-    parser.add_argument("--models", nargs="+", default=PAPER_MODELS, help="hub ids or folders (not with --offline)")
+    parser.add_argument(
+        "--models", nargs="+", help="hub ids or folders (not with --offline); default: Qwen3 0.6B to 14B"
+    )
     parser.add_argument("--tables", type=int, nargs="+", default=NUMBERS, choices=NUMBERS)
     parser.add_argument("--windows", type=int, help="windows of each text (default: all)")
     parser.add_argument("--device", default="auto")
@@ -145,13 +147,17 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.assets and not arguments.offline:
         parser.error("--assets is for --offline: it holds models that take the place of Qwen3.")
+    if arguments.offline and (arguments.models or arguments.windows):
+        parser.error(
+            "--models and --windows are not for --offline, whose models and texts are those of the repository."
+        )
     figure = arguments.keep / "figure2.svg"
     arguments.keep.mkdir(parents=True, exist_ok=True)
     check_plot(figure)
     if arguments.offline:
         subjects = offline_subjects(arguments.keep, arguments.assets, list(TEXTS), TASKS)
     else:
-        subjects = online_subjects(arguments.models, arguments.windows)
+        subjects = online_subjects(arguments.models or PAPER_MODELS, arguments.windows)
     tables = [table for number, table in tables_of(subjects).items() if number in arguments.tables]
     cells = Cells(arguments.keep, inputs_of(subjects))
     keys = [key for table in tables for key in table.keys]

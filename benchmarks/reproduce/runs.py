@@ -63,7 +63,7 @@ def inputs_of(subjects: Sequence[Subject]) -> dict[str, object]:
     """Return all that cells depend on except their keys."""
     inputs: dict[str, object] = {"versions": versions()}
     for subject in subjects:
-        paths = [*subject.texts.values(), subject.calibration.calibration or ""]
+        paths = filter(None, [*subject.texts.values(), subject.calibration.calibration])
         inputs[subject.name] = {
             "source": subject.source, "calibration": asdict(subject.calibration), "windows": subject.windows,
             "texts": [content_of(Path(path)) for path in paths],

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nearplane.errors import CalibrationError, first_line
 from nearplane.models.pretrained import as_model_error
-from nearplane.system.named_texts import NamedText, text_to_measure_on
+from nearplane.system.named_texts import CROPPED, NamedText, text_to_measure_on
 from nearplane.system.paths import text_files
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
@@ -27,7 +27,6 @@ LETTERS_PER_TOKEN = 6  # guess for the first attempt; most tokens are shorter
 CONTEXT_LETTERS = 10_000  # letters after a token that may still change it: longer than any word
 BEGINNING = 10_000  # letters of a file that are looked at before the rest is read
 SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data set are drawn
-CROPPED = "c4"  # named text whose windows are crops of random documents
 CROPS = 256  # windows of it where no number is given, as in the papers
 MAX_DRAWS = 10_000  # documents that are drawn for one window before it is given up
 
@@ -76,9 +75,8 @@ def read_windows(
         ids = _joined(tokenizer, texts, samples * seqlen)
         windows = min(len(ids) // seqlen, samples)
         if not windows:
-            where = (
-                f"The list of {len(source)} texts" if isinstance(source, tuple | list) else source or DEFAULT_DATASET
-            )
+            listed = f"The list of {len(source)} texts" if isinstance(source, tuple | list) else None
+            where = listed or (named.name if named is not None else source or DEFAULT_DATASET)
             raise CalibrationError(
                 f"{where} has {len(ids)} tokens, but a window has {seqlen}. Pass a longer text, or use shorter windows with "
                 f"--seqlen."
@@ -131,7 +129,7 @@ def _crops(
 
 def read_documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str]) -> Iterator[str]:
     """Yield the documents of a text one by one, see `read_windows`."""
-    return _documents(tokenizer, source, seed=0)
+    return _documents(tokenizer, text_to_measure_on(source) or source, seed=0)
 
 
 def framing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nearplane.verbs.evaluate_protocols import LlamaCppFigure
     from nearplane.verbs.evaluate_scoring import Floor
     from nearplane.verbs.evaluate_statistics import Estimate, PositionRange, Statistics
+    from nearplane.verbs.task_scores import TaskScore
 
 Switch = Annotated[bool, Parameter(negative="")]
 Several = Parameter(consume_multiple=1, negative="")
@@ -48,7 +49,7 @@ def evaluate(
 
     Args:
         model: Folder or hub id of a transformers checkpoint, or of one that nearplane wrote, or a .gguf file.
-        text: Texts to measure on, each with figures of its own: a .txt or .jsonl file, or a folder of them.
+        text: Texts to measure on, each with figures of its own: a .txt or .jsonl file, a folder of them, wikitext2 or c4.
         protocol: Windows and units: papers (windows of 2048, per token), llama.cpp (as llama-perplexity: windows of 512,
             of which the second half is scored), or lm-eval (rolling, per word and per byte).
         seqlen: Tokens per window. Default: 2048, or 512 for llama.cpp, or the model's maximum length if that is shorter.
@@ -75,10 +76,9 @@ def evaluate(
     if tasks is not None:
         tasks.check(model, against)
     opening(model)
-    scores = [] if tasks is None else tasks.scores(model, against, device=device, trust_remote_code=trust_remote_code)
-    measured: list[Measured] = []
+    prepared = None
     if texts:
-        from nearplane.verbs.evaluate import EvaluationOptions, evaluate_texts
+        from nearplane.verbs.evaluate import EvaluationOptions, prepare_texts
 
         options = EvaluationOptions(
             protocol=protocol,
@@ -89,11 +89,20 @@ def evaluate(
             floor=True,
             progress=bar,
         )
-        measured = evaluate_texts(model, texts, options)
+        prepared = prepare_texts(model, texts, options)
+        if plot is not None and prepared.outlines[0].embeds:
+            raise RecipeError(f"--plot draws predictions, which the encoder {model} does not make. Leave it out.")
+    scores = [] if tasks is None else tasks.scores(model, against, device=device, trust_remote_code=trust_remote_code)
+    measured = [] if prepared is None else prepared.measure()
+    _print(measured, scores, json=json)
     if plot is not None:
         from nearplane.verbs.evaluate_figure import draw
 
         draw(measured, plot)
+
+
+def _print(measured: Sequence[Measured], scores: Sequence[TaskScore], *, json: bool) -> None:
+    """Print the figures of all texts and tasks."""
     if json:
         parts = [asdict(each.evaluation) for each in measured]
         alone = parts[0] if len(parts) == 1 else parts
@@ -131,7 +140,8 @@ def _protocol(score: Evaluation) -> str:
     if score.protocol == "llama.cpp":
         return f"{scored}, of each the second half; per token, and errors (±) as if tokens were independent"
     if score.protocol == "lm-eval":
-        return f"{scored}, rolling over {score.documents:,} documents; per word ({score.words:,}) and per byte ({score.bytes:,})"
+        documents = f"{score.documents:,} document{'s' * (score.documents > 1)}"
+        return f"{scored}, rolling over {documents}; per word ({score.words:,}) and per byte ({score.bytes:,})"
     return f"{scored}, of each all but the first; per token"
 
 
@@ -174,7 +184,7 @@ def _estimate(name: str, it: Estimate | None, form: str, unit: str = "", factor:
     """Yield a row with a figure and its interval, if there is one."""
     if it is None:
         return
-    between = "no interval: one window"
+    between = "no interval"
     if it.low is not None and it.high is not None:
         between = f"95 %: {factor * it.low:{form}} to {factor * it.high:{form}}"
     yield _row(name, f"{factor * it.value:{form}}{unit} ({between})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -85,8 +86,16 @@ def opening(*names: object) -> None:
 
 
 def as_json(data: Any) -> str:
-    """Return data as JSON, with paths as text."""
-    return json.dumps(data, indent=1, default=str)
+    """Return data as JSON, with paths as text and null in place of numbers that are not finite."""
+    return json.dumps(_finite(data), indent=1, default=str)
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def print_piece(before: str, piece: str) -> None:

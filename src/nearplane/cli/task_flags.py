@@ -52,7 +52,7 @@ class TaskFlags:
     def check(self, model: str, against: str | None) -> None:
         """Refuse what `evaluate_tasks` would refuse without torch."""
         if self.tasks is None:
-            given = next(each.name for each in fields(self) if getattr(self, each.name) != each.default)
+            given = next((each.name for each in fields(self) if getattr(self, each.name) != each.default), "batch_size")
             raise RecipeError(f"--{given.replace('_', '-')} needs --tasks with names of lm-eval's tasks.")
         check_evaluate_tasks(model, against=against, **self.options())
 

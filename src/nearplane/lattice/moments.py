@@ -187,7 +187,7 @@ class ExtraRows:
             return None
         X = torch.cat(self.X) if self.X else None
         extra = Extra(X_hat=torch.cat(self.X_hat), X=X, sizes=tuple(self.sizes))
-        self.X_hat, self.X = [], []
+        self.X_hat, self.X, self.sizes = [], [], [0] * len(self.sizes)
         return extra
 
 

@@ -60,9 +60,10 @@ def return_large_blocks() -> None:
 def release() -> None:
     """Return memory that was freed to the system if the C library keeps more than `KEPT` of it (glibc may)."""
     library = _c_library()
-    if (trim := getattr(library, "malloc_trim", None)) and (state := getattr(library, "mallinfo2", None)):
-        state.restype = _Mallinfo2
-        if state().fordblks > KEPT:
+    if trim := getattr(library, "malloc_trim", None):
+        if (state := getattr(library, "mallinfo2", None)) is not None:  # glibc 2.33 and newer
+            state.restype = _Mallinfo2
+        if state is None or state().fordblks > KEPT:
             trim(0)
 
 

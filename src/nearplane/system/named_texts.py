@@ -67,6 +67,7 @@ class NamedText:
             ) from error
 
 
+CROPPED = "c4"  # its windows are crops of random documents
 WIKITEXT = {"name": "wikitext2", "repository": "Salesforce/wikitext", "reader": "parquet"}
 C4 = {"name": "c4", "repository": "allenai/c4", "reader": "json"}
 TEST_TEXTS = {  # to measure on
@@ -87,6 +88,11 @@ def text_to_measure_on(source: object) -> NamedText | None:
 def text_to_calibrate_on(source: object) -> NamedText | None:
     """Return the text to calibrate on that a source names, or None; a file or folder of that name counts instead."""
     return TRAINING_TEXTS[str(source)] if _is_named(source) else None
+
+
+def is_cropped(source: object) -> bool:
+    """Return whether a source names the text whose windows are crops of random documents."""
+    return str(source) == CROPPED and _is_named(source)
 
 
 def _is_named(source: object) -> bool:

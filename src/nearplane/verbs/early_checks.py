@@ -18,6 +18,7 @@ from nearplane.recipe.sizes import bytes_in, check_room
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.arguments import whole, within
 from nearplane.system.files import check_writable
+from nearplane.system.named_texts import is_cropped
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_named, check_path, folder_named
 from nearplane.system.text_mixes import check_shares, texts_of
@@ -46,6 +47,11 @@ def check_evaluate(
             f"Use at least {MIN_LLAMA_CPP_SEQLEN}."
         )
     for text in texts:
+        if protocol != "papers" and is_cropped(text):
+            raise RecipeError(
+                f"--protocol {protocol} needs running text, but c4 is read as crops of its documents. Use --protocol papers, or "
+                f"pass a file."
+            )
         if text is None:
             raise CalibrationError("text is None; expected a path, a list of texts, or token ids (windows, seqlen).")
         check_named(_path(model), _path(against), text=_path(text))

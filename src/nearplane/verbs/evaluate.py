@@ -6,6 +6,7 @@ used in float32; model objects run as they are.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,9 +123,10 @@ def evaluate(
         model: Folder or hub id of a transformers checkpoint or of one that `quantize` wrote, or a .gguf file. Or a model
             object, which runs in its own dtype and on its own device.
         text: A .txt or .jsonl file or a folder of them, tokenized whole without special tokens and cut into windows
-            that do not overlap. Or a list of texts, token ids (windows, seqlen), pixel values (images, channels, height,
-            width), or sound with transcripts (input_features, token_ids). Windows of encoders begin and end with tokens
-            such as [CLS] and [SEP]. Encoder-decoders predict their own input, or its transcript.
+            that do not overlap. Or wikitext2 or c4, a list of texts, token ids (windows, seqlen), pixel values
+            (images, channels, height, width), or sound with transcripts (input_features, token_ids). Windows of
+            encoders begin and end with tokens such as [CLS] and [SEP]. Encoder-decoders predict their own input, or
+            its transcript.
         tokenizer: Tokenizer of a model object; not needed for token ids.
         protocol: Windows and units of the perplexity; llama.cpp and lm-eval take texts only.
         seqlen: Tokens per window. None: 2048, or 512 for llama.cpp, or the model's positions if fewer or for lm-eval.
@@ -147,12 +149,12 @@ def evaluate(
         trust_remote_code=trust_remote_code,
         progress=progress,
     )
-    return evaluate_texts(model, [text], options)[0].evaluation
+    return prepare_texts(model, [text], options).measure()[0].evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationOptions:
-    """Options of `evaluate_texts`; `evaluate` documents them."""
+    """Options of `prepare_texts`; `evaluate` documents them."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
     protocol: Protocol = "papers"
@@ -165,36 +167,59 @@ class EvaluationOptions:
     progress: Progress = silent
 
 
-def evaluate_texts(
+@dataclass(frozen=True, slots=True)
+class PreparedTexts:
+    """Texts cut into windows, and the models that are to be measured on them, of which no weight is read yet.
+
+    Args:
+        outlines: The model, and the original if there is one.
+        names: Names of the texts.
+        scored: Windows of the texts.
+        options: Options of the evaluation.
+    """
+
+    outlines: Sequence[Outline]
+    names: Sequence[str]
+    scored: Sequence[ScoredText]
+    options: EvaluationOptions
+
+    def measure(self) -> list[Measured]:
+        """Read the models, and measure them on each text by itself; the floor is measured on the first."""
+        options, outlines = self.options, self.outlines
+        place, trust = Device.named(options.device), options.trust_remote_code
+        networks = [opened(each, place, trust_remote_code=trust) for each in outlines]
+        floors: list[Floor | None] = [None] * len(self.scored)
+        if options.floor and len(networks) > 1 and not outlines[0].embeds:
+            floors[0] = measured_floor(networks[1], self.scored[0], place, trust, options.progress)
+        return [
+            _measured(networks, part, name, options.protocol, floor, options.progress)
+            for part, name, floor in zip(self.scored, self.names, floors, strict=True)
+        ]
+
+
+def prepare_texts(
     model: str | Path | PreTrainedModel, texts: Sequence[Text], options: EvaluationOptions
-) -> list[Measured]:
-    """Evaluate a model on several texts, each by itself; the models are read once. See `evaluate`."""
+) -> PreparedTexts:
+    """Check a model, its original and several texts, and cut these into windows; see `evaluate`."""
     against, protocol, tokenizer = options.against, options.protocol, options.tokenizer
     trust = options.trust_remote_code
     check_evaluate(model, texts, against=against, seqlen=options.seqlen, samples=options.samples, protocol=protocol)
     given = [Given.of(text, "text") for text in texts]
     refuse_tokenizer(model, tokenizer)
-    place = Device.named(options.device)
+    Device.named(options.device)
     outlines = [Outline.of(each, trust_remote_code=trust) for each in (model, against) if each is not None]
     for each in given:
         _check_taken(outlines, InputKind.TEXT if each is None else each.kind, protocol)
     outline = outlines[0]
     if outline.folder is not None and any(each is None or each.tokens is None for each in given):
         tokenizer = tokenizer_of(outline.folder, trust_remote_code=trust)
-    scored = [_scored(outline, tokenizer, text, each, options) for text, each in zip(texts, given, strict=True)]
+    scored = [_scored(outlines, tokenizer, text, each, options) for text, each in zip(texts, given, strict=True)]
     for original in outlines[1:]:
         if any(original.vocabulary and int(part.tokens.max()) >= original.vocabulary for part in scored):
             raise ModelError(
                 f"{original.name} has {original.vocabulary} tokens, but {outline.name} {outline.vocabulary}. Pass the original."
             )
-    networks = [opened(each, place, trust_remote_code=trust) for each in outlines]
-    lowest = None
-    if options.floor and against is not None and not outline.embeds:
-        lowest = measured_floor(networks[1], scored[0], place, trust, options.progress)
-    return [
-        _measured(networks, part, _name(text), protocol, lowest, options.progress)
-        for text, part in zip(texts, scored, strict=True)
-    ]
+    return PreparedTexts(outlines, [_name(text) for text in texts], scored, options)
 
 
 def _name(text: Text) -> str:
@@ -226,7 +251,7 @@ def _check_taken(outlines: Sequence[Outline], input_kind: InputKind, protocol: P
 
 
 def _scored(
-    outline: Outline,
+    outlines: Sequence[Outline],
     tokenizer: PreTrainedTokenizerBase | None,
     text: Any,
     given: Given | None,
@@ -234,7 +259,8 @@ def _scored(
 ) -> ScoredText:
     """Return the windows of a text and what is scored of them."""
     protocol, seqlen, samples = options.protocol, options.seqlen, options.samples
-    positions, tokens = outline.positions, None if given is None else given.tokens
+    outline, tokens = outlines[0], None if given is None else given.tokens
+    positions, shortest = min((each.positions or sys.maxsize, each.name) for each in outlines)
     if tokens is not None:
         if protocol != "papers":
             raise RecipeError(
@@ -243,17 +269,17 @@ def _scored(
         if seqlen not in (None, tokens.shape[1]):
             raise RecipeError(f"seqlen is {seqlen}, but the windows have {tokens.shape[1]} tokens. Leave out seqlen.")
         seqlen = tokens.shape[1]
-    if seqlen is not None and positions is not None and seqlen > positions:
-        raise CalibrationError(f"seqlen {seqlen} is more than the model's maximum length of {positions} tokens.")
+    if seqlen is not None and seqlen > positions:
+        raise CalibrationError(f"seqlen {seqlen} is more than the maximum length of {shortest}, {positions} tokens.")
     if tokens is not None:
         scored = ScoredText(
             tokens=tokens[:samples], targets=next_tokens(tokens[:samples]) if outline.vocabulary else None
         )
     else:
-        seqlen = seqlen or default_seqlen(protocol, positions)
+        seqlen = seqlen or default_seqlen(protocol, None if positions == sys.maxsize else positions)
         if seqlen < 2:
             raise ModelError(
-                f"The model's maximum length is {positions} token; expected at least 2. Check config.json."
+                f"The maximum length of {shortest} is {positions} token; expected at least 2. Check config.json."
             )
         if tokenizer is None:
             raise RecipeError(

@@ -25,7 +25,7 @@ COLOURS = (
     "#E69F00",
     "#56B4E9",
 )  # of Okabe and Ito, for colour-blind readers
-LEAST_KL = 1e-9  # in nats; tokens below it are counted there
+LEAST_KL, LARGEST_KL = 1e-9, 1e3  # in nats; tokens outside are counted there
 BINS = 60
 
 
@@ -83,8 +83,10 @@ def _histogram(axes: Axes, measured: Measured, colour: str) -> None:
     assert measured.scores is not None
     assert measured.scores.kl is not None
     values = measured.scores.kl.numpy()
-    logarithms = np.log10(np.maximum(values, LEAST_KL))
+    logarithms = np.log10(np.clip(values, LEAST_KL, LARGEST_KL))
     shares = np.full(len(values), 100 / len(values))
     name = Path(measured.evaluation.text).name
     axes.hist(logarithms, bins=BINS, weights=shares, color=colour, histtype="stepfilled", alpha=0.4, label=name)
-    axes.axvline(np.log10(max(float(values.mean()), LEAST_KL)), color=colour, linewidth=1, linestyle=(0, (4, 3)))
+    axes.axvline(
+        np.log10(np.clip(values.mean(), LEAST_KL, LARGEST_KL)), color=colour, linewidth=1, linestyle=(0, (4, 3))
+    )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 RESAMPLES, SEED = 2000, 0  # of the bootstrap
+SHARES = (0.5, 0.99, 0.999, 1.0)  # of the tokens, below which the KL is stated
 OUTSIDE = 2.5  # percent of the resamples below the interval, and above it
 LEAST_LOG, INFINITE = -1e300, 1e200  # log-probability in place of minus infinity, and means that it makes infinite
 COUNTS = 1 << 22  # numbers in a part of the bootstrap
@@ -170,7 +171,9 @@ def summarize(scores: TokenScores) -> Statistics:
     means = _Means(scores.window, columns)
     if scores.kl is None:
         return Statistics(perplexity=means.estimate(lambda mean: _exp(mean["nll"])))
-    median, ninety_nine, nine, largest = np.quantile(scores.kl.numpy(), (0.5, 0.99, 0.999, 1.0)).tolist()
+    kl, finite = scores.kl.numpy(), bool(scores.kl.isfinite().all())  # between a number and infinity lies none
+    quantiles = np.quantile(kl, SHARES) if finite else np.quantile(kl, SHARES, method="lower")
+    median, ninety_nine, nine, largest = quantiles.tolist()
     return Statistics(
         perplexity=means.estimate(lambda mean: _exp(mean["nll"])),
         original_perplexity=means.estimate(lambda mean: _exp(mean["original"])),
@@ -191,9 +194,9 @@ def summarize(scores: TokenScores) -> Statistics:
 def _by_position(scores: TokenScores) -> tuple[PositionRange, ...]:
     """Return the KL at positions 1, 2 to 3, 4 to 7 and so on."""
     assert scores.kl is not None
-    ranges, first = [], 1
-    while first <= int(scores.position.max()):
-        last = 2 * first - 1
+    ranges, first, end = [], 1, int(scores.position.max())
+    while first <= end:
+        last = min(2 * first - 1, end)
         inside = (scores.position >= first) & (scores.position <= last)
         if tokens := int(inside.sum()):
             means = _Means(scores.window[inside], {"kl": scores.kl[inside]})
@@ -237,7 +240,7 @@ class _Means:
     def estimate(self, figure: Callable[[dict[str, np.ndarray]], np.ndarray]) -> Estimate:
         """Return a figure of the means with its interval."""
         value = float(figure(self.mean)[0])
-        if self.resampled is None:
+        if self.resampled is None or not math.isfinite(value):
             return Estimate(value=value)
         low, high = np.percentile(figure(self.resampled), (OUTSIDE, 100 - OUTSIDE))
         return Estimate(value=value, low=float(low), high=float(high))

@@ -21,15 +21,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.calibration.given import check_model, model_label, refuse_tokenizer
+from nearplane.calibration.given import model_label, refuse_tokenizer
 from nearplane.errors import CalibrationError, ModelError, RecipeError, first_few, first_line
-from nearplane.models.kinds import InputKind, has_head, input_kind
+from nearplane.models.kinds import InputKind
 from nearplane.models.pretrained import as_model_error
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.progress import counted, silent
 from nearplane.verbs.early_checks import check_evaluate_tasks
 from nearplane.verbs.evaluate import load_dense
+from nearplane.verbs.evaluate_networks import Outline
 from nearplane.verbs.task_scores import RESAMPLES, TaskScore, scores
 
 PYTHON_SEED, SEED = 0, 1234  # of lm-eval's command line: for `random`; for numpy, torch and the choice of examples
@@ -77,12 +78,17 @@ def evaluate_tasks(
         model, tasks, against=against, fewshot=fewshot, limit=limit, task_path=task_path, batch_size=batch_size
     )
     refuse_tokenizer(model, tokenizer)
+    sources = [each for each in (model, against) if each is not None]
+    for source in sources:
+        _check_answers(Outline.of(source, trust_remote_code=trust_remote_code))
+    if tokenizer is None and not isinstance(model, str | Path):
+        raise RecipeError("A model object has no tokenizer: pass tokenizer=.")
     with _seeded(), _quiet():
         chosen = _load_tasks(tasks, task_path)
     _set_fewshot(chosen, fewshot)
     place = Device.named(device).place
     results = []
-    for source in (model,) if against is None else (model, against):
+    for source in sources:
         network, tokenizer = _loaded(source, tokenizer, place, trust_remote_code)
         log.info("%s answers %s", model_label(source), first_few(list(chosen["tasks"])))
         results.append(_answers(network, tokenizer, model_label(source), chosen, limit, batch_size))
@@ -115,9 +121,14 @@ def _load_tasks(names: Sequence[str], task_path: str | Path | None) -> dict[str,
             try:
                 loaded = manager.load([match])
             except Exception as error:  # the network, the disk and Python files of tasks raise anything
+                advice = (
+                    "Its documents come from the hub, once: connect to it, or pass the folder of a task with its own files "
+                    "with --task-path."
+                    if task_path is None
+                    else f"Check its files in {task_path}, or connect to the hub if its documents come from there."
+                )
                 raise CalibrationError(
-                    f"The task {match} cannot be loaded ({type(error).__name__}: {first_line(error)}). Its documents come from "
-                    f"the hub, once: connect to it, or pass the folder of a task with its own files with --task-path."
+                    f"The task {match} cannot be loaded ({type(error).__name__}: {first_line(error)}). {advice}"
                 ) from error
             chosen["tasks"] |= loaded["tasks"]
             chosen["groups"] |= loaded["groups"]
@@ -144,22 +155,22 @@ def _loaded(
     device: torch.device,
     trust_remote_code: bool,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a network that answers text with tokens, and its tokenizer.
+    """Return a network and the tokenizer of its folder, or else the one that was given."""
+    if isinstance(source, str | Path):
+        return load_dense(source, device, trust_remote_code=trust_remote_code)
+    assert tokenizer is not None
+    return source, tokenizer
+
+
+def _check_answers(outline: Outline) -> None:
+    """Refuse a network that does not answer text with tokens, before its weights are read.
 
     Raises:
-        ModelError, FormatError: It cannot be read, or does not answer text with tokens.
-        RecipeError: A model object has no tokenizer.
+        ModelError: It is an encoder, or takes something else than text.
     """
-    if isinstance(source, str | Path):
-        network, tokenizer = load_dense(source, device, trust_remote_code=trust_remote_code)
-    else:
-        network = check_model(source)
-    if not has_head(network) or input_kind(network) is not InputKind.TEXT:
-        why = "has no vocabulary head" if not has_head(network) else f"takes {input_kind(network)}"
-        raise ModelError(f"{model_label(source)} {why}, so it answers no tasks. Pass a language model.")
-    if tokenizer is None:
-        raise RecipeError("A model object has no tokenizer: pass tokenizer=.")
-    return network, tokenizer
+    if outline.embeds or outline.takes is not InputKind.TEXT:
+        why = "has no vocabulary head" if outline.embeds else f"takes {outline.takes}"
+        raise ModelError(f"{outline.name} {why}, so it answers no tasks. Pass a language model.")
 
 
 class _Warnings(logging.Handler):

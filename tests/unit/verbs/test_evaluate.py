@@ -13,7 +13,7 @@ import nearplane
 from families import FAMILIES, config_of, random_model
 from nearplane.demo import HELD_OUT, MODEL
 from nearplane.models.kinds import divergence
-from nearplane.verbs.evaluate import EvaluationOptions, evaluate_texts
+from nearplane.verbs.evaluate import EvaluationOptions, prepare_texts
 from nearplane.verbs.evaluate_networks import Held, Outline
 
 ASSETS = Path(os.environ.get("ASSETS", "../shared/assets"))
@@ -80,7 +80,7 @@ def test_statistics_in_parts_are_those_of_all_logits(coarse, logits, monkeypatch
     monkeypatch.setattr("nearplane.verbs.evaluate_networks.BATCH_TOKENS", 96)
     with caplog.at_level(logging.INFO, "nearplane"):
         options = EvaluationOptions(seqlen=32, samples=7, against=MODEL, floor=True)
-        first, second = evaluate_texts(coarse, [HELD_OUT, ["A list. " * 40]], options)
+        first, second = prepare_texts(coarse, [HELD_OUT, ["A list. " * 40]], options).measure()
     assert "at once" not in caplog.text
     found = first.evaluation
     ids = AutoTokenizer.from_pretrained(MODEL)(HELD_OUT.read_text()[:9000], add_special_tokens=False)["input_ids"]
@@ -143,7 +143,7 @@ def test_a_short_text_is_refused_before_weights_are_read(coarse, monkeypatch):
     for protocol, said in (("papers", "but a window has 512"), ("llama.cpp", "needs two windows of 512")):
         options = EvaluationOptions(protocol=protocol, against=MODEL, samples=1, seqlen=512)
         with pytest.raises(nearplane.CalibrationError, match=said):
-            evaluate_texts(coarse, [HELD_OUT, ["Short."]], options)
+            prepare_texts(coarse, [HELD_OUT, ["Short."]], options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
