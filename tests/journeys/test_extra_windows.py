@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import nearplane
-from families import DEMO_VOCABULARY, config_of, random_model
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane.calibration.texts import read_windows
 from nearplane.calibration.windows import calibration_windows
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.models.model import open_model
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.record.record import LayerRecord, RunRecord
@@ -29,10 +29,9 @@ FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 32, "group_siz
 def model(tmp_path_factory):
     """Return the folder of a tiny random Llama with the demo model's tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    config = config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=2, hidden_size=32, intermediate_size=96)
+    config = config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=2, hidden_size=32, intermediate_size=96)
     random_model(config).float().save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((MODEL / file).read_bytes())
+    add_tokenizer(folder)
     return folder
 
 

@@ -27,13 +27,13 @@ DAILY = (
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux tells it")
 
 
-def test_two_hundred_mutations_end_well(tmp_path: Path) -> None:
-    report = fuzz.run(tmp_path, range(200), only=DAILY)
+def test_a_hundred_mutations_end_well(tmp_path: Path) -> None:
+    report = fuzz.run(tmp_path, range(100), only=DAILY)
     assert report.faults == []
-    assert len(report.outcomes) == 200
+    assert len(report.outcomes) == 100
     counts = Counter(each.outcome for each in report.outcomes)
-    assert 100 < counts[REFUSED] < 190
-    assert counts[RIGHT] + counts["as the bytes say"] > 10
+    assert 50 < counts[REFUSED] < 95
+    assert counts[RIGHT] + counts["as the bytes say"] > 5
 
 
 @pytest.mark.nightly

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import nearplane
-from families import DEMO_VOCABULARY, FAMILIES, LLAMA, config_of, random_model
+from families import FAMILIES, LLAMA, TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import FormatError, ModelError, RecipeError
 from nearplane.cli.app import app, main
-from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.formats.find_record import embedded_record
 from nearplane.formats.gguf.gguf_header import FILE, METADATA, read_header
 from nearplane.formats.gguf.gguf_reader import GGUFReader
@@ -74,9 +74,8 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         )  # transformers looks for names of makers in that of the folder
         one_block = {"n_layer" if name == "gpt2" else "num_hidden_layers": 1}
         known = FAMILIES.get(name, {}) | SHAPES.get(name, {}) | one_block | changes
-        random_model(config_of(name, **(known | {"vocab_size": DEMO_VOCABULARY}))).to(dtype).save_pretrained(folder)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / file).write_bytes((MODEL / file).read_bytes())
+        random_model(config_of(name, **(known | {"vocab_size": TEXT_VOCABULARY}))).to(dtype).save_pretrained(folder)
+        add_tokenizer(folder)
         return folder
 
     return folder_of
@@ -479,10 +478,10 @@ def test_a_tokenizer_model_alone_is_read_as_transformers_does(
 ) -> None:
     """Pieces, scores and what comes first are those of the tokenizer.json that it would save."""
     source, out = model_of("llama", attention_bias=False), tmp_path / "out"
-    save_sentencepiece(source)
+    save_sentencepiece(source, size=TEXT_VOCABULARY)
     nearplane.quantize(source, out, calibration=text, **WORDS)
     AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / "saved")
-    wanted, fields = vocabulary(tmp_path / "saved", DEMO_VOCABULARY), gguf.GGUFReader(out / FILE).fields
+    wanted, fields = vocabulary(tmp_path / "saved", TEXT_VOCABULARY), gguf.GGUFReader(out / FILE).fields
     assert wanted.model == fields["tokenizer.ggml.model"].contents() == "llama"
     assert list(wanted.tokens) == fields["tokenizer.ggml.tokens"].contents()
     assert list(wanted.scores) == fields["tokenizer.ggml.scores"].contents()

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import nearplane
-from families import DEMO_VOCABULARY, FAMILIES, LLAMA, MOE, config_of, random_model
+from families import FAMILIES, LLAMA, MOE, TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import ModelError
 from nearplane.cli.app import app
-from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.formats.find_record import find_record
 from nearplane.formats.gguf import network_config
 from nearplane.formats.gguf.gguf_header import FILE, METADATA, metadata_digest, read_header
@@ -70,10 +70,9 @@ def out_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             family, changes = SHAPES[shape]
             model, folders[shape] = tmp_path_factory.mktemp("models") / "model", tmp_path_factory.mktemp("out") / "out"
             known = {"n_layer" if family == "gpt2" else "num_hidden_layers": 7 if shape == "gemma3" else 2}
-            config = config_of(family, **(FAMILIES.get(family, {}) | known | changes | {"vocab_size": DEMO_VOCABULARY}))
+            config = config_of(family, **(FAMILIES.get(family, {}) | known | changes | {"vocab_size": TEXT_VOCABULARY}))
             random_model(config).float().save_pretrained(model)
-            for file in ("tokenizer.json", "tokenizer_config.json"):
-                (model / file).write_bytes((MODEL / file).read_bytes())
+            add_tokenizer(model)
             nearplane.quantize(
                 model, folders[shape], calibration=str(CALIBRATION), solver="round-to-nearest", **SETTINGS
             )
@@ -114,10 +113,15 @@ def test_a_file_alone_is_the_network_of_its_folder(
 ) -> None:
     out, alone = out_of(shape), tmp_path / "any name.gguf"
     without_own_keys(out / FILE, alone) if foreign else shutil.copy(out / FILE, alone)
-    ids = torch.randint(0, DEMO_VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, TEXT_VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected, actual = (nearplane.load(source, dtype="float32")(ids).logits for source in (out, alone))
     assert torch.equal(actual, expected)
+
+
+def test_a_file_alone_is_evaluated_as_its_folder(out_of: Callable[[str], Path], tmp_path: Path) -> None:
+    out, alone = out_of("llama"), tmp_path / "any name.gguf"
+    without_own_keys(out / FILE, alone)
     scores = [nearplane.evaluate(source, HELD_OUT, seqlen=32, samples=2).perplexity for source in (out, alone)]
     assert scores[0] == scores[1]
 

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import nearplane
-from families import DEMO_VOCABULARY, LLAMA, MOE, config_of, random_model
+from families import LLAMA, MOE, TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from killing import contents, stopped_behind
 from nearplane import FormatError, ModelError, RecipeError
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.formats.gguf.gguf_header import FILE, SUMS, TENSORS
 from nearplane.formats.gguf.gguf_reader import GGUFReader
 from nearplane.formats.gguf.mixes import fitting
@@ -42,10 +42,9 @@ def source_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def folder_of(kind: str, **changes: Any) -> Path:
         folder = tmp_path_factory.mktemp("models") / "model"
-        config = config_of(kind, **(SHAPES[kind] | {"vocab_size": DEMO_VOCABULARY} | changes))
+        config = config_of(kind, **(SHAPES[kind] | {"vocab_size": TEXT_VOCABULARY} | changes))
         random_model(config).float().save_pretrained(folder)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / file).write_bytes((MODEL / file).read_bytes())
+        add_tokenizer(folder)
         return folder
 
     return folder_of
@@ -158,10 +157,9 @@ def test_no_other_tensor_is_of_experts(name: str, tmp_path: Path) -> None:
 
 
 def test_experts_that_a_checkpoint_holds_together_are_refused(tmp_path: Path) -> None:
-    config = config_of("qwen3_moe", **(SHAPES["qwen3_moe"] | {"vocab_size": DEMO_VOCABULARY}))
+    config = config_of("qwen3_moe", **(SHAPES["qwen3_moe"] | {"vocab_size": TEXT_VOCABULARY}))
     random_model(config).float().save_pretrained(tmp_path / "model", save_original_format=False)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / file).write_bytes((MODEL / file).read_bytes())
+    add_tokenizer(tmp_path / "model")
     with pytest.raises(
         RecipeError, match=r"experts\.\w+ contains all experts of a block, but a GGUF needs separate matrices"
     ):

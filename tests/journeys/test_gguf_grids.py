@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import nearplane
-from families import DEMO_VOCABULARY, LLAMA, config_of, random_model
+from families import LLAMA, TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import RecipeError, verify
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.lattice.number_formats import TYPES
 from nearplane.loading.dense_network import dense_network
@@ -22,7 +22,7 @@ from nearplane.record.record import read_record
 from nearplane.record.summary import summary
 
 TINY = LLAMA | dict(num_hidden_layers=2, hidden_size=256, intermediate_size=288, head_dim=64, num_attention_heads=4)
-TINY |= dict(num_key_value_heads=2, attention_bias=False, vocab_size=DEMO_VOCABULARY)
+TINY |= dict(num_key_value_heads=2, attention_bias=False, vocab_size=TEXT_VOCABULARY)
 TOKENS = dict(samples=5, seqlen=64)
 
 
@@ -38,8 +38,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     def folder_of(dtype: torch.dtype = torch.float32, **changes: Any) -> str:
         folder = tmp_path_factory.mktemp("models") / "model"
         random_model(config_of("llama", **(TINY | changes))).to(dtype).save_pretrained(folder)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / file).write_bytes((MODEL / file).read_bytes())
+        add_tokenizer(folder)
         return str(folder)
 
     return folder_of
@@ -143,9 +142,9 @@ def test_types_are_chosen_for_a_size(model_of: Callable[..., str], text: str, tm
     """The whole folder is at most that and close to it; embeddings get the largest type within the bits that layers get."""
     model, out = model_of(tie_word_embeddings=False, num_hidden_layers=1), tmp_path / "out"
     layers = {"0.*q_proj": {"grid": "q2_k"}}
-    record = nearplane.quantize(model, out, size="1.85MB", format="gguf", layers=layers, calibration=text, **TOKENS)
+    record = nearplane.quantize(model, out, size="700KB", format="gguf", layers=layers, calibration=text, **TOKENS)
     assert record.folder == sum(path.stat().st_size for path in out.iterdir())
-    assert 0.95 * 1_850_000 < record.folder <= 1_850_000
+    assert 0.95 * 700_000 < record.folder <= 700_000
     told = {layer.name: layer.format for layer in record.layers}
     assert told["model.layers.0.self_attn.q_proj"] == "q2_k"
     free = [
@@ -154,7 +153,7 @@ def test_types_are_chosen_for_a_size(model_of: Callable[..., str], text: str, tm
     bits = sum(8 * layer.bytes for layer in free) / sum(layer.out_features * layer.in_features for layer in free)
     assert TYPES[told["model.embed_tokens"]].rate <= bits
     assert len({layer.format for layer in free}) > 1
-    assert any("--size 1.85MB: " in line and "% of that" in line for line in summary(record, out))
+    assert any("--size 700KB: " in line and "% of that" in line for line in summary(record, out))
     assert verify(out).faults == ()
 
 

@@ -1,6 +1,5 @@
 """The default group size: 128, or the largest that divides the inputs, said so; one that was asked for is never replaced."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nearplane
-from families import DEMO_VOCABULARY, config_of, random_model
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import GridScheme, Recipe, RecipeError
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.lattice.number_formats import integers
 from nearplane.recipe.schemes import fitting_group
 from nearplane.record.record import RunRecord, contradictions, read_record
@@ -40,11 +39,10 @@ def test_inputs_that_no_group_divides_get_one_step_a_row_and_a_group_that_is_ask
 
 def test_one_step_a_row_by_default_is_said(tmp_path):
     config = config_of(
-        "llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=1, hidden_size=96, intermediate_size=44, head_dim=24
+        "llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=1, hidden_size=96, intermediate_size=44, head_dim=24
     )
     random_model(config).float().save_pretrained(tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(MODEL / name, tmp_path / "model" / name)
+    add_tokenizer(tmp_path / "model")
     record = nearplane.quantize(tmp_path / "model", tmp_path / "out", **FAST)
     assert {layer.number_format.group for layer in record.layers} == {None}
     said = "each row has a single step: no group of 16 or more divides the 44 inputs of model.layers.0.mlp.down_proj"
@@ -57,11 +55,10 @@ def odd(tmp_path_factory):
     """A model with layers of 96 and 64 inputs."""
     folder = tmp_path_factory.mktemp("models") / "odd"
     config = config_of(
-        "llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=1, hidden_size=96, intermediate_size=64, head_dim=24
+        "llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=1, hidden_size=96, intermediate_size=64, head_dim=24
     )
     random_model(config).float().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(MODEL / name, folder / name)
+    add_tokenizer(folder)
     return folder
 
 

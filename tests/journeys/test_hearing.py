@@ -56,7 +56,7 @@ def written_down(model: Any, sound: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", daily(KINDS, ["whisper"]))
-@pytest.mark.parametrize("how", [GRID, RATE], ids=["bits", "rate"])
+@pytest.mark.parametrize("how", [GRID, pytest.param(RATE, marks=pytest.mark.nightly)], ids=["bits", "rate"])
 def test_both_halves_are_quantized_and_read_back_bit_by_bit(kind: str, how: dict[str, Any], tmp_path: Path) -> None:
     source, out, (sound, tokens) = save_hearing(tmp_path / "source", kind), tmp_path / "out", heard(kind)
     record = nearplane.quantize(source, out, calibration=(sound, tokens), device="cpu", **how)

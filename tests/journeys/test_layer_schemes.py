@@ -1,15 +1,13 @@
 """Schemes of single layers, from end to end: each layer is solved, written, read back and measured again by its own."""
 
-import shutil
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import nearplane
-from families import DEMO_VOCABULARY, config_of, random_model
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import RecipeError
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.formats.stored import read_matrices
 from nearplane.verbs.evaluate import load_dense
 from nightly import daily
@@ -21,9 +19,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "llama"
-    random_model(config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(MODEL / name, folder / name)
+    random_model(config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(folder)
+    add_tokenizer(folder)
     return folder
 
 

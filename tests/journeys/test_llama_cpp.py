@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import nearplane
-from families import DEMO_VOCABULARY, FAMILIES, LLAMA, MOE, config_of, random_model
+from families import FAMILIES, LLAMA, MOE, TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.formats.gguf.mixes import MIXES
@@ -130,11 +130,10 @@ def source_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def folder_of(name: str, **changes: Any) -> Path:
         family, shape = SHAPES[name]
         folder = tmp_path_factory.mktemp("models") / "model"
-        random_model(config_of(family, **(shape | {"vocab_size": DEMO_VOCABULARY} | changes))).float().save_pretrained(
+        random_model(config_of(family, **(shape | {"vocab_size": TEXT_VOCABULARY} | changes))).float().save_pretrained(
             folder
         )
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / file).write_bytes((MODEL / file).read_bytes())
+        add_tokenizer(folder)
         return folder
 
     return folder_of
@@ -147,7 +146,7 @@ def test_llama_cpp_computes_what_transformers_computes(
     """Windows of 48 tokens are longer than those of attention (6), and than the positions before they are scaled."""
     out = tmp_path / "out"
     nearplane.quantize(source_of(name), out, grid="q8_0", embeddings="f32", **QUICK)
-    windows = torch.randint(0, DEMO_VOCABULARY, (2, 48), generator=torch.Generator().manual_seed(0))
+    windows = torch.randint(0, TEXT_VOCABULARY, (2, 48), generator=torch.Generator().manual_seed(0))
     decoded, native = both(out, windows, tmp_path)
     assert decoded < (
         1e-5 if name.startswith("gemma") else 1e-6
@@ -166,7 +165,7 @@ def test_a_file_without_a_tokenizer_runs(source_of: Callable[..., Path], tmp_pat
     source = source_of("llama")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (source / file).unlink()
-    windows = torch.randint(0, DEMO_VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(0))
+    windows = torch.randint(0, TEXT_VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(0))
     nearplane.quantize(source, tmp_path / "out", grid="q8_0", calibration=windows, solver="round-to-nearest")
     decoded, _ = both(tmp_path / "out", windows, tmp_path)
     assert decoded < 1e-6

@@ -12,12 +12,12 @@ import torch
 from transformers import AutoTokenizer
 
 import nearplane
-from families import DEMO_VOCABULARY, config_of, random_model
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from killing import contents, stopped_behind
 from nearplane import CalibrationError, RecipeError
 from nearplane.calibration.texts import read_windows
 from nearplane.calibration.windows import calibration_windows
-from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.models.model import open_model
 from nearplane.record.record import RunRecord
 from nearplane.record.summary import layer_table, summary
@@ -33,9 +33,10 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a tiny random Llama whose tokenizer has a chat template."""
     folder = tmp_path_factory.mktemp("model")
-    config = config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=2, hidden_size=32, intermediate_size=96)
+    config = config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=2, hidden_size=32, intermediate_size=96)
     random_model(config).float().save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    add_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder

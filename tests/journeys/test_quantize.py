@@ -174,7 +174,7 @@ def test_bad_requests_are_refused_before_anything_is_written(small, tmp_path):
         small, out, r"model\.layers\.0\.self_attn\.q_proj has 256 inputs.* a divisor of 256, or leave", group_size=96
     )
     refused(small, out, "expected a path, a list of texts", calibration=3)
-    refused(small, out, "list of 2 texts has 5 tokens", calibration=["a text", "another"])
+    refused(small, out, "list of 2 texts has 7 tokens", calibration=["a text", "another"])
     refused(small, out, "asymmetric", symmetric=False)
     refused(small, out, "compressed-tensors", bits=5, format="gptq")
     refused(small, out, "maximum length", seqlen=10_000)

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nearplane
-from checkpoints import add_tokenizer, save_part_of_the_demo
-from families import DEMO_VOCABULARY, config_of, random_model
+from checkpoints import save_part_of_the_demo
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import NearplaneError
 from nearplane.calibration.texts import read_windows
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
@@ -176,7 +176,7 @@ def test_rows_that_are_looked_up_more_get_finer_steps(untied, tmp_path):
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "gpt_neox", "qwen3"])
 def test_names_are_found_as_checkpoints_of_many_families_have_them(tmp_path, family):
     """GPT-2 files lack the prefix `transformer.`, Gemma scales what is looked up, GPT-NeoX renames its head."""
-    random_model(config_of(family, vocab_size=DEMO_VOCABULARY)).float().save_pretrained(tmp_path / family)
+    random_model(config_of(family, vocab_size=TEXT_VOCABULARY)).float().save_pretrained(tmp_path / family)
     add_tokenizer(tmp_path / family)
     stored = tmp_path / family / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(stored).items()}
@@ -186,7 +186,7 @@ def test_names_are_found_as_checkpoints_of_many_families_have_them(tmp_path, fam
     record = nearplane.quantize(
         tmp_path / family, tmp_path / "out", rate=3.0, ignore=[r"\.(layers|h)\."], **BOTH, **FAST
     )
-    assert sum(layer.out_features == DEMO_VOCABULARY for layer in record.layers) == (2 if family == "gpt_neox" else 1)
+    assert sum(layer.out_features == TEXT_VOCABULARY for layer in record.layers) == (2 if family == "gpt_neox" else 1)
     assert record.rate == pytest.approx(3.0, rel=0.005)
     expected = logits(load_dense(tmp_path / "out", CPU)[0])
     found = logits(nearplane.load(tmp_path / "out", dtype=torch.float32))

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import nearplane
-from checkpoints import add_tokenizer
-from families import DEMO_VOCABULARY, config_of, random_model
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from killing import (
     StoppedError,
     check_goes_on,
@@ -25,7 +24,7 @@ from killing import (
     stopped_behind,
 )
 from nearplane import FormatError, RecipeError
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.formats import journal_pages
 from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.record.record import read_record
@@ -39,7 +38,7 @@ WAYS = {
     "grid": dict(bits=4, group_size=16),
     "widths by slope": dict(bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2", two_sided=True),
     "rate, embeddings and head": dict(rate=3.0, include_embeddings=True, include_head=True),
-    "size": dict(size="1367kB"),
+    "size": dict(size="270kB"),
     "blocks of llama.cpp, embeddings too": dict(grid="q4_0"),
     "rounded to nearest": dict(bits=4, group_size=16, solver="round-to-nearest"),
 }
@@ -54,10 +53,9 @@ TEXT = dict(samples=24, seqlen=40, device="cpu")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "llama"
-    config = config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=BLOCKS, tie_word_embeddings=False)
+    config = config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=BLOCKS, tie_word_embeddings=False)
     random_model(config).float().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL / name).read_bytes())
+    add_tokenizer(folder)
     return folder
 
 
@@ -123,7 +121,7 @@ def test_a_run_that_is_killed_goes_on_and_ends_with_the_same_bytes(model, text, 
 def test_a_run_on_experts_that_is_killed_or_cut_short_ends_with_the_same_bytes(text, tmp_path, way):
     source = tmp_path / "experts"
     config = config_of(
-        "qwen3_moe", vocab_size=DEMO_VOCABULARY, num_hidden_layers=2, moe_intermediate_size=32, norm_topk_prob=True
+        "qwen3_moe", vocab_size=TEXT_VOCABULARY, num_hidden_layers=2, moe_intermediate_size=32, norm_topk_prob=True
     )
     random_model(config).float().save_pretrained(source)
     add_tokenizer(source)

@@ -8,11 +8,11 @@ import shutil
 import pytest
 
 import nearplane
-from families import DEMO_VOCABULARY, config_of, random_model
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from killing import check_goes_on, contents
 from killing import stopped_behind as stopped_quantizing
 from nearplane import FormatError, RecipeError
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.tuning import loop
 
 TEXT = dict(samples=12, seqlen=40)
@@ -27,9 +27,8 @@ WAYS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "llama"
-    random_model(config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL / name).read_bytes())
+    random_model(config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(folder)
+    add_tokenizer(folder)
     return folder
 
 

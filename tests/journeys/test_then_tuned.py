@@ -7,9 +7,9 @@ import pytest
 
 import forgery
 import nearplane
-from families import DEMO_VOCABULARY, config_of, random_model
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import RecipeError
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.record.record import read_record
 from nearplane.system.output_folder import Unfinished
 
@@ -34,9 +34,8 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "llama"
-    random_model(config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL / name).read_bytes())
+    random_model(config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(folder)
+    add_tokenizer(folder)
     return folder
 
 

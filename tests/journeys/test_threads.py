@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import nearplane
-from families import DEMO_VOCABULARY, config_of, random_model
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from killing import contents
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.lattice.factor import factorize, total
 from nearplane.theory.qr_factor import factorize_root
 
@@ -59,10 +59,9 @@ def test_factors_are_the_same_for_any_number_of_threads(threads, n):
 )
 def test_runs_are_the_same_for_any_number_of_threads(threads, tmp_path, words):
     """Layers have 65,536 weights and more: enough for torch and MKL to share them among threads."""
-    config = config_of("llama", vocab_size=DEMO_VOCABULARY, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    config = config_of("llama", vocab_size=TEXT_VOCABULARY, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     random_model(config).float().save_pretrained(tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / name).write_bytes((MODEL / name).read_bytes())
+    add_tokenizer(tmp_path / "model")
     for number in THREADS[:2]:
         threads(number)
         out = tmp_path / f"{number}"

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import forgery
 import nearplane
-from families import DEMO_VOCABULARY, config_of, random_model
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import CalibrationError, NearplaneError, RecipeError
 from nearplane.cli import app as cli
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.formats.find_record import embedded_record
 from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.formats.stored import Stored, read_matrices
@@ -34,7 +34,7 @@ WAYS = {
     "compressed-tensors": ("llama", {"bits": 4, "group_size": 32}),
     "compressed-tensors, mixed widths": ("qwen3", {"bits": 2.5, "group_size": 16}),
     "compressed-tensors, rounded to nearest": ("llama", {"bits": 3, "group_size": None, "solver": "round-to-nearest"}),
-    "gptq, Conv1D": ("gpt2", {"bits": 3, "group_size": 32, "format": "gptq"}),
+    "gptq, Conv1D": ("gpt2", {"bits": 2, "group_size": 32, "format": "gptq"}),
     "gptq_v2": (
         "llama of two blocks",
         {"bits": 2, "group_size": 16, "symmetric": False, "format": "gptq_v2", "correct": False},
@@ -74,11 +74,10 @@ def model_of(tmp_path_factory):
             blocks = "n_layer" if name == "gpt2" else "num_hidden_layers"
             family = name.removesuffix(" of two blocks")
             model = random_model(
-                config_of(family, vocab_size=DEMO_VOCABULARY, **{blocks: 1 if family == name else 2})
+                config_of(family, vocab_size=TEXT_VOCABULARY, **{blocks: 1 if family == name else 2})
             ).float()
             model.to(torch.bfloat16 if name == "qwen3" else torch.float32).save_pretrained(folder)
-            for file in ("tokenizer.json", "tokenizer_config.json"):
-                (folder / file).write_bytes((MODEL / file).read_bytes())
+            add_tokenizer(folder)
         return str(folders[name])
 
     return folder_of
@@ -231,7 +230,7 @@ def test_the_record_says_who_tuned_and_for_how_long(tuned_of, text, tmp_path, mo
 
 def test_tokens_given_in_python_are_tuned_on(model_of, tmp_path, generator):
     original = model_of("llama")
-    tokens = torch.randint(3, DEMO_VOCABULARY, (20, 24), generator=generator)
+    tokens = torch.randint(3, TEXT_VOCABULARY, (20, 24), generator=generator)
     words = dict(bits=2, group_size=16, format="gptq_v2", symmetric=False)
     record = nearplane.quantize(original, tmp_path / "out", calibration=tokens, tune="network", **words)
     assert record.tuning.windows + record.tuning.held_windows == 20 - record.extra_windows
@@ -415,7 +414,7 @@ def test_what_cannot_be_tuned_is_refused_before_the_solve(model_of, tmp_path, mo
         raise AssertionError("too late")
 
     words = dict(bits=4, group_size=16, device="cpu", tune="network", progress=solves)
-    tokens = torch.randint(3, DEMO_VOCABULARY, (2, 64), generator=generator)
+    tokens = torch.randint(3, TEXT_VOCABULARY, (2, 64), generator=generator)
     with pytest.raises(CalibrationError, match="needs at least 2, one of them held out"):
         nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=tokens, **words)
     monkeypatch.setattr(Device, "free", lambda device: 10**5)

@@ -7,8 +7,8 @@ import pytest
 
 import nearplane
 from children import command
-from families import DEMO_VOCABULARY, config_of, random_model
-from nearplane.demo import CALIBRATION, MODEL
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
+from nearplane.demo import CALIBRATION
 
 REPETITIONS = [0, *(pytest.param(repetition, marks=pytest.mark.nightly) for repetition in range(1, 10))]
 
@@ -16,9 +16,8 @@ REPETITIONS = [0, *(pytest.param(repetition, marks=pytest.mark.nightly) for repe
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    random_model(config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL / name).read_bytes())
+    random_model(config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(folder)
+    add_tokenizer(folder)
     return folder
 
 

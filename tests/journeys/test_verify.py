@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import forgery
 import nearplane
-from families import DEMO_VOCABULARY, config_of, random_model
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import FormatError, GridScheme, NearplaneError, RecipeError
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.errors import printable
 from nearplane.formats.beside import names_copied
 from nearplane.formats.stored import Stored, read_matrices
@@ -70,10 +70,9 @@ def model_of(tmp_path_factory):
         folder = folders[name] = tmp_path_factory.mktemp("models") / name.replace(" ", "-")
         blocks = "n_layer" if name.startswith("gpt2") else "num_hidden_layers"
         family = name.removesuffix(" renamed").removesuffix(" of one block")
-        config = config_of(family, vocab_size=DEMO_VOCABULARY, **{blocks: 2 if name == "llama" else 1})
+        config = config_of(family, vocab_size=TEXT_VOCABULARY, **{blocks: 2 if name == "llama" else 1})
         random_model(config).float().save_pretrained(folder)
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / file).write_bytes((MODEL / file).read_bytes())
+        add_tokenizer(folder)
         if name.endswith(" renamed"):
             tensors = load_file(folder / "model.safetensors")
             tensors = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
@@ -612,7 +611,7 @@ def test_another_model_is_said_in_one_sentence(checkpoint_of, model_of, tmp_path
     folder, _ = checkpoint_of("compressed-tensors")
     original = model_of("gpt2") if other == "gpt2" else tmp_path / "wider"
     if other == "wider":
-        config = config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=1, intermediate_size=96)
+        config = config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=1, intermediate_size=96)
         random_model(config).float().save_pretrained(original)
     found = said(verify(folder, against=str(original)))
     assert [line for line in found if "another model" in line] == found[-1:]

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import nearplane
-from families import DEMO_VOCABULARY, config_of, random_model
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import ModelError
-from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.record.record import read_record
 from nearplane.system.fp8_mxfp4 import FOUR_BITS, WidenedReader, eight_bits, four_bits
 
@@ -34,11 +34,10 @@ def folders(tmp_path_factory):
     """Return (a model stored in 8 bits, the same in bfloat16)."""
     place = tmp_path_factory.mktemp("models")
     config = config_of(
-        "llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=2, hidden_size=64, intermediate_size=128, head_dim=16
+        "llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=2, hidden_size=64, intermediate_size=128, head_dim=16
     )
     random_model(config).bfloat16().save_pretrained(place / "short")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (place / "short" / name).write_bytes((MODEL / name).read_bytes())
+    add_tokenizer(place / "short")
     shutil.copytree(place / "short", place / "wide")
     tensors, short = load_file(place / "short" / "model.safetensors"), {}
     wide = dict(tensors)
@@ -62,7 +61,11 @@ def folders(tmp_path_factory):
     return place / "short", place / "wide"
 
 
-@pytest.mark.parametrize("words", [dict(bits=4, group_size=16, ignore=["layers.1"]), dict(grid="q4_0")], ids=str)
+@pytest.mark.parametrize(
+    "words",
+    [dict(bits=4, group_size=16, ignore=["layers.1"]), pytest.param(dict(grid="q4_0"), marks=pytest.mark.nightly)],
+    ids=str,
+)
 def test_a_model_in_eight_bits_is_quantized_as_the_same_in_sixteen(folders, tmp_path, words):
     for name, folder in zip(("short", "wide"), folders, strict=True):
         nearplane.quantize(folder, tmp_path / name, **TEXT, **words)
@@ -174,12 +177,11 @@ def in_four_bits(W):
 
 def test_gpt_oss_in_four_bits_is_quantized_as_the_same_in_sixteen(tmp_path):
     config = config_of(
-        "gpt_oss", vocab_size=DEMO_VOCABULARY, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        "gpt_oss", vocab_size=TEXT_VOCABULARY, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     random_model(config).bfloat16().save_pretrained(tmp_path / "short")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "short" / name).write_bytes((MODEL / name).read_bytes())
+    add_tokenizer(tmp_path / "short")
     tensors = load_file(tmp_path / "short" / "model.safetensors")
     shutil.copytree(tmp_path / "short", tmp_path / "wide")
     short, wide = dict(tensors), dict(tensors)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from families import TEXT_VOCABULARY, add_tokenizer
 from nearplane.demo import MODEL
 from nearplane.formats.container import Place
 from nearplane.formats.layer_format import Quantized
@@ -93,15 +94,16 @@ def tiny_llama(hidden: int = 128, intermediate: int = 352) -> LlamaForCausalLM:
 
 
 def save_part_of_the_demo(folder: Path, *, blocks: int = 2, neurons: int = 256, own_head: bool = False) -> Path:
-    """Write the first blocks of the demo model with a part of their neurons, and its tokenizer: real weights, a second to quantize.
+    """Write the first blocks of the demo model with a part of their neurons and tokens: real weights, a second to quantize.
 
     Args:
         folder: to write.
-        blocks: of 5.
+        blocks: of 4.
         neurons: of 768 in each.
         own_head: store the head apart from the embeddings, and a little different.
     """
     model = AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=blocks)
+    model.resize_token_embeddings(TEXT_VOCABULARY)
     model.config.intermediate_size = neurons
     for block in model.model.layers:
         for layer in (block.mlp.gate_proj, block.mlp.up_proj):
@@ -114,12 +116,6 @@ def save_part_of_the_demo(folder: Path, *, blocks: int = 2, neurons: int = 256, 
     model.save_pretrained(folder)
     add_tokenizer(folder)
     return folder
-
-
-def add_tokenizer(folder: Path) -> None:
-    """Copy the tokenizer of the demo model into a folder."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL / name).read_bytes())
 
 
 def write_folder(

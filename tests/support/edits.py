@@ -27,11 +27,11 @@ import torch
 from safetensors.torch import load_file
 
 import nearplane
-from families import DEMO_VOCABULARY
+from families import TEXT_VOCABULARY, add_tokenizer
 from native_checkpoints import save_tiny
 from nearplane import NearplaneError
 from nearplane.cli.app import app
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.system.paths import RECORD
 from nearplane.system.safetensors_files import INDEX
 
@@ -324,9 +324,8 @@ def made(place: Path) -> tuple[dict[str, Path], Path, Path]:
     """Write checkpoints of a tiny model on two grids and at a rate: {how: folder}, the text of their calibration, the original."""
     original, text = place / "original", place / "text.txt"
     text.write_text(CALIBRATION.read_text()[:4000])
-    save_tiny(original, "llama", torch.float32, vocab_size=DEMO_VOCABULARY, num_hidden_layers=2)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(MODEL / name, original / name)
+    save_tiny(original, "llama", torch.float32, vocab_size=TEXT_VOCABULARY, num_hidden_layers=2)
+    add_tokenizer(original)
     folders: dict[str, Path] = {}
     for way, options in WAYS.items():
         folders[way] = place / way

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import nearplane
-from families import DEMO_VOCABULARY
+from families import TEXT_VOCABULARY, add_tokenizer
 from native_checkpoints import save_tiny
 from nearplane import Calibration, CalibrationError, GridScheme, ModelError, Recipe, RecipeError
 from nearplane.calibration.given import TEXTS, TOKENS
-from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.demo import CALIBRATION, HELD_OUT
 
 GRID: dict[str, Any] = {"bits": 4, "group_size": 16, "samples": 4, "seqlen": 32, "order": "natural"}
 
@@ -27,9 +26,8 @@ GRID: dict[str, Any] = {"bits": 4, "group_size": 16, "samples": 4, "seqlen": 32,
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with the tokenizer of the demo model."""
     folder = tmp_path_factory.mktemp("source") / "model"
-    save_tiny(folder, "llama", torch.float32, vocab_size=DEMO_VOCABULARY, num_hidden_layers=1)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(MODEL / name, folder / name)
+    save_tiny(folder, "llama", torch.float32, vocab_size=TEXT_VOCABULARY, num_hidden_layers=1)
+    add_tokenizer(folder)
     return folder
 
 
@@ -175,7 +173,7 @@ def test_objects_are_evaluated_as_they_are(
         (torch.zeros(2, 4, dtype=torch.bool), r"bool \(2, 4\)"),
         (torch.zeros(2, 1, dtype=torch.int64), "at least one window of two"),
         (torch.full((2, 4), -100), "token id -100; expected 0 or more"),
-        (torch.arange(5000, 5128).view(4, 32), f"vocabulary has {DEMO_VOCABULARY}"),
+        (torch.arange(5000, 5128).view(4, 32), f"vocabulary has {TEXT_VOCABULARY}"),
         (torch.zeros(2, 9000, dtype=torch.int64), "maximum length"),
         (3, r"int64 \(\)"),
         (["a b"], "The list of 1 texts has"),

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import nearplane
-from families import DEMO_VOCABULARY, config_of, random_model
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import CalibrationError
 from nearplane.calibration.windows import Windows, check_tokens, distinct_runs
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.models.model import open_model
 from nearplane.recipe.recipe import Calibration, Recipe
 
@@ -22,10 +22,9 @@ WIDEST = "model.layers.0.mlp.down_proj"
 def model(tmp_path_factory):
     """Return the folder of a tiny random Llama, whose widest layer has 96 inputs, with the demo model's tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    config = config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=1, hidden_size=32, intermediate_size=96)
+    config = config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=1, hidden_size=32, intermediate_size=96)
     random_model(config).float().save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((MODEL / file).read_bytes())
+    add_tokenizer(folder)
     return folder
 
 

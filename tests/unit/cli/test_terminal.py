@@ -13,11 +13,11 @@ import pytest
 
 import nearplane
 from children import command
-from families import DEMO_VOCABULARY, config_of, random_model
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane.cli import app as cli
 from nearplane.cli.printing import table
 from nearplane.cli.terminal import Terminated, attended
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.matrix.solve_layer import solve_layer
 from nearplane.record.record import read_record
 
@@ -26,9 +26,8 @@ from nearplane.record.record import read_record
 def model(tmp_path_factory):
     """A random model of so many narrow blocks that there is time to stop its quantization."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    random_model(config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=6)).float().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL / name).read_bytes())
+    random_model(config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=6)).float().save_pretrained(folder)
+    add_tokenizer(folder)
     return folder
 
 

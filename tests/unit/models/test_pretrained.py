@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 import nearplane
 from checkpoints import write_folder
-from families import DEMO_VOCABULARY
+from families import TEXT_VOCABULARY, add_tokenizer
 from native_checkpoints import save_tiny, write_native
 from nearplane import FormatError, ModelError, NearplaneError, RecipeError
-from nearplane.demo import HELD_OUT, MODEL
+from nearplane.demo import HELD_OUT
 from nearplane.models.pretrained import empty_network, tokenizer_of
 from nearplane.verbs.evaluate import load_dense
 
@@ -40,10 +40,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny Llama with the tokenizer of the demo model, dense and in three formats."""
     place = tmp_path_factory.mktemp("checkpoints")
     save_tiny(
-        place / "dense", "llama", torch.bfloat16, vocab_size=DEMO_VOCABULARY, hidden_size=64, intermediate_size=64
+        place / "dense", "llama", torch.bfloat16, vocab_size=TEXT_VOCABULARY, hidden_size=64, intermediate_size=64
     )
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(MODEL / name, place / "dense" / name)
+    add_tokenizer(place / "dense")
     for name, write in WRITERS.items():
         write(place / name, place / "dense")
     return {name: place / name for name in ("dense", *WRITERS)}
@@ -109,7 +108,7 @@ def test_an_empty_network_is_as_if_never_quantized(checkpoints: dict[str, Path])
             marks=pytest.mark.nightly,
         ),
         ({"num_hidden_layers": 4}, "lack|do not belong together"),
-        ({"vocab_size": 10**9}, r"is \(4096, 64\), but config.json describes \(1000000000, 64\)"),
+        ({"vocab_size": 10**9}, r"is \(768, 64\), but config.json describes \(1000000000, 64\)"),
         ({"vocab_size": 10**30}, "cannot build a language model from"),
         ({"head_dim": 10**9}, "These files do not|tables of|correct the"),
         ({"hidden_size": "64"}, "cannot build a language model from"),

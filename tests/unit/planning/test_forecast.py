@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import nearplane
-from families import DEMO_VOCABULARY, config_of, random_model
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from killing import contents, stopped_behind
 from nearplane import RecipeError
 from nearplane.calibration.one_forward import MemorySetting, default_batch
-from nearplane.demo import CALIBRATION, MODEL
+from nearplane.demo import CALIBRATION
 from nearplane.planning.forecast import Forecast
 from nearplane.planning.memory_bound import settings
 from nearplane.record.record import read_record
@@ -24,10 +24,9 @@ TEXT = dict(samples=24, seqlen=40, device="cpu", bits=4, group_size=16)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "llama"
-    config = config_of("llama", vocab_size=DEMO_VOCABULARY, num_hidden_layers=3, tie_word_embeddings=False)
+    config = config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=3, tie_word_embeddings=False)
     random_model(config).float().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((MODEL / name).read_bytes())
+    add_tokenizer(folder)
     return folder
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import nearplane
-from families import DEMO_VOCABULARY, config_of, random_model
-from nearplane.demo import HELD_OUT, MODEL
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
+from nearplane.demo import HELD_OUT
 from nearplane.formats.stored import DecodedReader
 from nearplane.verbs import evaluate_networks as predictions
 from nightly import daily
@@ -29,9 +29,8 @@ def folders(tmp_path_factory):
 
     def made(family):
         place = tmp_path_factory.mktemp(family)
-        random_model(config_of(family, vocab_size=DEMO_VOCABULARY)).float().save_pretrained(place / "model")
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (place / "model" / name).write_bytes((MODEL / name).read_bytes())
+        random_model(config_of(family, vocab_size=TEXT_VOCABULARY)).float().save_pretrained(place / "model")
+        add_tokenizer(place / "model")
         words = {"group_size": 16} if "bits" in WAYS[family] else {}
         nearplane.quantize(
             place / "model", place / "out", solver="round-to-nearest", device="cpu", **{**words, **WAYS[family]}
@@ -41,7 +40,7 @@ def folders(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("family", daily(WAYS, ["llama", "gemma2", "qwen3_moe"]))
+@pytest.mark.parametrize("family", daily(WAYS, ["llama", "qwen3_moe"]))
 def test_block_by_block_is_the_same_to_the_last_digits(folders, family, monkeypatch, caplog):
     """In chunks of one batch of two windows, the last of one."""
     original, out = folders(family)
