@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ ORDER = ("4", "3", "2", "q4_k_m", "q3_k_m", "q2_k", "3.125", "2.125", "1.5")
 
 def measure(asked: argparse.Namespace) -> None:
     """Measure all cells that were asked for and are not in the file."""
+    if find_spec("gguf") is None:
+        sys.exit('gguf is not installed. Run pip install "nearplane[gguf]"')
     import torch
     from cells import TOOLS, Bench, chosen, plan, subjects
 
@@ -51,6 +54,13 @@ def measure(asked: argparse.Namespace) -> None:
             f"{', '.join(missing)}: no such model. There are {', '.join(models)}; the mixture needs --mixture FOLDER."
         )
     models = {name: models[name] for name in asked.models or models}
+    for subject in models.values():
+        files = [subject.folder, *(file for text in subject.texts for file in (text.calibration, text.held_out))]
+        if missing := [str(file) for file in files if not file.exists()]:
+            sys.exit(
+                f"{subject.name} needs {missing[0]}, which does not exist. Pass the folder of models and texts with --assets, or "
+                f"measure the demo alone with --models demo."
+            )
     options = {name: _value(text) for name, text in (pair.split("=", 1) for pair in asked.set)}
     if asked.settings:
         batches = chosen(models, asked.tools or TOOLS, asked.calibrations or range(3), asked.settings)
@@ -197,6 +207,9 @@ def _ratio(old: list[Row], new: list[Row]) -> str:
 
 def compare(asked: argparse.Namespace) -> None:
     """Print ratios of KL, new over old."""
+    for path in (asked.old, asked.new):
+        if not path.exists():
+            sys.exit(f"{path} does not exist.")
     old, new = (
         [row for row in read(path) if row["tool"] == tool]
         for path, tool in zip((asked.old, asked.new), asked.tools, strict=True)

@@ -48,7 +48,8 @@ def test_four_bits_load_in_plain_transformers(kind: str, tmp_path: Path) -> None
     assert torch.equal(texts[0], texts[2])
 
 
-@pytest.mark.parametrize("kind", daily(KINDS, ["t5"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
 def test_rates_load_in_nearplane_and_every_loss_is_measured_again(kind: str, tmp_path: Path) -> None:
     source, out = save_translating(tmp_path / "source", kind), tmp_path / "out"
     solved(source, **RATE)

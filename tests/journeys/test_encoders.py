@@ -125,6 +125,12 @@ def test_the_cosine_is_printed_as_such(solved: Any, minilm: Path, capsys: pytest
     assert capsys.readouterr().out.startswith("cosine of mean-pooled embeddings to the original's: mean 0.9")
 
 
+def test_a_figure_of_predictions_is_refused(minilm: Path, tmp_path: Path) -> None:
+    options = ["--text", str(HELD_OUT), "--seqlen", "32", "--against", str(minilm), "--plot", str(tmp_path / "kl.svg")]
+    with pytest.raises(RecipeError, match="--plot draws predictions, which the encoder"):
+        cli.app(["evaluate", str(minilm), *options])
+
+
 def test_block_by_block_the_embeddings_are_the_same(solved: Any, minilm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = nearplane.evaluate(solved("grid"), TOKENS, against=minilm, device="cpu")
     monkeypatch.setattr("nearplane.verbs.evaluate_networks.MAX_MEMORY_SHARE", 0.0)

@@ -88,6 +88,7 @@ def test_a_mix_has_one_type_for_all_experts_of_a_block(source_of: Callable[..., 
     assert nearplane.verify(tmp_path / "size").faults == ()
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_stopped_goes_on(
     source_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

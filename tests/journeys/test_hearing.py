@@ -95,6 +95,7 @@ def test_what_the_decoder_predicts_is_compared(solved: Path, whisper: Path) -> N
     assert 0 < objects.kl < measured.kl, "sound enters a network in the network's dtype"
 
 
+@pytest.mark.nightly
 def test_bits_go_where_both_halves_need_them(whisper: Path, tmp_path: Path) -> None:
     kl, arrays = {}, (SOUND.numpy(), TOKENS.numpy())
     for bits in (3, 3.5):

@@ -127,6 +127,7 @@ def test_experts_in_gptq_have_names_of_their_own_and_are_read_back(tmp_path: Pat
     torch.testing.assert_close(logits(loaded), dense(tmp_path), rtol=0, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_widths_by_slope_are_one_for_all_experts(tmp_path: Path) -> None:
     """transformers decodes the experts of all blocks alike; they are named by a pattern."""
     record = quantized("qwen3_moe", tmp_path, bits=3.5, group_size=16, polish=0, rounds=0)

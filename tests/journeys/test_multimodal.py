@@ -126,6 +126,7 @@ def test_the_tower_is_not_read_while_text_passes(llava: Path) -> None:
         assert {size for name, size in memory.items() if name.startswith("model.vision_tower")} == {4}
 
 
+@pytest.mark.nightly
 def test_experts_in_one_turned_tensor_need_to_be_left_in_grids(tmp_path: Path) -> None:
     """Qwen3-VL's checkpoints have them as such, and transformers knows no others; its class reads them at rates."""
     source = save_seeing(tmp_path / "source", "qwen3_vl_moe")

@@ -249,6 +249,7 @@ def limited(small, tmp_path_factory):
     return free, bound, most
 
 
+@pytest.mark.nightly
 def test_what_is_left_is_settled_between_blocks_and_not_within_them(limited):
     free, _, _ = limited
     blocks = [{layer.asked for layer in free.layers if f"layers.{index}." in layer.name} for index in (0, 1)]
@@ -258,6 +259,7 @@ def test_what_is_left_is_settled_between_blocks_and_not_within_them(limited):
     assert free.rate == pytest.approx(2.0, rel=0.002)
 
 
+@pytest.mark.nightly
 def test_no_layer_loses_more_than_it_may(limited):
     free, bound, most = limited
     assert any(layer.relative_loss > most for layer in free.layers)
@@ -265,6 +267,7 @@ def test_no_layer_loses_more_than_it_may(limited):
     assert bound.exceeding == ()
 
 
+@pytest.mark.nightly
 def test_layers_that_would_lose_more_get_more_bits_and_no_others(limited):
     free, bound, most = limited
     for before, after in zip(free.layers, bound.layers, strict=True):
@@ -276,6 +279,7 @@ def test_layers_that_would_lose_more_get_more_bits_and_no_others(limited):
             assert after.asked <= 2.04
 
 
+@pytest.mark.nightly
 def test_bits_are_raised_no_further_than_the_loss_asks_for(limited):
     """6 dB a bit: what a layer is within is at most half a bit's worth below the limit."""
     _, bound, most = limited
@@ -284,6 +288,7 @@ def test_bits_are_raised_no_further_than_the_loss_asks_for(limited):
     assert all(layer.relative_loss > most / 2 for layer in raised)
 
 
+@pytest.mark.nightly
 def test_a_rate_that_the_loss_did_not_allow_is_reported_as_missed(limited):
     free, bound, _ = limited
     assert free.missed is None

@@ -296,6 +296,7 @@ def test_shards_below_the_folder_count(tmp_path):
     assert {name for name in said[0] if said[0][name] != said[1][name]} == {"the model's parts/1.safetensors"}
 
 
+@pytest.mark.nightly
 def test_a_disk_that_fills_while_pages_are_written_keeps_the_state_before(model, text, whole, tmp_path, monkeypatch):
     """Pages that no state names take no room from the run."""
     out, options, save = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT), torch.save

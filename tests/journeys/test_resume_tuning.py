@@ -61,9 +61,10 @@ def made(model, text, tmp_path_factory):
     return folders_of
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("way", "many"),
-    [("codes", 1), *(pytest.param(way, 12, marks=pytest.mark.nightly) for way in WAYS)],
+    [("codes", 1), *((way, 12) for way in WAYS)],
 )
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_tuning_that_is_killed_goes_on_and_ends_with_the_same_bytes(made, model, text, tmp_path, way, many):

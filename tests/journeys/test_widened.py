@@ -175,6 +175,7 @@ def in_four_bits(W):
     return codes[..., 0::2] | (codes[..., 1::2] << 4), (exponents + 127).to(torch.uint8)
 
 
+@pytest.mark.nightly
 def test_gpt_oss_in_four_bits_is_quantized_as_the_same_in_sixteen(tmp_path):
     config = config_of(
         "gpt_oss", vocab_size=TEXT_VOCABULARY, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,

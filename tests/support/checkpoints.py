@@ -93,7 +93,7 @@ def tiny_llama(hidden: int = 128, intermediate: int = 352) -> LlamaForCausalLM:
     return model
 
 
-def save_part_of_the_demo(folder: Path, *, blocks: int = 2, neurons: int = 256, own_head: bool = False) -> Path:
+def save_part_of_the_demo(folder: Path, *, blocks: int = 2, neurons: int = 128, own_head: bool = False) -> Path:
     """Write the first blocks of the demo model with a part of their neurons and tokens: real weights, a second to quantize.
 
     Args:

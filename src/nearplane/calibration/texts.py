@@ -213,7 +213,7 @@ def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[st
         if "\0" in content:
             raise ValueError("it has null characters, as a text in UTF-16 or a binary file has")
     except (OSError, ValueError) as error:
-        advice = "" if isinstance(error, OSError) else " Save it as UTF-8."
+        advice = "" if isinstance(error, OSError) else " Expected a text file in UTF-8."
         raise CalibrationError(f"{file} cannot be read as UTF-8 text ({error}).{advice}") from error
     if not content.strip():
         raise CalibrationError(f"{file} is empty. Pass a file with text.")
@@ -240,6 +240,10 @@ def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
                     f"{place} has half a surrogate pair, which is not valid Unicode. Correct the text."
                 )
             return text
+        case {"messages": list()} if getattr(tokenizer, "chat_template", None) is None:
+            raise CalibrationError(
+                f"{place} has `messages`, but the model's tokenizer has no chat template. Pass lines with `text` instead."
+            )
         case {"messages": list(messages)}:
             try:
                 return str(tokenizer.apply_chat_template(messages, tokenize=False))
@@ -247,7 +251,9 @@ def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
                 raise CalibrationError(
                     f"{place}: the chat template cannot be applied ({first_line(error)})."
                 ) from error
-    raise CalibrationError(f"{place} has neither `text` (a string) nor `messages` (a list).")
+    raise CalibrationError(
+        f'{place} has neither `text` (a string) nor `messages` (a list). Expected for example {{"text": "some text"}}.'
+    )
 
 
 def _rows(source: str, seed: int) -> Iterator[dict[str, Any]]:
@@ -260,5 +266,6 @@ def _rows(source: str, seed: int) -> Iterator[dict[str, Any]]:
         yield from rows.shuffle(seed=seed, buffer_size=SHUFFLED_ROWS)
     except Exception as error:  # the network and the readers of many formats raise anything
         raise CalibrationError(
-            f"The data set {source} cannot be read ({first_line(error)}). Pass a .txt or .jsonl file with --calibration."
+            f"The data set {source} cannot be read ({first_line(error)}). Pass wikitext2, c4, or a .txt or .jsonl file with "
+            f"--calibration."
         ) from error

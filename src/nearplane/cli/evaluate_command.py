@@ -53,7 +53,8 @@ def evaluate(
         protocol: Windows and units: papers (windows of 2048, per token), llama.cpp (as llama-perplexity: windows of 512,
             of which the second half is scored), or lm-eval (rolling, per word and per byte).
         seqlen: Tokens per window. Default: 2048, or 512 for llama.cpp, or the model's maximum length if that is shorter.
-        samples: Number of windows, from the beginning of the text. Default: all.
+        samples: Number of windows, or for lm-eval of documents (a .txt file is one), from the beginning of the text.
+            Default: all.
         against: The original model. Adds the divergence of the predictions. Encoders need it.
         plot: Figure to draw (.svg, .png or .pdf): KL by position, and a histogram of KL. Needs --against.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
@@ -202,9 +203,11 @@ def _figure(it: LlamaCppFigure) -> str:
 
 def _floor(it: Floor) -> Iterator[str]:
     """Yield how far the original in its own dtype is from itself in float32."""
+    if not it.windows:
+        yield _row("floor of the KL", "not measured: the original is stored in float32")
+        return
     yield _row("floor of the KL", f"{it.kl:.3g} nats per token, same top token {100 * it.agreement:.2f} %")
-    measured = f"in {it.dtype} against float32, first {it.tokens:,} tokens" if it.windows else "stored in float32"
-    yield _row("  the original by itself", measured)
+    yield _row("  the original by itself", f"in {it.dtype} against float32, first {it.tokens:,} tokens")
 
 
 def _row(name: str, value: str) -> str:

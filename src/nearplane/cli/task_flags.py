@@ -30,7 +30,7 @@ class TaskFlags:
         task_path: Folder of further tasks, as YAML files of lm-eval. Python files that they name are run.
         fewshot: Number of solved examples in each prompt. Default: as each task says; tasks that fix 0 keep it.
         limit: Number of documents of each task, from its beginning. Default: all.
-        batch_size: Number of requests that pass through the network together.
+        batch_size: Number of requests of tasks that pass through the network together.
     """
 
     tasks: Annotated[list[str] | None, Parameter(consume_multiple=True, negative="", group=TASK_GROUP)] = None

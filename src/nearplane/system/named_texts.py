@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from nearplane.errors import CalibrationError, first_line
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,9 @@ class NamedText:
             )
         from huggingface_hub import hf_hub_download
 
+        log.info(
+            "reading %s from the Hugging Face hub or its cache (HF_HUB_OFFLINE=1: from its cache alone)", self.name
+        )
         try:
             return Path(hf_hub_download(self.repository, self.file, repo_type="dataset"))
         except Exception as error:  # the network and the hub raise anything

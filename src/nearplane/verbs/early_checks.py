@@ -66,8 +66,9 @@ def check_evaluate_tasks(
         whole(name, count, 1)
     if not tasks or not all(tasks):
         raise RecipeError("--tasks is empty; expected names of lm-eval's tasks, for example winogrande,truthfulqa_mc1.")
-    if find_spec("lm_eval") is None:
-        raise RecipeError('--tasks needs the package lm_eval. Run pip install "nearplane[eval]"')
+    for package in ("lm_eval", "accelerate"):  # lm-eval's module for networks needs the second
+        if find_spec(package) is None:
+            raise RecipeError(f'--tasks needs the package {package}. Run pip install "nearplane[eval]"')
     check_named(_path(model), _path(against))
     if task_path is not None:
         check_path("--task-path", task_path)

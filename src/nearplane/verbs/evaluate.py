@@ -6,6 +6,7 @@ used in float32; model objects run as they are.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ from nearplane.verbs.evaluate_protocols import (
 )
 from nearplane.verbs.evaluate_scoring import Floor, cosines, measured_floor, running, token_scores
 from nearplane.verbs.evaluate_statistics import Statistics, TokenScores, summarize
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +217,9 @@ def prepare_texts(
     if outline.folder is not None and any(each is None or each.tokens is None for each in given):
         tokenizer = tokenizer_of(outline.folder, trust_remote_code=trust)
     scored = [_scored(outlines, tokenizer, text, each, options) for text, each in zip(texts, given, strict=True)]
+    positions, shortest = _positions(outlines)
+    if options.seqlen is None and scored[0].tokens.shape[1] == positions:
+        log.info("windows have %d tokens, the maximum length of %s", positions, shortest)
     for original in outlines[1:]:
         if any(original.vocabulary and int(part.tokens.max()) >= original.vocabulary for part in scored):
             raise ModelError(
@@ -250,6 +256,11 @@ def _check_taken(outlines: Sequence[Outline], input_kind: InputKind, protocol: P
         )
 
 
+def _positions(outlines: Sequence[Outline]) -> tuple[int, str]:
+    """Return the fewest positions that one of the models has, and its name."""
+    return min((each.positions or sys.maxsize, each.name) for each in outlines)
+
+
 def _scored(
     outlines: Sequence[Outline],
     tokenizer: PreTrainedTokenizerBase | None,
@@ -260,7 +271,7 @@ def _scored(
     """Return the windows of a text and what is scored of them."""
     protocol, seqlen, samples = options.protocol, options.seqlen, options.samples
     outline, tokens = outlines[0], None if given is None else given.tokens
-    positions, shortest = min((each.positions or sys.maxsize, each.name) for each in outlines)
+    positions, shortest = _positions(outlines)
     if tokens is not None:
         if protocol != "papers":
             raise RecipeError(
@@ -270,7 +281,9 @@ def _scored(
             raise RecipeError(f"seqlen is {seqlen}, but the windows have {tokens.shape[1]} tokens. Leave out seqlen.")
         seqlen = tokens.shape[1]
     if seqlen is not None and seqlen > positions:
-        raise CalibrationError(f"seqlen {seqlen} is more than the maximum length of {shortest}, {positions} tokens.")
+        raise CalibrationError(
+            f"seqlen {seqlen} is more than the maximum length of {shortest}, {positions} tokens. Use --seqlen {positions}, or less."
+        )
     if tokens is not None:
         scored = ScoredText(
             tokens=tokens[:samples], targets=next_tokens(tokens[:samples]) if outline.vocabulary else None

@@ -30,7 +30,7 @@ BINS = 60
 
 
 def draw(measured: Sequence[Measured], out: str | Path) -> None:
-    """Draw the KL by position with its 95 % intervals, and the histogram of log10 KL.
+    """Draw the KL by position with its 95 % intervals where there are several ranges, and the histogram of log10 KL.
 
     Args:
         measured: Evaluations against an original, one for each text.
@@ -48,22 +48,33 @@ def draw(measured: Sequence[Measured], out: str | Path) -> None:
         raise RecipeError("There is nothing to draw: an encoder has no predictions. Leave out --plot.")
     out = Path(out)
     with mpl.rc_context({"svg.hashsalt": "nearplane", "font.size": 10, "savefig.facecolor": "white"}):
-        figure = Figure(figsize=(9.0, 3.8), layout="constrained")
-        by_position, histogram = figure.subplots(1, 2)
+        ranged = any(_ranges(each) > 1 for each in compared)  # llama.cpp scores positions of one range
+        figure = Figure(figsize=(9.0 if ranged else 4.8, 3.8), layout="constrained")
+        *left, histogram = figure.subplots(1, 1 + ranged, squeeze=False)[0]
         for number, each in enumerate(compared):
             colour = COLOURS[number % len(COLOURS)]
-            _by_position(by_position, each, colour)
             _histogram(histogram, each, colour)
-        by_position.set(
-            xscale="log", yscale="log", xlabel="tokens before the predicted one", ylabel="KL, nats per token"
-        )
+            if left:
+                _by_position(left[0], each, colour)
+        if left:
+            left[0].set(
+                xscale="log", yscale="log", xlabel="tokens before the predicted one", ylabel="KL, nats per token"
+            )
+            left[0].set_title("mean KL, and its 95 % interval", fontsize=9)
         histogram.set(xlabel="log10 of the KL of a token in nats", ylabel="share of the tokens, %")
+        histogram.set_title("KL of single tokens; the dashed line is their mean", fontsize=9)
         if len(compared) > 1:
             histogram.legend(frameon=False, fontsize=8)
         content = io.BytesIO()
         metadata = {"Date": None} if out.suffix == ".svg" else None
         figure.savefig(content, format=out.suffix[1:], dpi=160, metadata=metadata)
     write_whole(out, content.getvalue())
+
+
+def _ranges(measured: Measured) -> int:
+    """Return how many ranges of positions were scored."""
+    assert measured.evaluation.statistics is not None
+    return len(measured.evaluation.statistics.by_position)
 
 
 def _by_position(axes: Axes, measured: Measured, colour: str) -> None:

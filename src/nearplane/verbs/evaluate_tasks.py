@@ -108,7 +108,8 @@ def _load_tasks(names: Sequence[str], task_path: str | Path | None) -> dict[str,
     manager = TaskManager(include_path=task_path, include_defaults=False)
     groups = [manager.task_index[name].cfg or {} for name in names if name in manager.all_groups]
     needed = {*names, *(str(member) for group in groups for member in group["task"])}
-    if not needed <= {*manager.all_subtasks, *manager.all_groups}:  # reading lm-eval's own tasks takes seconds
+    if not needed <= {*manager.all_subtasks, *manager.all_groups}:
+        log.info("reading the list of lm-eval's tasks, which takes seconds")
         manager = TaskManager(include_path=task_path)
     chosen: dict[str, Any] = {"tasks": {}, "groups": {}}
     for name in names:
@@ -116,6 +117,8 @@ def _load_tasks(names: Sequence[str], task_path: str | Path | None) -> dict[str,
         if not matches:
             close = get_close_matches(name, manager.all_tasks, 3)
             advice = f"Did you mean {' or '.join(close)}?" if close else "lm_eval ls tasks lists them."
+            if task_path is None:
+                advice += " The folder of a task of your own is named with --task-path."
             raise RecipeError(f"--tasks {name}: lm-eval has no task of this name. {advice}")
         for match in matches:
             try:

@@ -282,6 +282,8 @@ REFUSED = {  # commands, with places of the fixture `refusals` in braces, and wh
     "evaluate started --text {text}": "started is incomplete",
     "evaluate {model} --text {text} nowhere": "--text nowhere does not exist",
     "evaluate {model} --text {text} --protocol llama.cpp --seqlen 2": "--seqlen 2 is too short for --protocol llama.cpp",
+    "evaluate {model} --text c4 --protocol llama.cpp": "--protocol llama.cpp needs running text, but c4 is read as crops",
+    "evaluate {model} --text {text} --batch-size 2": "--batch-size needs --tasks with names of lm-eval's tasks",
     "evaluate {model} --text {text} --plot figure.svg": "--plot draws the KL to the original. Pass it with --against",
     "evaluate {model} --text {text} --against {model} --plot a.gif": "a.gif cannot be written as a figure; expected a name",
     "tune {out} new --against nowhere": "nowhere does not exist",

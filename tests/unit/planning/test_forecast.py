@@ -99,7 +99,8 @@ def test_the_same_bytes_come_out_however_memory_is_spared(room, disk, model, who
     nearplane.verify(tmp_path / "out", against=model, calibration=str(CALIBRATION), device="cpu")
 
 
-@pytest.mark.parametrize("batch", [2, pytest.param(8, marks=pytest.mark.nightly)], ids=["fewer", "as usual"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("batch", [2, 8], ids=["fewer", "as usual"])
 def test_a_run_that_was_stopped_goes_on_with_as_many_windows_at_a_time(batch, model, tmp_path, monkeypatch) -> None:
     """Whatever limit it then has; and `verify` takes as many."""
     monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", float("inf"))

@@ -114,7 +114,15 @@ def shaken(W, inputs):
     return [partial(Perturbed, rate, W + size * torch.roll(W, 1, 0)) for rate, size in sizes]
 
 
-@pytest.mark.parametrize(("together", "minded"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("together", "minded"),
+    [
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.nightly),
+        pytest.param(False, True, marks=pytest.mark.nightly),
+        (True, True),
+    ],
+)
 def test_what_is_told_of_a_deep_network_is_near_what_all_travellers_tell(together, minded, deep, monkeypatch):
     """Where the network is asked, at the middle point, it is the same to the last bit."""
     model, tokens = deep

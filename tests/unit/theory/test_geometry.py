@@ -227,6 +227,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
     return tuple(draw_geometry(tmp_path_factory.mktemp("pictures") / "new" / "folder"))
 
 
+@pytest.mark.nightly
 def test_all_pictures_are_written_in_both_formats(files: tuple[Path, ...]) -> None:
     """As named, none of them blank."""
     from matplotlib.image import imread
@@ -246,6 +247,7 @@ def test_svgs_are_the_same_every_time(files: tuple[Path, ...], tmp_path: Path) -
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
+@pytest.mark.nightly
 def test_svgs_are_undated_and_point_nowhere_else(files: tuple[Path, ...]) -> None:
     """So that they can be committed and shown on any page."""
     for path in files:

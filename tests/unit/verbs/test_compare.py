@@ -270,7 +270,7 @@ def several(rows):
     return [*rows, *twice]
 
 
-@pytest.mark.parametrize("form", [list, several])
+@pytest.mark.parametrize("form", [list, pytest.param(several, marks=pytest.mark.nightly)])
 def test_the_figure_names_every_method(rows, tmp_path, form):
     pytest.importorskip("matplotlib")
     first, second = tmp_path / "first.svg", tmp_path / "second.svg"

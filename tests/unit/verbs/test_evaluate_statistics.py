@@ -114,3 +114,14 @@ def test_tokens_that_a_network_excludes_count_for_nothing_in_its_mean():
     apart, _ = score_tokens([model, original], torch.tensor([0]), **place)
     assert float(apart.kl) == pytest.approx(math.log(1.5))
     assert float(apart.reverse_kl) == math.inf
+
+
+def test_quantiles_below_an_infinite_divergence_are_numbers():
+    place = {"window": torch.arange(8), "position": torch.ones(8, dtype=torch.int64)}
+    original = torch.zeros(8, 3)
+    model = original.clone()
+    model[7, 2] = -torch.inf  # a model that excludes what the original does not
+    found = summarize(score_tokens([model, original], torch.zeros(8, dtype=torch.int64), **place)[0])
+    assert found.kl.value == found.kl_max == math.inf
+    assert found.kl_median == 0
+    assert found.same_top.value == 1

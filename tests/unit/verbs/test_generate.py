@@ -51,7 +51,7 @@ def test_a_space_behind_the_prompt_is_said(tmp_path: Path) -> None:
     saved(of_pieces(space=True), tmp_path)
     network, tokenizer = load_dense(tmp_path, torch.device("cpu"))
     ids = torch.tensor([tokenizer("The")["input_ids"]])
-    for seed in range(20):
+    for seed in range(40, 60):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             drawn = network.generate(ids, max_new_tokens=12, do_sample=True, temperature=50.0, top_k=0)[0]
