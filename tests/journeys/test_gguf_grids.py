@@ -93,9 +93,15 @@ def test_transformers_reads_what_we_read(mixed: tuple[Path, str]) -> None:
 @pytest.mark.parametrize(
     ("words", "token_embd", "output", "down"),
     [
-        ({"grid": "q3_k"}, "Q3_K", "Q6_K", "Q4_0"),
+        pytest.param({"grid": "q3_k"}, "Q3_K", "Q6_K", "Q4_0", marks=pytest.mark.nightly),
         ({"grid": "q8_0", "embeddings": "q4_1", "solver": "round-to-nearest"}, "Q4_1", "Q4_1", "Q8_0"),
-        ({"grid": "q4_0", "embeddings": "bf16", "solver": "round-to-nearest"}, "BF16", "BF16", "Q4_0"),
+        pytest.param(
+            {"grid": "q4_0", "embeddings": "bf16", "solver": "round-to-nearest"},
+            "BF16",
+            "BF16",
+            "Q4_0",
+            marks=pytest.mark.nightly,
+        ),
         ({"grid": "q5_k", "layers": {"down_proj": {"grid": "q4_1"}}, "embeddings": "f32"}, "F32", "F32", "Q4_1"),
     ],
     ids=str,

@@ -147,6 +147,7 @@ def test_blocks_that_run_on_images_alone_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.nightly
 def test_buffers_keep_their_dtype_when_weights_are_decoded(tmp_path: Path) -> None:
     """Frequencies in float32 and complex ones: Llama 4's tower has such."""
     source, out = save_seeing(tmp_path / "source", "llama4"), tmp_path / "out"

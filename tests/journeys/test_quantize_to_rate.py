@@ -94,6 +94,7 @@ def test_a_size_is_met_in_bytes_of_all_files(small, tmp_path):
     assert record.missed is None
 
 
+@pytest.mark.nightly
 def test_what_is_not_weights_is_foretold(small, tmp_path):
     """Within a thousandth, templates, code and tensors of unusual types included."""
     folder = tmp_path / "model"
@@ -297,6 +298,7 @@ def test_a_rate_that_the_loss_did_not_allow_is_reported_as_missed(limited):
     assert "--max-loss" in bound.missed
 
 
+@pytest.mark.nightly
 def test_what_not_even_seven_bits_reach_is_named(small, tmp_path):
     """A loss below that of 7 bits: what is tried ends there."""
     words = FAST | {"rate": 6.5, "allocate": "uniform", "solver": "nearest-plane", "ignore": ["mlp", "self_attn.[kvo]"]}

@@ -43,7 +43,6 @@ WAYS = {  # every format; grids of every kind, and every way to solve, at least 
 DAILY = (  # of `make test`
     "compressed-tensors",
     "compressed-tensors, mixed widths",
-    "compressed-tensors, rounded to nearest",
     "gptq, Conv1D",
     "gptq_v2",
     "nearplane",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,10 @@ KEPT = (
     128 << 20
 )  # bytes of freed memory that the C library may keep: fetching a page again costs more than all small sums
 MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+PAUSE = 0.03  # seconds between questions how much freed memory the C library keeps
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt
+
+_asked = -PAUSE  # time of the last question
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
@@ -58,7 +62,15 @@ def return_large_blocks() -> None:
 
 
 def release() -> None:
-    """Return memory that was freed to the system if the C library keeps more than `KEPT` of it (glibc may)."""
+    """Return memory that was freed to the system if the C library keeps more than `KEPT` of it (glibc may).
+
+    Asking how much that is takes up to a millisecond, so this does nothing within `PAUSE` of the last call that asked: what
+    was freed in so short a time is little.
+    """
+    global _asked
+    if time.monotonic() < _asked + PAUSE:
+        return
+    _asked = time.monotonic()
     library = _c_library()
     if trim := getattr(library, "malloc_trim", None):
         if (state := getattr(library, "mallinfo2", None)) is not None:  # glibc 2.33 and newer

@@ -18,6 +18,7 @@ from model_types import save_type
 from nearplane.calibration.activations import Stream, readout, skeleton
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.models.model import Model, open_model
+from nightly import daily
 
 Saved = Callable[[str], Path]
 Loaded = Callable[[str], PreTrainedModel]
@@ -45,7 +46,9 @@ def started(folder: Path, tokens: Tensor, dtype: torch.dtype = torch.float64) ->
     return model, both(skeleton(model, tokens.split(2), device="cpu", dtype=dtype))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "bloom", "rwkv"])
+@pytest.mark.parametrize(
+    "family", daily([*FAMILIES, "bloom", "rwkv"], ["llama", "gemma2", "gpt2", "mixtral", "bloom", "rwkv"])
+)
 def test_block_by_block_equals_the_whole_network(family: str, tokens: Tensor, tmp_path: Path) -> None:
     """Also where blocks return tuples (bloom, rwkv), masks differ by layer (gemma), or experts are fused (mixtral)."""
     small = {

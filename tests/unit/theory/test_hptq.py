@@ -67,6 +67,7 @@ def test_rates_that_no_huffman_code_has_are_refused() -> None:
         hptq_recipe(1.05, Calibration())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", CODES)
 def test_codes_of_two_blocks_of_the_demo_are_those_of_before(way: str, tmp_path: Path) -> None:
     """Checked in as they were when the demo's model was; bits that one block leaves over go to the next.

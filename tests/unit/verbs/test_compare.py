@@ -199,6 +199,7 @@ def test_kept_checkpoints_never_mix_with_what_is_there(tmp_path):
         nearplane.compare(MODEL, [3.0], text=HELD_OUT, keep=tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_comparison_that_was_stopped_goes_on_behind_its_rows(rows, small, tmp_path, monkeypatch):
     """Stopped while it measures the second method, it goes on with that checkpoint; other bits are rows beside these."""
     words = dict(text=HELD_OUT, calibration=TOKENS, samples=8, keep=tmp_path / "kept", methods=GRIDS)
