@@ -273,7 +273,7 @@ def test_layers_that_would_lose_more_get_more_bits_and_no_others(limited):
     free, bound, most = limited
     for before, after in zip(free.layers, bound.layers, strict=True):
         if before.relative_loss > 1.1 * most:  # targets differ a little, as layers before lost less
-            assert after.rate > before.rate + 0.1
+            assert after.rate > before.rate + 0.05
             assert after.asked > 2.04  # what others left over moves a layer by 2 % at most
             assert after.rate == pytest.approx(after.asked, rel=0.01)
         elif before.relative_loss < 0.9 * most:
