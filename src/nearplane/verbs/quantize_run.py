@@ -10,8 +10,10 @@ from dataclasses import replace
 from nearplane.calibration.walk import Stage
 from nearplane.formats.container import Container
 from nearplane.formats.table import FORMATS
+from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.matrix.solve_layer import Task
+from nearplane.models.layers import Layer
 from nearplane.planning.ledger import Ledger, Solved
 from nearplane.planning.request import quantization_config, with_types
 from nearplane.planning.start import Decisions, Job, decide
@@ -53,15 +55,17 @@ class Run:
     def tasks(self, stage: Stage) -> Iterator[Task]:
         """Yield the solver's task for every layer of a stage."""
         plan, again = self.ledger.planned, self.ledger.solves_again(stage.layers)
-        for layer, inputs in zip(stage.layers, stage.inputs, strict=True):
-            scheme = self.recipe.scheme_of(layer.name)
+        schemes = [plan.scheme_of(layer, self.recipe.scheme_of(layer.name)) for layer in stage.layers]
+        joined = [layer for layer, each in zip(stage.layers, schemes, strict=True) if each.number_format.global_scale]
+        peaks = peaks_of(joined)  # before the first of them is solved
+        for layer, inputs, scheme in zip(stage.layers, stage.inputs, schemes, strict=True):
             yield Task(
                 name=layer.name,
                 W=layer.read(),
                 inputs=inputs if again else inputs.used_once(),
-                scheme=plan.scheme_of(layer, scheme),
+                scheme=scheme,
                 rate=plan.rate(layer) if layer.name in plan.rates else None,
-                storage=self._storage,
+                storage=StepStorage(self._storage, peaks.get(layer.name)),
                 sensitivity=plan.sensitivity.get(layer.name),
                 max_loss=self.recipe.max_loss,
                 together=plan.together.get(layer.name, ()),
@@ -102,6 +106,22 @@ class Run:
         record = self._container.seal(record, lambda sealed: replace(sealed, seconds=self._journal.seconds))
         ledger.check(record)
         return record
+
+
+def peaks_of(layers: Sequence[Layer]) -> dict[str, float]:
+    """Return by name the largest magnitude of the weights of all layers, of those given, in the same module.
+
+    Runtimes join layers that have the same input and belong to one module to one product, such as q, k and v, or gate and up.
+    So they must have the same global scale.
+
+    Args:
+        layers: Layers that share an input.
+    """
+    largest: dict[str, float] = {}
+    for layer in layers:
+        module = layer.name.rpartition(".")[0]
+        largest[module] = max(largest.get(module, 0.0), float(layer.read().abs().max()))
+    return {layer.name: largest[layer.name.rpartition(".")[0]] for layer in layers}
 
 
 @contextmanager
