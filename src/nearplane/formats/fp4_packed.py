@@ -12,7 +12,7 @@ tensors and decodes them to bfloat16; a model in float32 runs only with `Compres
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -25,8 +25,27 @@ from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import E2M1, MXFP4, NVFP4, NumberFormat
 from nearplane.lattice.shared_grid import SharedGrid
 
+JOINED = (  # last parts of the names of layers that vLLM joins to one product
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
 ZERO_CODE = len(E2M1) // 2  # index of the level 0
 BIAS = 127  # of the exponents
+
+
+def apart(divisors: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Yield the name of every layer whose global scale is not that of a layer with which it is joined, and that layer's.
+
+    Args:
+        divisors: Global scales by the name of the layer.
+    """
+    for name, divisor in divisors.items():
+        module, _, last = name.rpartition(".")
+        for first in (f"{module}.{parts[0]}" for parts in JOINED if last in parts[1:]):
+            if divisors.get(first, divisor) != divisor:
+                yield name, first
 
 
 class FP4Packed(Packing):

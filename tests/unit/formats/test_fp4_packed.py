@@ -7,7 +7,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import nearplane
@@ -16,7 +16,7 @@ from native_checkpoints import save_tiny
 from nearplane import RecipeError
 from nearplane.errors import FormatError
 from nearplane.formats.compressed_tensors import FORMAT
-from nearplane.formats.fp4_packed import MXFP4Packed, NVFP4Packed
+from nearplane.formats.fp4_packed import MXFP4Packed, NVFP4Packed, apart
 from nearplane.lattice.fits import FITS
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import MXFP4, NVFP4, number_format
@@ -158,6 +158,25 @@ def test_layers_may_be_integers_beside_it(tmp_path, tokens):
     theirs = AutoModelForCausalLM.from_pretrained(out)
     with torch.no_grad():
         assert torch.equal(theirs(tokens).logits, dense_network(out, dtype=torch.bfloat16)(tokens).logits)
+
+
+def test_layers_that_runtimes_join_have_one_global_scale():
+    """Whoever puts a file together from two runs gets it wrong; vLLM then takes one for both."""
+    names = ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj", "b.q_proj"]
+    assert list(apart(dict.fromkeys(names, 3.0) | {"a.o_proj": 5.0, "b.q_proj": 4.0})) == []
+    assert list(apart(dict.fromkeys(names, 3.0) | {"a.v_proj": 5.0})) == [("a.v_proj", "a.q_proj")]
+
+
+def test_a_second_global_scale_is_found(tmp_path, tokens):
+    model, out = tmp_path / "model", tmp_path / "out"
+    save_tiny(model, "llama", torch.bfloat16, **SIZES)
+    nearplane.quantize(model, out, grid="nvfp4", solver="round-to-nearest", calibration=tokens)
+    for file in out.glob("*.safetensors"):
+        tensors = load_file(file)
+        tensors |= {name: t * 2 for name, t in tensors.items() if name.endswith("up_proj.weight_global_scale")}
+        save_file(tensors, file, {"format": "pt"})
+    faults = [f.what for f in nearplane.verify(out).faults if f.where == "model.layers.0.mlp.up_proj"]
+    assert any("vLLM takes one for both" in what for what in faults)
 
 
 @pytest.mark.parametrize(
