@@ -1,6 +1,6 @@
 """The compressed-tensors format, which transformers, vLLM and SGLang load without nearplane.
 
-Packings of layers are in `packed_integers.py` and `fp4_packed.py`; `PACKINGS` lists them.
+Packings of layers are in `packed_integers.py`, `fp4_packed.py` and `fp8_packed.py`; `PACKINGS` lists them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Format
 from nearplane.formats.fp4_packed import MXFP4Packed, NVFP4Packed
+from nearplane.formats.fp8_packed import FP8Packed
 from nearplane.formats.integers import expect, object_of, of_kind
 from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized, matches
 from nearplane.formats.packed_integers import PackQuantized
@@ -24,7 +25,7 @@ from nearplane.lattice.number_formats import NumberFormat
 from nearplane.lattice.shared_grid import SharedGrid
 
 MIXED_FORMAT = "mixed-precision"  # `format` of a config whose layers have several packings
-PACKINGS: tuple[Packing, ...] = (PackQuantized(), MXFP4Packed(), NVFP4Packed())
+PACKINGS: tuple[Packing, ...] = (PackQuantized(), MXFP4Packed(), NVFP4Packed(), FP8Packed())
 
 
 def packing_of(format: NumberFormat | Grid) -> Packing:
@@ -44,7 +45,7 @@ class CompressedTensors(GridFormat):
     """Storage of a layer in the packing of its number format."""
 
     KEY = Packing.KEY
-    SUFFIXES = (*PackQuantized.SUFFIXES, "weight_global_scale")
+    SUFFIXES = tuple(dict.fromkeys(suffix for each in PACKINGS for suffix in each.SUFFIXES))
     BITS = PackQuantized.BITS
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
@@ -78,8 +79,10 @@ class CompressedTensors(GridFormat):
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return (out, in) from the packing with this dtype of words."""
-        words = expect(name, tensors, self.KEY, (None, None), {each.WORDS for each in PACKINGS})
-        return next(each for each in PACKINGS if words.dtype == each.WORDS).shape_of(name, tensors)
+        suffix = next((each.WORDS_IN for each in PACKINGS if f"{name}.{each.WORDS_IN}" in tensors), Packing.WORDS_IN)
+        candidates = [each for each in PACKINGS if suffix == each.WORDS_IN]
+        words = expect(name, tensors, suffix, (None, None), {each.WORDS for each in candidates})
+        return next(each for each in candidates if words.dtype == each.WORDS).shape_of(name, tensors)
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer."""

@@ -135,7 +135,7 @@ class FP4Packed(Packing):
 class MXFP4Packed(FP4Packed):
     """Groups of 32 with steps that are powers of two."""
 
-    SUFFIXES = (Packing.KEY, "weight_scale")
+    SUFFIXES = (Packing.WORDS_IN, Packing.KEY)
     FORMAT = "mxfp4-pack-quantized"
     HOLDS = MXFP4
     SCALE = torch.uint8
@@ -158,7 +158,7 @@ class MXFP4Packed(FP4Packed):
 class NVFP4Packed(FP4Packed):
     """Groups of 16 with steps that are 8-bit floats divided by a global scale."""
 
-    SUFFIXES = (Packing.KEY, "weight_scale", "weight_global_scale")
+    SUFFIXES = (Packing.WORDS_IN, Packing.KEY, "weight_global_scale")
     FORMAT = "nvfp4-pack-quantized"
     HOLDS = NVFP4
     SCALE = torch.float8_e4m3fn

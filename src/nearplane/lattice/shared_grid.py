@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
+from nearplane.lattice import number_formats
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.polish import Fit, PlainFit, State
 from nearplane.lattice.scale import Steps
 
-E4M3 = (
-    torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-)  # all positive finite values, ascending
+E4M3 = torch.tensor([level for level in number_formats.E4M3 if level > 0])  # all positive values, ascending
 LARGEST = float(E4M3[-1])  # 448
 WINDOW = range(-20, 9)  # candidates for a block's step around the one that covers its weights, in places of E4M3
 
