@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nearplane.errors import FormatError
+from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.integers import consecutive, expect
 from nearplane.formats.packing import Packing, refuse_unknown
 from nearplane.lattice.grid import Grid, QuantizedMatrix
@@ -163,6 +163,15 @@ class NVFP4Packed(FP4Packed):
     HOLDS = NVFP4
     SCALE = torch.float8_e4m3fn
     STRATEGY = "tensor_group"
+
+    def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
+        """Refuse layers that transformers does not load, and experts, which it decodes without their global scale."""
+        super().check(name, shape, kind, format)
+        if kind == "Expert":
+            raise RecipeError(
+                f"{name} is an expert; transformers 5.23.0 decodes experts in NVFP4 without their global scale. Use --grid mxfp4, "
+                f"or leave experts unquantized with --ignore experts."
+            )
 
     def scales(self, name: str, grid: Grid, out: int) -> dict[str, Tensor]:
         """Return the 8-bit floats and the global scale."""

@@ -21,7 +21,7 @@ from nearplane.lattice.polish import Fit, PlainFit, State
 from nearplane.lattice.scale import Steps
 
 E4M3 = torch.tensor([level for level in number_formats.E4M3 if level > 0])  # all positive values, ascending
-LARGEST = float(E4M3[-1])  # 448
+SMALLEST, LARGEST = float(E4M3[0]), float(E4M3[-1])  # 2^-9 and 448
 WINDOW = range(-20, 9)  # candidates for a block's step around the one that covers its weights, in places of E4M3
 
 
@@ -128,5 +128,5 @@ class SharedFit(PlainFit):
 
     def _blocks(self, steps: Tensor) -> Tensor:
         """Return the E4M3 values, as float32, of steps."""
-        scaled = (steps * float(self.divisor)).clamp(float(E4M3[0]), LARGEST)
+        scaled = (steps * float(self.divisor)).clamp(SMALLEST, LARGEST)
         return scaled.to(torch.float8_e4m3fn).float()

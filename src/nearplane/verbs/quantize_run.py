@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from nearplane.calibration.walk import Stage
+from nearplane.errors import RecipeError
 from nearplane.formats.container import Container
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.scale import StepStorage
+from nearplane.lattice.shared_grid import LARGEST, SMALLEST
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.matrix.solve_layer import Task
 from nearplane.models.layers import Layer
@@ -116,12 +118,23 @@ def peaks_of(layers: Sequence[Layer]) -> dict[str, float]:
 
     Args:
         layers: Layers that share an input.
+
+    Raises:
+        RecipeError: The weights of a layer are so small beside those of another that all its steps would be 0.
     """
+    own = {layer.name: float(layer.read().abs().max()) for layer in layers}
     largest: dict[str, float] = {}
-    for layer in layers:
-        module = layer.name.rpartition(".")[0]
-        largest[module] = max(largest.get(module, 0.0), float(layer.read().abs().max()))
-    return {layer.name: largest[layer.name.rpartition(".")[0]] for layer in layers}
+    for name, peak in own.items():
+        module = name.rpartition(".")[0]
+        largest[module] = max(largest.get(module, 0.0), peak)
+    peaks = {name: largest[name.rpartition(".")[0]] for name in own}
+    for name, peak in own.items():
+        if 0 < peak < SMALLEST / LARGEST * peaks[name]:
+            raise RecipeError(
+                f"{name} has no weight above {peak:.3g}, but a layer that shares its global scale has {peaks[name]:.3g}: steps in "
+                f"8 bits do not span both. Leave it unquantized with --ignore, or use --grid mxfp4."
+            )
+    return peaks
 
 
 @contextmanager

@@ -167,6 +167,18 @@ def test_layers_that_runtimes_join_have_one_global_scale():
     assert list(apart(dict.fromkeys(names, 3.0) | {"a.v_proj": 5.0})) == [("a.v_proj", "a.q_proj")]
 
 
+def test_a_layer_that_the_shared_scale_would_make_zero_is_named(tmp_path, tokens):
+    model, out = tmp_path / "model", tmp_path / "out"
+    save_tiny(model, "llama", torch.float32, **SIZES)
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1e-7
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"layers\.1\.mlp\.up_proj has no weight above .* shares its global scale"):
+        nearplane.quantize(model, out, grid="nvfp4", solver="round-to-nearest", calibration=tokens)
+    assert not out.exists()
+
+
 def test_a_second_global_scale_is_found(tmp_path, tokens):
     model, out = tmp_path / "model", tmp_path / "out"
     save_tiny(model, "llama", torch.bfloat16, **SIZES)
@@ -177,6 +189,17 @@ def test_a_second_global_scale_is_found(tmp_path, tokens):
         save_file(tensors, file, {"format": "pt"})
     faults = [f.what for f in nearplane.verify(out).faults if f.where == "model.layers.0.mlp.up_proj"]
     assert any("vLLM takes one for both" in what for what in faults)
+
+
+def test_experts_that_transformers_would_decode_wrong_are_refused_and_may_be_left(tmp_path, tokens):
+    model, out = tmp_path / "model", tmp_path / "out"
+    save_tiny(model, "qwen3_moe", torch.bfloat16, **SIZES | {"moe_intermediate_size": 32})
+    with pytest.raises(RecipeError, match=r"experts\.0\.\w+ is an expert; .* decodes experts in NVFP4 without"):
+        nearplane.quantize(model, out, grid="nvfp4", calibration=tokens)
+    nearplane.quantize(model, out, grid="nvfp4", ignore=["experts"], solver="round-to-nearest", calibration=tokens)
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens).logits, dense_network(out, dtype=torch.bfloat16)(tokens).logits)
 
 
 @pytest.mark.parametrize(
