@@ -1,6 +1,6 @@
 """The compressed-tensors format, which transformers, vLLM and SGLang load without nearplane.
 
-Each packing of layers has its own file, `packed_integers.py` and `mxfp4_packed.py`; `PACKINGS` lists them.
+Packings of layers are in `packed_integers.py`, `fp4_packed.py` and `fp8_packed.py`; `PACKINGS` lists them.
 """
 
 from __future__ import annotations
@@ -14,29 +14,38 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Format
+from nearplane.formats.fp4_packed import MXFP4Packed, NVFP4Packed
+from nearplane.formats.fp8_packed import FP8Packed
 from nearplane.formats.integers import expect, object_of, of_kind
 from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized, matches
-from nearplane.formats.mxfp4_packed import MXFP4Packed
 from nearplane.formats.packed_integers import PackQuantized
 from nearplane.formats.packing import Packing, refuse_unknown
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat
+from nearplane.lattice.shared_grid import SharedGrid
 
 MIXED_FORMAT = "mixed-precision"  # `format` of a config whose layers have several packings
-PACKINGS: tuple[Packing, ...] = (PackQuantized(), MXFP4Packed())
+PACKINGS: tuple[Packing, ...] = (PackQuantized(), MXFP4Packed(), NVFP4Packed(), FP8Packed())
 
 
 def packing_of(format: NumberFormat | Grid) -> Packing:
     """Return the packing that stores a number format or the codes of a grid; the one of integers if none does."""
-    levels = format.levels if not isinstance(format.levels, Tensor) else tuple(format.levels.tolist())
-    return next((each for each in PACKINGS if each.HOLDS is not None and levels == each.HOLDS.levels), PACKINGS[0])
+    return next((each for each in PACKINGS if each.HOLDS is not None and _held(format, each.HOLDS)), PACKINGS[0])
+
+
+def _held(format: NumberFormat | Grid, by: NumberFormat) -> bool:
+    """Return whether a number format, or a grid of one, has the levels of another and stores its steps alike."""
+    if isinstance(format, NumberFormat):
+        return format.levels == by.levels and format.global_scale == by.global_scale
+    levels = None if format.levels is None else tuple(format.levels.tolist())
+    return levels == by.levels and isinstance(format, SharedGrid) == by.global_scale
 
 
 class CompressedTensors(GridFormat):
     """Storage of a layer in the packing of its number format."""
 
     KEY = Packing.KEY
-    SUFFIXES = PackQuantized.SUFFIXES
+    SUFFIXES = tuple(dict.fromkeys(suffix for each in PACKINGS for suffix in each.SUFFIXES))
     BITS = PackQuantized.BITS
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
@@ -70,8 +79,10 @@ class CompressedTensors(GridFormat):
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return (out, in) from the packing with this dtype of words."""
-        words = expect(name, tensors, self.KEY, (None, None), {each.WORDS for each in PACKINGS})
-        return next(each for each in PACKINGS if words.dtype == each.WORDS).shape_of(name, tensors)
+        suffix = next((each.WORDS_IN for each in PACKINGS if f"{name}.{each.WORDS_IN}" in tensors), Packing.WORDS_IN)
+        candidates = [each for each in PACKINGS if suffix == each.WORDS_IN]
+        words = expect(name, tensors, suffix, (None, None), {each.WORDS for each in candidates})
+        return next(each for each in candidates if words.dtype == each.WORDS).shape_of(name, tensors)
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer."""

@@ -27,7 +27,7 @@ from nearplane.lattice.number_formats import NumberFormat, integers
 class PackQuantized(Packing):
     """Integers as a dense bit stream."""
 
-    SUFFIXES = (Packing.KEY, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+    SUFFIXES = (Packing.WORDS_IN, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
     BITS = (2, 3, 4, 5, 6, 7, 8)
     FORMAT = "pack-quantized"
     TYPE = "int"

@@ -22,11 +22,13 @@ class Packing(GridFormat):
         FORMAT: The packing's name in config.json.
         TYPE: The name of its numbers in config.json.
         HOLDS: The number format that it stores; None: integers.
-        WORDS: The dtype of `weight_packed`.
+        WORDS_IN: Suffix of the name of the tensor with the codes.
+        WORDS: Its dtype.
         DECODED: The dtype to which transformers decodes it in every network; None: the network's dtype.
     """
 
-    KEY = "weight_packed"
+    KEY = "weight_scale"
+    WORDS_IN: ClassVar[str] = "weight_packed"
     FORMAT: ClassVar[str]
     TYPE: ClassVar[str]
     HOLDS: ClassVar[NumberFormat | None] = None

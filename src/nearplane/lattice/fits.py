@@ -14,6 +14,7 @@ from nearplane.lattice.grid import Grid
 from nearplane.lattice.number_formats import BlockType
 from nearplane.lattice.polish import Fit, PlainFit
 from nearplane.lattice.scale import Steps
+from nearplane.lattice.shared_grid import shared
 from nearplane.lattice.superblock_fit import SuperFit
 
 GridFit = Callable[[Tensor, Tensor, Steps], tuple[Grid, Callable[[Grid], Fit]]]
@@ -35,4 +36,4 @@ def blocks(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Call
     return fit_blocks(kind, target, importance), partial(SuperFit, kind=kind)
 
 
-FITS: Mapping[str, GridFit] = {"plain": plain, "blocks": blocks}
+FITS: Mapping[str, GridFit] = {"plain": plain, "blocks": blocks, "shared": shared}

@@ -51,6 +51,11 @@ class NumberFormat:
         """Number of neighbouring weights stored together, a divisor of the layer's inputs."""
         return self.group or 1
 
+    @property
+    def global_scale(self) -> bool:
+        """Whether all steps of a layer, and of the layers that a runtime joins with it, are divided by one number."""
+        return self.fit == "shared"
+
     def groups(self, columns: int) -> int:
         """Return the number of steps of a row with `columns` weights."""
         return -(-columns // self.group) if self.group else 1
@@ -131,7 +136,11 @@ INTEGERS = "integers as int4-g128, int8-row, int3-g64-asym"  # description of th
 ENTROPY_CODED_FORMAT = NumberFormat(name="coded", bits=0)  # codes without limits, entropy-coded
 E2M1 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # four-bit floats, 0 once
 MXFP4 = NumberFormat(name="mxfp4", bits=4, group=32, levels=E2M1, steps="float8_e8m0fnu")
-FLOATS: tuple[NumberFormat, ...] = (MXFP4,)  # formats with tables of levels
+NVFP4 = NumberFormat(name="nvfp4", bits=4, group=16, levels=E2M1, steps="float8_e4m3fn", fit="shared")
+_HALF = [m / 8 * 2**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][1:-1]
+E4M3 = (*(-level for level in reversed(_HALF)), 0.0, *_HALF)  # eight-bit floats to 448, without not-a-number, 0 once
+FP8 = NumberFormat(name="fp8", bits=8, levels=E4M3)
+FLOATS: tuple[NumberFormat, ...] = (MXFP4, NVFP4, FP8)  # formats with tables of levels
 BY_NAME: dict[str, NumberFormat] = {each.name: each for each in (*TYPES.values(), *FLOATS, ENTROPY_CODED_FORMAT)}
 
 

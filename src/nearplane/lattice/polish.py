@@ -76,11 +76,20 @@ class Fit(Protocol):
         """Return the grid `start` with the steps that the descent reached."""
 
 
-@dataclass(frozen=True, slots=True)
 class PlainFit:
     """Fit of a plain grid's steps by least squares, rounded to the dtype in which they are stored."""
 
-    storage: torch.dtype
+    def __init__(self, storage: torch.dtype) -> None:
+        self.storage = storage
+
+    def stored(self, steps: Tensor) -> Tensor:
+        """Round steps to those that the file holds, in their dtype."""
+        return stored(steps, self.storage)
+
+    @property
+    def largest(self) -> float:
+        """Return the largest step that the file holds."""
+        return torch.finfo(self.storage).max
 
     def fit(self, state: State, a: int, b: int, EH: Tensor) -> bool:
         """Fit the groups one after another; see `Fit`."""
@@ -93,8 +102,8 @@ class PlainFit:
             energy, product = (v * vH[inner]).sum(0), (v * EH[inner]).sum(0)  # (out,) each
             old = state.scale[g]
             new = torch.where(energy > 0, old + product / energy, old)
-            valid = (new > old / 3) & (new < (old * 3).clamp(max=torch.finfo(self.storage).max))
-            move = stored(torch.where(valid, new, old), self.storage) - old
+            valid = (new > old / 3) & (new < (old * 3).clamp(max=self.largest))
+            move = self.stored(torch.where(valid, new, old)) - old
             change = move * (move * energy - 2 * product)
             move = torch.where(valid & (change < 0), move, 0)
             state.fitted += torch.where(move == 0, 0, change)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,19 @@ Search = Literal["minmax", "mse"]
 SHRINKS = tuple(1 - 0.8 * i / 80 for i in range(80))  # factors by which the search narrows the range
 
 
+class StepStorage(NamedTuple):
+    """How the steps of a matrix are stored.
+
+    Args:
+        dtype: Dtype of the steps, if the number format does not define it.
+        peak: Largest magnitude of a weight among all matrices with which this one shares a global scale, for number formats
+            that have one; None: of this matrix.
+    """
+
+    dtype: torch.dtype
+    peak: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
     """Settings for the initial fit of steps to weights.
@@ -31,11 +44,13 @@ class Steps:
         format: Number format: symmetric, with integer zero points, or with levels and no zero points.
         search: Method: "minmax" takes the range of the weights, "mse" the narrowed range with the least p-norm error.
         storage: Dtype in which steps are stored if the format does not define it.
+        peak: See `StepStorage`.
     """
 
     format: NumberFormat
     search: Search
     storage: torch.dtype
+    peak: float | None = None
 
     @property
     def stored_in(self) -> torch.dtype:

@@ -30,7 +30,7 @@ from nearplane.lattice.fits import FITS
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.polish import polish, refine
-from nearplane.lattice.scale import Steps
+from nearplane.lattice.scale import Steps, StepStorage
 from nearplane.lattice.solvers import SOLVERS, Problem, Solution
 from nearplane.matrix.certificate import SolvedMatrix, measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
@@ -50,7 +50,7 @@ def quantize_matrix(
     statistics: Tensor | NDArray[Any] | Moments | Inputs,
     scheme: GridScheme | BlockScheme,
     *,
-    storage: torch.dtype = torch.float16,
+    storage: torch.dtype | StepStorage = torch.float16,
     name: str = "matrix",
     together: Sequence[Tensor] = (),
 ) -> tuple[QuantizedMatrix, LayerRecord]:
@@ -60,7 +60,8 @@ def quantize_matrix(
         W: (out, in) weights of torch or numpy; the results are of torch.
         statistics: (in, in) Hessian `X^T X / tokens` of torch or numpy, or `Moments`, or `Inputs` that matrices share.
         scheme: Grid, order and solver.
-        storage: Dtype in which steps will be stored; they are rounded to it before the solve.
+        storage: Dtype in which steps will be stored, maybe with the peak of matrices that share a global scale; steps are
+            rounded before the solve.
         name: Name of the matrix in the record and in error messages.
         together: (rows, rows) moments of gradients for each run of rows, for a two-sided scheme; see `solve_joined`.
 
@@ -77,8 +78,9 @@ def quantize_matrix(
             f"{name}: found a {type(scheme).__name__}, expected a GridScheme. Use quantize_matrix_to_rate for a rate."
         )
     W, inputs = lattice_problem(W, statistics, name)
-    if storage not in (*STEP_DTYPES, W.dtype):
-        raise RecipeError(f"storage is {storage}; expected torch.float16, torch.bfloat16 or torch.float32.")
+    stored = storage if isinstance(storage, StepStorage) else StepStorage(storage)
+    if stored.dtype not in (*STEP_DTYPES, W.dtype):
+        raise RecipeError(f"storage is {stored.dtype}; expected torch.float16, torch.bfloat16 or torch.float32.")
     if scheme.default_allocation == "slope":
         raise RecipeError(
             f"{name}: the scheme has bits for each layer of a model chosen by measuring ({scheme}). For one matrix, pass a whole "
@@ -87,24 +89,31 @@ def quantize_matrix(
     scheme = scheme.grouped([W.shape[1]])
     if scheme.mixed or W.shape[1] % scheme.number_format.run:
         raise RecipeError(f"{name}: {W.shape[1]} inputs {scheme.misfit}")
+    if stored.peak is None:
+        stored = stored._replace(peak=float(W.abs().max()))
     try:
         aim = corrected(W, inputs, scheme)
         wide = aim[0].to(torch.promote_types(W.dtype, torch.float32))
         if scheme.joins_rows and together:
-            solution = solve_joined(wide, together, lambda part: solve(part, inputs, scheme, storage))
+            solution = solve_joined(wide, together, lambda part: solve(part, inputs, scheme, stored))
         else:
-            solution = solve(wide, inputs, scheme, storage)
+            solution = solve(wide, inputs, scheme, stored)
         record = measure(name, W, aim, SolvedMatrix(matrix=solution.matrix, outside=solution.outside), inputs, scheme)
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
     return solution.matrix, replace(record, seconds=round(time.perf_counter() - began, 6))
 
 
-def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, storage: torch.dtype) -> Solution:
+def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, storage: StepStorage) -> Solution:
     """Fit a grid to the target, round the target to it, and refine both."""
     factor = inputs.factor_of_the_sweep(scheme)
     importance = inputs.moments.H.diagonal().sqrt() if scheme.calibrated else target.new_ones(target.shape[1])
-    steps = Steps(format=scheme.number_format, search=getattr(scheme, "scale", "mse"), storage=storage)
+    steps = Steps(
+        format=scheme.number_format,
+        search=getattr(scheme, "scale", "mse"),
+        storage=storage.dtype,
+        peak=storage.peak,
+    )
     grid, fit = FITS[steps.format.fit](target, importance, steps)
     rounds, sweeps = scheme.rounds or 0, scheme.polish or 0
     if not rounds and not sweeps:
@@ -183,9 +192,10 @@ def _assembled(solved: Sequence[tuple[Tensor, QuantizedMatrix[Grid]]]) -> Quanti
     codes = torch.cat([matrix.codes for _, matrix in solved])[inverse]
 
     def of_all(name: str) -> Tensor:
-        return torch.cat([getattr(m.grid, name).expand(len(m.codes), -1) for _, m in solved])[inverse]
+        return torch.cat([m.grid.parts[name].expand(len(m.codes), -1) for _, m in solved])[inverse]
 
-    return QuantizedMatrix(codes=codes, grid=replace(solved[0][1].grid, scale=of_all("scale"), zero=of_all("zero")))
+    grid = solved[0][1].grid
+    return QuantizedMatrix(codes=codes, grid=grid.with_parts({name: of_all(name) for name in grid.parts}))
 
 
 def with_tensors(record: LayerRecord, name: str, size: int, checksum: str) -> LayerRecord:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import quantize_matrix
 from nearplane.matrix.to_rate import quantize_matrix_to_rate
@@ -28,7 +28,7 @@ class Task:
         inputs: Statistics of the layer's inputs, shared by layers of the same input; if `used_once`, solve only once.
         scheme: The layer's own scheme, with a whole number of bits.
         rate: Rate of entropy-coded weights in bits per weight; None: the rate of the scheme.
-        storage: Dtype in which steps of grids are stored.
+        storage: How steps of grids are stored.
         sensitivity: (out,) sensitivity of the network to errors of each output; None: equal.
         max_loss: Upper limit of the relative loss of entropy-coded weights.
         together: (rows, rows) moments of gradients for each run of rows, see `solve_joined`; empty: not measured.
@@ -38,7 +38,7 @@ class Task:
     W: Tensor
     inputs: Inputs
     scheme: AnyScheme
-    storage: torch.dtype
+    storage: StepStorage
     rate: float | None = None
     sensitivity: Tensor | None = None
     max_loss: float | None = None

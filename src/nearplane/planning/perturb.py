@@ -19,7 +19,7 @@ from torch import Tensor
 from nearplane.formats.gguf.mixes import fitting
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.scale import high_rate_step
+from nearplane.lattice.scale import StepStorage, high_rate_step
 from nearplane.lattice.solvers import sweep_planes
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import solve
@@ -153,7 +153,7 @@ def _on_grid(
     W: Tensor, inputs: Inputs, rate: float, scheme: GridScheme | BlockScheme, storage: torch.dtype
 ) -> Perturbed:
     factor = inputs.factor(scheme.order, scheme.damp)
-    solution = solve(W.masked_fill(factor.dead, 0), inputs, scheme, storage)
+    solution = solve(W.masked_fill(factor.dead, 0), inputs, scheme, StepStorage(storage))
     return Perturbed(rate, solution.matrix.decode())
 
 

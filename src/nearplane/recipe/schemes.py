@@ -159,10 +159,11 @@ class BlockScheme(Scheme):
     """Codes on the two-level grids of llama.cpp, in files that llama.cpp runs.
 
     Args:
-        grid: Name of a number format, for example int4-g128, int8-row, int3-g64-asym or mxfp4. In a GGUF it may be a type of
-            llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k) or one of its mixes (q2_k_m, q3_k_m, q4_k_m,
-            q5_k_m). It may also be a number of bits per weight including steps, for example 4.5: types of layers are then chosen
-            by measuring. Rows that blocks of 256 do not divide get the type that llama.cpp uses instead.
+        grid: Name of a number format, for example int4-g128, int8-row, int3-g64-asym, nvfp4, mxfp4 or fp8. In a GGUF it may
+            be a type of llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k) or one of its mixes (q2_k_m,
+            q3_k_m, q4_k_m, q5_k_m). It may also be a number of bits per weight including steps, for example 4.5: types of
+            layers are then chosen by measuring. Rows that blocks of 256 do not divide get the type that llama.cpp uses
+            instead.
         size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used
             instead of --rate. With --format gguf, each layer gets a type of llama.cpp, chosen by measuring.
         embeddings: Type of the embeddings and the head. f32, f16 and bf16 store them unquantized in that type. auto follows

@@ -8,10 +8,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from nearplane.calibration.walk import Stage
+from nearplane.errors import RecipeError
 from nearplane.formats.container import Container
 from nearplane.formats.table import FORMATS
+from nearplane.lattice.scale import StepStorage
+from nearplane.lattice.shared_grid import LARGEST, SMALLEST
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.matrix.solve_layer import Task
+from nearplane.models.layers import Layer
 from nearplane.planning.ledger import Ledger, Solved
 from nearplane.planning.request import quantization_config, with_types
 from nearplane.planning.start import Decisions, Job, decide
@@ -53,15 +57,17 @@ class Run:
     def tasks(self, stage: Stage) -> Iterator[Task]:
         """Yield the solver's task for every layer of a stage."""
         plan, again = self.ledger.planned, self.ledger.solves_again(stage.layers)
-        for layer, inputs in zip(stage.layers, stage.inputs, strict=True):
-            scheme = self.recipe.scheme_of(layer.name)
+        schemes = [plan.scheme_of(layer, self.recipe.scheme_of(layer.name)) for layer in stage.layers]
+        joined = [layer for layer, each in zip(stage.layers, schemes, strict=True) if each.number_format.global_scale]
+        peaks = peaks_of(joined)  # before the first of them is solved
+        for layer, inputs, scheme in zip(stage.layers, stage.inputs, schemes, strict=True):
             yield Task(
                 name=layer.name,
                 W=layer.read(),
                 inputs=inputs if again else inputs.used_once(),
-                scheme=plan.scheme_of(layer, scheme),
+                scheme=scheme,
                 rate=plan.rate(layer) if layer.name in plan.rates else None,
-                storage=self._storage,
+                storage=StepStorage(self._storage, peaks.get(layer.name)),
                 sensitivity=plan.sensitivity.get(layer.name),
                 max_loss=self.recipe.max_loss,
                 together=plan.together.get(layer.name, ()),
@@ -102,6 +108,33 @@ class Run:
         record = self._container.seal(record, lambda sealed: replace(sealed, seconds=self._journal.seconds))
         ledger.check(record)
         return record
+
+
+def peaks_of(layers: Sequence[Layer]) -> dict[str, float]:
+    """Return by name the largest magnitude of the weights of all layers, of those given, in the same module.
+
+    Runtimes join layers that have the same input and belong to one module to one product, such as q, k and v, or gate and up.
+    So they must have the same global scale.
+
+    Args:
+        layers: Layers that share an input.
+
+    Raises:
+        RecipeError: The weights of a layer are so small beside those of another that all its steps would be 0.
+    """
+    own = {layer.name: float(layer.read().abs().max()) for layer in layers}
+    largest: dict[str, float] = {}
+    for name, peak in own.items():
+        module = name.rpartition(".")[0]
+        largest[module] = max(largest.get(module, 0.0), peak)
+    peaks = {name: largest[name.rpartition(".")[0]] for name in own}
+    for name, peak in own.items():
+        if 0 < peak < SMALLEST / LARGEST * peaks[name]:
+            raise RecipeError(
+                f"{name} has no weight above {peak:.3g}, but a layer that shares its global scale has {peaks[name]:.3g}: steps in "
+                f"8 bits do not span both. Leave it unquantized with --ignore, or use --grid mxfp4."
+            )
+    return peaks
 
 
 @contextmanager

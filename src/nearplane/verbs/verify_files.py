@@ -12,11 +12,13 @@ from nearplane.errors import FormatError, ModelError, printable
 from nearplane.formats.beside import CONFIG
 from nearplane.formats.container import written
 from nearplane.formats.find_record import embedded_record
+from nearplane.formats.fp4_packed import apart
 from nearplane.formats.gguf.gguf_header import FILE, RECORD_KEY, read_header
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.stored import Stored
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.shared_grid import SharedGrid
 from nearplane.record.record import LayerRecord, RunRecord, contradictions
 from nearplane.record.tuning_record import tuning_contradictions
 from nearplane.system.file_hashes import digest_of
@@ -130,6 +132,7 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
         if copy.is_file() and copy.read_bytes() != text.encode():
             yield Fault(where=name, what=f"it differs from the quantization_config in {CONFIG}")
     stored_names = dict.fromkeys(stored.names())
+    divisors: dict[str, float] = {}
     for name in stored_names:
         if name not in known:
             yield Fault(where=name, what=f"{RECORD} does not list this quantized layer")
@@ -153,10 +156,15 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
             yield Fault(
                 where=layer.name, what=f"its tensors have {summary.bytes:,} bytes, the record has {layer.bytes:,}"
             )
+        if isinstance(matrix.grid, SharedGrid):
+            divisors[layer.name] = matrix.grid.divisor
         faults = list(_of_the_grid(matrix, layer))
         yield from (Fault(where=layer.name, what=what) for what in faults)
         if not faults:
             sound.add(layer.name)
+    for name, first in apart(divisors):
+        what = f"its global scale is {divisors[name]:g}, but that of {first} is {divisors[first]:g}; vLLM takes one for both"
+        yield Fault(where=name, what=what)
 
 
 def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:

@@ -285,7 +285,7 @@ def test_damaged_tensors_are_named(damage: dict[str, torch.Tensor | None]) -> No
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("format", "float-quantized"),
+        ("format", "naive-quantized"),
         ("quantization_status", "frozen"),
         ("kv_cache_scheme", {"num_bits": 8}),
         ("input_activations", {"num_bits": 8}),
@@ -344,6 +344,8 @@ def test_numbers_that_no_packing_holds_are_refused_before_work_begins() -> None:
     """Those of other levels, and those of the levels of mxfp4 whose steps are stored otherwise."""
     for levels, group in (((-1.0, 0.0, 1.0), 32), (MXFP4.levels, 64)):
         format = NumberFormat(name="other", bits=4, group=group, levels=levels)
-        with pytest.raises(RecipeError, match=r"layer: .* stores integers of 2 to 8 bits and mxfp4, not other"):
+        with pytest.raises(
+            RecipeError, match=r"layer: .* stores integers of 2 to 8 bits and mxfp4, nvfp4, fp8, not other"
+        ):
             FORMAT.layers.check("layer", (64, 64), "Linear", format)
     FORMAT.layers.check("layer", (64, 64), "Linear", MXFP4)

@@ -1,4 +1,4 @@
-"""MXFP4 in compressed-tensors: bytes as its own package reads them, and through every verb on models of two dtypes."""
+"""MXFP4 and NVFP4 in compressed-tensors: bytes as its own package reads them, and through every verb."""
 
 import json
 from dataclasses import replace
@@ -7,6 +7,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import nearplane
@@ -15,22 +16,35 @@ from native_checkpoints import save_tiny
 from nearplane import RecipeError
 from nearplane.errors import FormatError
 from nearplane.formats.compressed_tensors import FORMAT
-from nearplane.formats.mxfp4_packed import MXFP4Packed
+from nearplane.formats.fp4_packed import MXFP4Packed, NVFP4Packed, apart
+from nearplane.lattice.fits import FITS
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import MXFP4, number_format
+from nearplane.lattice.number_formats import MXFP4, NVFP4, number_format
 from nearplane.lattice.scale import Steps
 from nearplane.loading.dense_network import dense_network
 from nightly import daily
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-LAYOUT = MXFP4Packed()
+LAYOUT, WITH_GLOBAL_SCALE = MXFP4Packed(), NVFP4Packed()
+
+
+def rounded(W, format):
+    grid, _ = FITS[format.fit](W, W.new_ones(W.shape[1]), Steps(format=format, search="mse", storage=torch.float16))
+    return QuantizedMatrix(codes=grid.round(W)[0].int(), grid=grid)
 
 
 @pytest.fixture
 def matrix(generator):
-    W = torch.randn(6, 64, generator=generator) * 2.0 ** torch.randint(-30, 30, (6, 1), generator=generator)
-    grid = Steps(format=MXFP4, search="mse", storage=torch.float16).grid(W)
-    return QuantizedMatrix(codes=grid.round(W)[0].int(), grid=grid)
+    return rounded(
+        torch.randn(6, 64, generator=generator) * 2.0 ** torch.randint(-30, 30, (6, 1), generator=generator), MXFP4
+    )
+
+
+@pytest.fixture
+def with_global_scale(generator):
+    """Return a matrix of 40 rows whose weights span as many octaves as E4M3 has."""
+    spread = 2.0 ** torch.randint(-8, 8, (40, 1), generator=generator)
+    return rounded(torch.randn(40, 64, generator=generator) * spread, NVFP4)
 
 
 @pytest.fixture
@@ -64,6 +78,27 @@ def test_the_package_reads_the_same_values(matrix):
     assert torch.equal(decoded.float(), matrix.decode())
 
 
+def test_blocks_with_a_global_scale_are_read_back_and_the_same_to_the_package(with_global_scale):
+    every = replace(with_global_scale, codes=torch.arange(15).repeat(40, 5)[:, :64].int())
+    for each in (with_global_scale, every):
+        tensors = FORMAT.layers.pack("a", each, torch.float16)
+        empty = FORMAT.layers.empty("a", (40, 64), NVFP4, torch.float32)
+        assert {name: (t.shape, t.dtype) for name, t in empty.items()} == {
+            name: (t.shape, t.dtype) for name, t in tensors.items()
+        }
+        assert FORMAT.layers.shape_of("a", tensors) == (40, 64)
+        assert FORMAT.layers.unpack("a", tensors, NVFP4).same_as(each)
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=WITH_GLOBAL_SCALE.weights(NVFP4, "natural"),
+        format=WITH_GLOBAL_SCALE.FORMAT,
+    )
+    named = {name.removeprefix("a."): tensor for name, tensor in tensors.items()}
+    decoded = BaseCompressor.get_value_from_registry(WITH_GLOBAL_SCALE.FORMAT).decompress(named, scheme)["weight"]
+    assert decoded.dtype == torch.bfloat16
+    assert torch.equal(decoded, every.decode().bfloat16())
+
+
 def test_the_bytes_of_a_few_weights():
     """Of every level its nibble: sign, then the place of the magnitude; two a byte, the first in the lower half."""
     values = torch.tensor([0, 0.5, -0.5, 1, -1, 1.5, 2, -2, 3, -3, 4, -4, 6, -6, -1.5, 0] * 2)[None] * 2.0**-3
@@ -80,12 +115,13 @@ def test_a_step_that_is_no_power_of_two_is_refused(matrix):
 
 
 @pytest.mark.parametrize("dtype", daily([torch.float32, torch.bfloat16], [torch.bfloat16]))
-def test_a_model_is_quantized_verified_loaded_and_read_by_transformers(tmp_path, tokens, dtype):
+@pytest.mark.parametrize(("grid", "rate"), [("mxfp4", 4.25), ("nvfp4", 4.5), ("fp8", 8.25)])
+def test_a_model_is_quantized_verified_loaded_and_read_by_transformers(tmp_path, tokens, dtype, grid, rate):
     model, out = tmp_path / "model", tmp_path / "out"
     save_tiny(model, "llama", dtype, **SIZES)
-    record = nearplane.quantize(model, out, grid="mxfp4", calibration=tokens)
-    assert {layer.format for layer in record.layers} == {"mxfp4"}
-    assert record.rate == 4.25
+    record = nearplane.quantize(model, out, grid=grid, calibration=tokens)
+    assert {layer.format for layer in record.layers} == {grid}
+    assert record.rate == pytest.approx(rate, rel=2e-3)  # a global scale takes four bytes
     found = nearplane.verify(out, against=model, calibration=tokens)
     assert found.faults == ()
     assert found.measured
@@ -97,6 +133,14 @@ def test_a_model_is_quantized_verified_loaded_and_read_by_transformers(tmp_path,
         expected = ours(tokens).logits
         assert torch.equal(theirs(tokens).logits, expected)
         assert torch.equal(loaded(tokens).logits, expected)
+    if grid == "nvfp4":
+        tensors = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
+        scales = {name: tensor for name, tensor in tensors.items() if name.endswith("global_scale")}
+        for layers in ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",):
+            for block in range(3):
+                shared = [t for name, t in scales.items() if f".{block}." in name and name.split(".")[-2] in layers]
+                assert len(shared) == len(layers)
+                assert len(torch.cat(shared).unique()) == 1
     nearplane.export(out, tmp_path / "dense", dtype="float32")
     measured = [nearplane.evaluate(each, tokens, against=model) for each in (out, tmp_path / "dense")]
     assert measured[0] == measured[1]
@@ -111,6 +155,48 @@ def test_layers_may_be_integers_beside_it(tmp_path, tokens):
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config["format"] == "mixed-precision"
     assert nearplane.verify(out, against=model, calibration=tokens).faults == ()
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens).logits, dense_network(out, dtype=torch.bfloat16)(tokens).logits)
+
+
+def test_layers_that_runtimes_join_have_one_global_scale():
+    """Whoever puts a file together from two runs gets it wrong; vLLM then takes one for both."""
+    names = ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj", "b.q_proj"]
+    assert list(apart(dict.fromkeys(names, 3.0) | {"a.o_proj": 5.0, "b.q_proj": 4.0})) == []
+    assert list(apart(dict.fromkeys(names, 3.0) | {"a.v_proj": 5.0})) == [("a.v_proj", "a.q_proj")]
+
+
+def test_a_layer_that_the_shared_scale_would_make_zero_is_named(tmp_path, tokens):
+    model, out = tmp_path / "model", tmp_path / "out"
+    save_tiny(model, "llama", torch.float32, **SIZES)
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1e-7
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(RecipeError, match=r"layers\.1\.mlp\.up_proj has no weight above .* shares its global scale"):
+        nearplane.quantize(model, out, grid="nvfp4", solver="round-to-nearest", calibration=tokens)
+    assert not out.exists()
+
+
+def test_a_second_global_scale_is_found(tmp_path, tokens):
+    model, out = tmp_path / "model", tmp_path / "out"
+    save_tiny(model, "llama", torch.bfloat16, **SIZES)
+    nearplane.quantize(model, out, grid="nvfp4", solver="round-to-nearest", calibration=tokens)
+    for file in out.glob("*.safetensors"):
+        tensors = load_file(file)
+        tensors |= {name: t * 2 for name, t in tensors.items() if name.endswith("up_proj.weight_global_scale")}
+        save_file(tensors, file, {"format": "pt"})
+    faults = [f.what for f in nearplane.verify(out).faults if f.where == "model.layers.0.mlp.up_proj"]
+    assert any("vLLM takes one for both" in what for what in faults)
+
+
+def test_experts_that_transformers_would_decode_wrong_are_refused_and_may_be_left(tmp_path, tokens):
+    model, out = tmp_path / "model", tmp_path / "out"
+    save_tiny(model, "qwen3_moe", torch.bfloat16, **SIZES | {"moe_intermediate_size": 32})
+    with pytest.raises(RecipeError, match=r"experts\.0\.\w+ is an expert; .* decodes experts in NVFP4 without"):
+        nearplane.quantize(model, out, grid="nvfp4", calibration=tokens)
+    nearplane.quantize(model, out, grid="nvfp4", ignore=["experts"], solver="round-to-nearest", calibration=tokens)
     theirs = AutoModelForCausalLM.from_pretrained(out)
     with torch.no_grad():
         assert torch.equal(theirs(tokens).logits, dense_network(out, dtype=torch.bfloat16)(tokens).logits)

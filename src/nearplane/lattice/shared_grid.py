@@ -1,0 +1,132 @@
+"""Grids whose steps are 8-bit floats divided by one number that all share, as NVFP4 stores them.
+
+    value = (block / divisor) * level
+
+Solvers, descents and certificates use such a grid like any other: its `scale` is `block / divisor`. The divisor stretches
+the range of the weights over that of the 8-bit floats. Layers that a runtime joins to one product share it, see `divisor_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nearplane.errors import NumericalError
+from nearplane.lattice import number_formats
+from nearplane.lattice.grid import Grid
+from nearplane.lattice.polish import Fit, PlainFit, State
+from nearplane.lattice.scale import Steps
+
+E4M3 = torch.tensor([level for level in number_formats.E4M3 if level > 0])  # all positive values, ascending
+SMALLEST, LARGEST = float(E4M3[0]), float(E4M3[-1])  # 2^-9 and 448
+WINDOW = range(-20, 9)  # candidates for a block's step around the one that covers its weights, in places of E4M3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedGrid(Grid):
+    """A grid whose steps are 8-bit floats divided by a number that all groups share.
+
+    Args:
+        block: (out, groups) step of every group before the division, exact in E4M3.
+        divisor: Positive number, exact in float32.
+        scale: (out, groups) `block / divisor` in the dtype of `block`; computed.
+        zero: (out, groups) zeros; computed.
+    """
+
+    block: Tensor
+    divisor: float
+    scale: Tensor = field(init=False)
+    zero: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        scale = (self.block.float() / torch.tensor(self.divisor, dtype=torch.float32)).to(self.block.dtype)
+        object.__setattr__(self, "scale", scale)
+        object.__setattr__(self, "zero", torch.zeros_like(scale))
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """Return the numbers that make up the grid, by name, rows first."""
+        return {"block": self.block}
+
+    def same_as(self, other: object) -> bool:
+        """Return whether another grid has the same steps, divisor, groups and levels."""
+        return isinstance(other, SharedGrid) and self.divisor == other.divisor and Grid.same_as(self, other)
+
+
+def divisor_of(peak: float, highest: float) -> float:
+    """Return the divisor of weights of at most this magnitude, in float32: `448 * highest / peak`, and 1 for zeros.
+
+    Args:
+        peak: Largest magnitude of a weight among all matrices that share the divisor.
+        highest: Largest level.
+
+    Raises:
+        NumericalError: The weights are too small or too large for float32.
+    """
+    divisor = float(torch.tensor(LARGEST * highest / peak if peak else 1.0, dtype=torch.float32))
+    if not 0 < divisor < float("inf"):
+        raise NumericalError(f"The largest weight is {peak:.3g}, whose global scale does not fit float32.")
+    return divisor
+
+
+def shared(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Callable[[Grid], Fit]]:
+    """Choose the step of every group among all E4M3 values by the error of its weights; see `fits.GridFit`.
+
+    The error of a weight counts as much as the squared importance of its column, the diagonal of the Hessian.
+    """
+    book, size = steps.codebook, steps.format.group
+    assert book.levels is not None, "only formats with levels name this fit"
+    assert size is not None, "only formats with groups name this fit"
+    levels = book.levels.to(target)
+    peak = float(target.abs().max()) if steps.peak is None else steps.peak
+    divisor = divisor_of(peak, float(levels[-1]))
+    values = E4M3.to(target)
+    scales = values / divisor
+    groups = target.reshape(len(target), -1, size)
+    weight = importance.to(target).square().view(-1, size)  # (groups, size)
+    middles, place = (levels[1:] + levels[:-1]) / 2, torch.bucketize(groups.abs().amax(-1) / levels[-1], scales)
+    best, least = torch.zeros_like(place), target.new_full(place.shape, torch.inf)
+    for offset in WINDOW:
+        candidate = (place + offset).clamp_(0, len(values) - 1)
+        scale = scales[candidate][..., None]
+        error = levels[torch.bucketize(groups / scale, middles)].mul_(scale).sub_(groups).square_().mul_(weight).sum(-1)
+        better = error < least
+        best, least = torch.where(better, candidate, best), torch.where(better, error, least)
+    grid = SharedGrid(
+        block=values[best],
+        divisor=divisor,
+        group=torch.arange(target.shape[1], device=target.device) // size,
+        low=book.low,
+        high=book.high,
+        levels=book.levels,
+    )
+    return grid, lambda _: SharedFit(divisor)
+
+
+class SharedFit(PlainFit):
+    """Fit of the steps by least squares, rounded to E4M3 values over the divisor."""
+
+    def __init__(self, divisor: float) -> None:
+        self.divisor = torch.tensor(divisor, dtype=torch.float32)
+
+    def stored(self, steps: Tensor) -> Tensor:
+        """Round steps to those that the file holds, in their dtype."""
+        return (self._blocks(steps).float() / self.divisor).to(steps.dtype)
+
+    @property
+    def largest(self) -> float:
+        """Return the largest step that the file holds."""
+        return LARGEST / float(self.divisor)
+
+    def grid(self, state: State, start: Grid) -> Grid:
+        """Return the grid `start` with the fitted steps."""
+        assert isinstance(start, SharedGrid)
+        return start.with_parts({"block": self._blocks(state.scale.T).to(start.block.dtype).contiguous()})
+
+    def _blocks(self, steps: Tensor) -> Tensor:
+        """Return the E4M3 values, as float32, of steps."""
+        scaled = (steps * float(self.divisor)).clamp(SMALLEST, LARGEST)
+        return scaled.to(torch.float8_e4m3fn).float()
