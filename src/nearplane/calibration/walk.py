@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -221,14 +222,23 @@ def observations(block: Block, stream: Stream | None, recipe: Recipe, room: int)
     After the last group the stream has passed the block. Close the generator early only by `close`: passes pause in it.
     """
     if stream is None:
-        for layer in block.quantized_layers():
-            yield Observed(layers=(layer,), moments={})
+        for _, layers in groupby(block.quantized_layers(), partial(_solved_with, recipe=recipe)):
+            yield Observed(layers=tuple(layers), moments={})
         return
     with closing(BlockForward(block, stream, sequential=recipe.calibration.true_sequential, room=room)) as passage:
         if passage.repeated:
             log.info("%s: stages are separate passes because %s", block.name, passage.repeated)
         for groups, shown in passage:  # q/k/v, then o, then gate/up, then down
             yield from sum_moments(groups, shown, stream, rare=recipe.calibration.rare_experts)
+
+
+def _solved_with(layer: Layer, recipe: Recipe) -> str:
+    """Return what layers have in common that are solved together although no inputs are observed.
+
+    It is the module whose layers may share a global scale; all other layers are solved one by one.
+    """
+    shares = recipe.scheme_of(layer.name).number_format.global_scale
+    return layer.name.rpartition(".")[0] if shares else layer.name
 
 
 def observations_of_the_head(block: Block, stream: Stream | None) -> Iterator[Observed]:

@@ -133,14 +133,6 @@ def test_a_model_is_quantized_verified_loaded_and_read_by_transformers(tmp_path,
         expected = ours(tokens).logits
         assert torch.equal(theirs(tokens).logits, expected)
         assert torch.equal(loaded(tokens).logits, expected)
-    if grid == "nvfp4":
-        tensors = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
-        scales = {name: tensor for name, tensor in tensors.items() if name.endswith("global_scale")}
-        for layers in ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",):
-            for block in range(3):
-                shared = [t for name, t in scales.items() if f".{block}." in name and name.split(".")[-2] in layers]
-                assert len(shared) == len(layers)
-                assert len(torch.cat(shared).unique()) == 1
     nearplane.export(out, tmp_path / "dense", dtype="float32")
     measured = [nearplane.evaluate(each, tokens, against=model) for each in (out, tmp_path / "dense")]
     assert measured[0] == measured[1]
@@ -160,7 +152,23 @@ def test_layers_may_be_integers_beside_it(tmp_path, tokens):
         assert torch.equal(theirs(tokens).logits, dense_network(out, dtype=torch.bfloat16)(tokens).logits)
 
 
-def test_layers_that_runtimes_join_have_one_global_scale():
+@pytest.mark.parametrize("solver", ["nearest-plane", "round-to-nearest"])
+def test_layers_that_runtimes_join_have_one_global_scale_in_files(tmp_path, tokens, solver):
+    """Also where no inputs are observed, so that nothing says which layers share one."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    save_tiny(model, "llama", torch.bfloat16, **SIZES)
+    nearplane.quantize(model, out, grid="nvfp4", solver=solver, calibration=tokens)
+    tensors = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith("global_scale")}
+    for layers in ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"):
+        for block in range(3):
+            shared = [scale for name, scale in scales.items() if f".{block}." in name and name.split(".")[-2] in layers]
+            assert len(shared) == len(layers)
+            assert len(torch.cat(shared).unique()) == 1
+    assert nearplane.verify(out).faults == ()
+
+
+def test_other_scales_among_layers_that_are_joined_are_found():
     """Whoever puts a file together from two runs gets it wrong; vLLM then takes one for both."""
     names = ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj", "b.q_proj"]
     assert list(apart(dict.fromkeys(names, 3.0) | {"a.o_proj": 5.0, "b.q_proj": 4.0})) == []
