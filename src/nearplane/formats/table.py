@@ -28,6 +28,7 @@ FORMATS = Formats(
         "compressed-tensors": ".compressed_tensors:FORMAT",
         "gptq": ".gptq:FORMAT",
         "gptq_v2": ".gptq:FORMAT_V2",
+        "awq": ".awq:FORMAT",
         "nearplane": ".native:FORMAT",
         "gguf": ".gguf.gguf_container:FORMAT",
     }

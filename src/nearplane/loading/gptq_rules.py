@@ -1,4 +1,4 @@
-"""Rules by which readers of GPTQ select the layers that they replace; they cannot be installed beside nearplane.
+"""Rules by which readers of GPTQ and AWQ select the layers that they replace; they cannot be installed beside nearplane.
 
 The rules are those of optimum 2.3 with gptqmodel 7.6, through which transformers reads GPTQ.
 tests/journeys/test_survey.py compares them with these programs where they are installed.
@@ -7,13 +7,15 @@ tests/journeys/test_survey.py compares them with these programs where they are i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.awq import AWQ_SCALES_MAPPINGS
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nearplane.formats.gptq import BLOCKS_FOUND
@@ -51,9 +53,9 @@ class GPTQByRule(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if model.main_input_name != "input_ids":
-            raise ValueError("GPTQ is loaded for text models only")
+            raise ValueError("GPTQ and AWQ are loaded for text models only")
         layout = format_of(self.quantization_config.fields).layers
-        assert isinstance(layout, GridFormat), "GPTQ stores grids"
+        assert isinstance(layout, GridFormat), "both store grids"
         grids = {name: self.takes(model, name, module) for name, module in model.named_modules()}
         for name, grid in grids.items():
             if grid is None:
@@ -92,6 +94,32 @@ class GPTQByRule(HfQuantizer):
     def is_trainable(self) -> bool:
         """False: no model is trained."""
         return False
+
+
+class AWQByRule(GPTQByRule):
+    """Quantizer that replaces the weights of layers by tensors of AWQ, as transformers 5.23 does.
+
+    These are all Linear layers but the head and those that `modules_to_not_convert` names.
+    """
+
+    skipped: Sequence[str] = ()  # names and patterns of modules that keep their weights
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if (kind := model.config.model_type) in AWQ_SCALES_MAPPINGS:
+            raise ValueError(f"readers of AWQ expect factors of activations in {kind}")
+        named = self.quantization_config.fields["modules_to_not_convert"]
+        self.skipped = self.get_modules_to_not_convert(model, list(named), add_default_skips=True)
+        super()._process_model_before_weight_loading(model, **kwargs)
+
+    def takes(self, network: PreTrainedModel, name: str, module: nn.Module) -> tuple[int, int | None] | None:
+        """Return bits and group size of a replaced layer."""
+        fields = self.quantization_config.fields
+        if not isinstance(module, nn.Linear) or not should_convert_module(name, list(self.skipped)):
+            return None
+        return fields["bits"], None if fields["group_size"] == -1 else fields["group_size"]
+
+
+RULES: Mapping[str, type[GPTQByRule]] = {"gptq": GPTQByRule, "awq": AWQByRule}  # by quant_method
 
 
 def _blocks(fields: Mapping[str, Any], network: nn.Module) -> str:

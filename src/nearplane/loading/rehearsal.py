@@ -33,7 +33,7 @@ from nearplane.errors import RecipeError, first_line
 from nearplane.formats.layer_format import GridFormat
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import NumberFormat
-from nearplane.loading.gptq_rules import EXPERTS_BY_GPTQMODEL, GPTQMODEL_ONLY_TYPES, Described, GPTQByRule
+from nearplane.loading.gptq_rules import EXPERTS_BY_GPTQMODEL, GPTQMODEL_ONLY_TYPES, RULES, Described
 from nearplane.models.ignored import pattern_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
@@ -191,8 +191,8 @@ def faults(model: Model, recipe: Recipe, configure: Configure, layers: Sequence[
     network: PreTrainedModel = deepcopy(model.network, dict(shared))
     with quiet():
         try:
-            if config["quant_method"] == "gptq":
-                reader: HfQuantizer = GPTQByRule(Described(config), pre_quantized=True)
+            if (rule := RULES.get(config["quant_method"])) is not None:
+                reader: HfQuantizer = rule(Described(config), pre_quantized=True)
             else:
                 reader = AutoHfQuantizer.from_config(deepcopy(config), pre_quantized=True)
             reader.validate_environment(device_map=None, weights_only=True)

@@ -15,7 +15,7 @@ from nearplane.system.arguments import check_fields, whole, within
 
 Order = Literal["natural", "activation", "pivoted"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best"]
-Format = Literal["compressed-tensors", "gptq", "gptq_v2", "gguf", "nearplane"]
+Format = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "gguf", "nearplane"]
 Allocation = Literal["uniform", "slope"]
 
 BEAM = 8  # candidates of a row; docs/log.md has the measurements behind this and the defaults of `schemes.py`
@@ -50,6 +50,7 @@ FILE_FORMATS: dict[str | None, FileFormat] = {
     "compressed-tensors": FileFormat(any_network=True, one_grid_for_experts=True, steps_of_model=True),
     "gptq": FileFormat(by_gptqmodel=True),
     "gptq_v2": FileFormat(by_gptqmodel=True),
+    "awq": FileFormat(),
     "gguf": FileFormat(for_llama_cpp=True),
     "nearplane": FileFormat(any_network=True, by_nearplane=True),
     None: FileFormat(),  # not chosen yet

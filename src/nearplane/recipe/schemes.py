@@ -75,7 +75,7 @@ class GridScheme(Scheme):
     rounds: int | None = None
     two_sided: bool = False
 
-    FORMATS: ClassVar[tuple[Format, ...]] = ("compressed-tensors", "gptq", "gptq_v2", "gguf")
+    FORMATS: ClassVar[tuple[Format, ...]] = ("compressed-tensors", "gptq", "gptq_v2", "awq", "gguf")
 
     def __post_init__(self) -> None:
         Scheme.__post_init__(self)
