@@ -32,7 +32,7 @@ test: $(VENV)/.tested-with
 	$(VENV)/bin/python -m pytest
 
 nightly: $(VENV)/.tested-with   # what `make test` leaves out; 500 problems for every theorem instead of 25, 154 types of models instead of 2, 20,000 mutations of
-# files instead of 100, with their table in build/fuzz.md
+# files instead of 50, with their table in build/fuzz.md
 	$(VENV)/bin/python -m pytest -m nightly
 	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/unit/lattice tests/unit/theory tests/unit/matrix/test_inputs.py \
 		tests/unit/loading tests/journeys/test_edits.py tests/journeys/test_left_dense.py tests/journeys/test_survey.py tests/journeys/test_threads.py

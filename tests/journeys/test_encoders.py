@@ -85,6 +85,7 @@ def test_four_bits_are_read_back_by_transformers_bit_by_bit(solved: Any, minilm:
     assert not torch.equal(expected, states(AutoModel.from_pretrained(minilm)))
 
 
+@pytest.mark.nightly
 def test_rates_are_read_back_by_nearplane(solved: Any, tmp_path: Path) -> None:
     expected = decoded(solved("rate"), tmp_path / "dense")
     plain = nearplane.load(solved("rate"), dtype="float32", device="cpu", packed=False)

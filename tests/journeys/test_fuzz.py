@@ -27,13 +27,13 @@ DAILY = (
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux tells it")
 
 
-def test_a_hundred_mutations_end_well(tmp_path: Path) -> None:
-    report = fuzz.run(tmp_path, range(100), only=DAILY)
+def test_fifty_mutations_end_well(tmp_path: Path) -> None:
+    report = fuzz.run(tmp_path, range(50), only=DAILY)
     assert report.faults == []
-    assert len(report.outcomes) == 100
+    assert len(report.outcomes) == 50
     counts = Counter(each.outcome for each in report.outcomes)
-    assert 50 < counts[REFUSED] < 95
-    assert counts[RIGHT] + counts["as the bytes say"] > 5
+    assert 25 < counts[REFUSED] < 48
+    assert counts[RIGHT] + counts["as the bytes say"] > 2
 
 
 @pytest.mark.nightly

@@ -128,6 +128,7 @@ def test_embeddings_head_and_single_layers_have_the_types_that_are_asked_for(
     assert verify(tmp_path / "out").faults == ()
 
 
+@pytest.mark.nightly
 def test_types_are_chosen_for_a_budget(model_of: Callable[..., str], text: str, tmp_path: Path) -> None:
     """Bits per weight of blocks are at most what was asked for, single layers have the type that they are given."""
     model, out = model_of(tie_word_embeddings=True, num_hidden_layers=1), tmp_path / "out"

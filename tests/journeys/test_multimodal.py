@@ -67,7 +67,8 @@ def test_four_bits_load_in_plain_transformers(kind: str, tmp_path: Path) -> None
     assert first == second
 
 
-@pytest.mark.parametrize("kind", daily([kind for kind in KINDS if kind not in ("mllama", "qwen3_vl_moe")], ["llava"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mllama", "qwen3_vl_moe")])
 def test_rates_load_in_nearplane(kind: str, tmp_path: Path) -> None:
     source, out = save_seeing(tmp_path / "source", kind), tmp_path / "out"
     nearplane.quantize(source, out, calibration=WINDOWS, device="cpu", **RATE)

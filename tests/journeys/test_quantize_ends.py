@@ -73,6 +73,7 @@ def test_every_matrix_is_coded_once_and_counted(coded, small):
         assert layer.limit < layer.rate
 
 
+@pytest.mark.nightly
 def test_a_size_counts_what_is_included(untied, tmp_path):
     record = nearplane.quantize(untied, tmp_path / "out", size="450kB", **BOTH, **FAST | {"allocate": "slope"})
     assert record.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))

@@ -316,6 +316,7 @@ def test_a_disk_that_fills_while_pages_are_written_keeps_the_state_before(model,
     assert contents(out) == contents(whole("grid"))
 
 
+@pytest.mark.nightly
 def test_a_gguf_that_is_damaged_is_named_and_may_be_replaced(model, text, whole, tmp_path, monkeypatch):
     way = "blocks of llama.cpp, embeddings too"
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS[way], **TEXT)
@@ -372,6 +373,7 @@ def test_a_disk_that_is_full_costs_the_journal_not_the_run(model, text, whole, t
     assert re.search(r"[1-9][\d.]* KB of state would leave too little of 10 bytes for the checkpoint", caplog.text)
 
 
+@pytest.mark.nightly
 def test_a_full_disk_in_the_middle_is_gone_on_with(model, text, whole, tmp_path, monkeypatch):
     options, save, written = (
         dict(calibration=str(text), **WAYS["grid"], **TEXT),

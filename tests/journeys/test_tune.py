@@ -228,6 +228,7 @@ def test_the_record_says_who_tuned_and_for_how_long(tuned_of, text, tmp_path, mo
     assert record.tuning.calibration == "HuggingFaceFW/fineweb-edu:sample-10BT:train"
 
 
+@pytest.mark.nightly
 def test_tokens_given_in_python_are_tuned_on(model_of, tmp_path, generator):
     original = model_of("llama")
     tokens = torch.randint(3, TEXT_VOCABULARY, (20, 24), generator=generator)

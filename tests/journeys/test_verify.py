@@ -534,7 +534,11 @@ def test_steps_and_codes_outside_their_range_are_found_from_the_files_alone(copy
 
 @pytest.mark.parametrize(
     "options",
-    [{"bits": 4, "group_size": 32}, pytest.param({"rate": 3.0}, marks=pytest.mark.nightly), {"grid": "q4_1"}],
+    [
+        pytest.param({"bits": 4, "group_size": 32}, marks=pytest.mark.nightly),
+        pytest.param({"rate": 3.0}, marks=pytest.mark.nightly),
+        {"grid": "q4_1"},
+    ],
     ids=["grid", "coded", "grid without 0"],
 )
 def test_weights_of_dead_inputs_are_zero(model_of, text, tmp_path, options):

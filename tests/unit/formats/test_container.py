@@ -259,7 +259,7 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path, plain: Path)
 @pytest.mark.parametrize(
     "quantization",
     [
-        {"quant_method": "awq", "bits": 4},
+        {"quant_method": "eetq", "bits": 4},
         {"quant_method": "gptq", "checkpoint_format": "gptq_p", "bits": 4},
         {"quant_method": "gptq", "checkpoint_format": "marlin", "bits": 4},
         {"bits": 4},

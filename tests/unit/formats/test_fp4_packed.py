@@ -115,7 +115,9 @@ def test_a_step_that_is_no_power_of_two_is_refused(matrix):
 
 
 @pytest.mark.parametrize("dtype", daily([torch.float32, torch.bfloat16], [torch.bfloat16]))
-@pytest.mark.parametrize(("grid", "rate"), [("mxfp4", 4.25), ("nvfp4", 4.5), ("fp8", 8.25)])
+@pytest.mark.parametrize(
+    ("grid", "rate"), [pytest.param("mxfp4", 4.25, marks=pytest.mark.nightly), ("nvfp4", 4.5), ("fp8", 8.25)]
+)
 def test_a_model_is_quantized_verified_loaded_and_read_by_transformers(tmp_path, tokens, dtype, grid, rate):
     model, out = tmp_path / "model", tmp_path / "out"
     save_tiny(model, "llama", dtype, **SIZES)
@@ -138,6 +140,7 @@ def test_a_model_is_quantized_verified_loaded_and_read_by_transformers(tmp_path,
     assert measured[0] == measured[1]
 
 
+@pytest.mark.nightly
 def test_layers_may_be_integers_beside_it(tmp_path, tokens):
     model, out = tmp_path / "model", tmp_path / "out"
     save_tiny(model, "llama", torch.bfloat16, **SIZES)

@@ -100,7 +100,7 @@ def test_other_tools_spellings_are_understood(words, fields):
         ({"correct": "false"}, "true or false"),
         ({"seqlen": 1}, "at least 2"),
         ({"ignore": ["("]}, "not a regular expression"),
-        ({"format": "awq"}, "expected one of compressed-tensors"),
+        ({"format": "exl2"}, "expected one of compressed-tensors"),
         ({"dynamic": {"+:x": {"bits": 8}}}, "only '-:regex'"),
         ({"static_groups": False}, "not supported: steps are fitted before the sweep"),
     ],

@@ -14,6 +14,7 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.theory.qr_factor import ROWS_PER_COLUMN, append, factorize_inputs, factorize_root
+from nightly import daily
 from oracles import min_pivot, ql, same
 from strategies import ORDERS, Problem, problem, problems
 
@@ -162,7 +163,7 @@ def error(make: Callable[[], Factor], exact: list[Fraction]) -> float:
     return max(abs(float(Fraction(found) * 64 / length - 1)) for found, length in zip(d, exact, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", daily(range(3), [0]))
 @pytest.mark.parametrize(
     ("dtype", "condition"),
     [

@@ -27,6 +27,7 @@ from nearplane.verbs.compare_recipes import WAYS, fixed_grid, recipe_for
 
 TOKENS = Calibration(calibration=str(CALIBRATION), samples=10, seqlen=64)
 BITS = (3.125, 2.125)
+DAILY = BITS[:1]
 GRIDS = ("rtn-mse", "gptq-mse", "nearplane-grid")
 
 
@@ -39,11 +40,14 @@ def small(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rows(small, tmp_path_factory):
     keep = tmp_path_factory.mktemp("kept")
-    return list(nearplane.compare(small, BITS, text=HELD_OUT, calibration=TOKENS, samples=8, keep=keep))
+    return list(nearplane.compare(small, DAILY, text=HELD_OUT, calibration=TOKENS, samples=8, keep=keep))
 
 
 def test_the_original_comes_first_and_then_every_method_at_every_number_of_bits(rows):
-    assert [(row.method, row.asked) for row in rows] == [(ORIGINAL_METHOD, None), *((m, b) for b in BITS for m in WAYS)]
+    assert [(row.method, row.asked) for row in rows] == [
+        (ORIGINAL_METHOD, None),
+        *((m, b) for b in DAILY for m in WAYS),
+    ]
 
 
 def test_the_original_is_what_evaluate_says_of_it(rows, small):
@@ -62,7 +66,7 @@ def test_bits_bytes_and_perplexity_are_those_of_the_checkpoint(rows, small):
 
 def test_rates_are_met_by_every_entropy_coded_method(rows):
     coded = [row for row in rows[1:] if row.method not in GRIDS]
-    assert len(coded) == 6
+    assert len(coded) == 3
     for row in coded:
         assert row.rate == pytest.approx(row.asked, rel=0.005)
 
