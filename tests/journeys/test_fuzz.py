@@ -93,7 +93,7 @@ def spins() -> None:
         (lambda: len(bytearray(b"x" * (60 << 20))), r"\d+ MB more than for the whole file"),
         (lambda: bytearray(8 << 30), "MemoryError"),
         (lambda: ctypes.string_at(8), "crashes: the process ends with SIGSEGV"),
-        (spins, "hangs: 1 s of the processor"),
+        pytest.param(spins, "hangs: 1 s of the processor", marks=pytest.mark.nightly),
         (lambda: time.sleep(1000), "hangs: no work for 1 s"),
     ],
 )

@@ -82,6 +82,7 @@ def test_both_halves_are_quantized_and_read_back_bit_by_bit(kind: str, how: dict
     assert (found.faults, found.measured) == ((), True)
 
 
+@pytest.mark.nightly
 def test_what_the_decoder_predicts_is_compared(solved: Path, whisper: Path) -> None:
     measured = nearplane.evaluate(solved, (SOUND[:9], TOKENS[:9]), against=whisper, device="cpu")
     models = AutoModelForSpeechSeq2Seq.from_pretrained(whisper), decoded(solved)

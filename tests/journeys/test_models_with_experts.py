@@ -161,6 +161,7 @@ def test_a_parameter_is_put_together_of_its_experts(kind: str, tmp_path: Path) -
             assert torch.equal(parameter_of(layers, [layer.read() for layer in layers]), layers[0].weight)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "how"),
     [

@@ -102,6 +102,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_seeing(tmp_path_factory.mktemp("seeing") / "llava", "llava")
 
 
+@pytest.mark.nightly
 def test_losses_are_measured_again_and_text_is_evaluated(llava: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     nearplane.quantize(llava, out, calibration=WINDOWS, device="cpu", bits=4, group_size=16)

@@ -45,6 +45,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", daily(["llama", "gemma2", "gptj"], ["gemma2"]))
 def test_without_free_memory_the_same_is_written(
     family: str,

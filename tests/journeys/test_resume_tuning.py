@@ -115,6 +115,7 @@ def test_no_step_is_taken_twice(made, model, text, tmp_path, monkeypatch, caplog
     assert contents(tmp_path / "out") == contents(tuned)
 
 
+@pytest.mark.nightly
 def test_tuning_that_is_told_something_else_does_not_go_on(made, model, text, tmp_path, monkeypatch):
     solved, tuned = made("codes")
     out = tmp_path / "out"

@@ -124,6 +124,7 @@ def test_another_recipe_is_refused(solved, again):
         again(bits=3, group_size=32)
 
 
+@pytest.mark.nightly
 def test_overwrite_begins_a_solve_anew_that_was_stopped(place, solved, again, monkeypatch):
     """The sentence that refuses it names --overwrite."""
     shutil.rmtree(solved)

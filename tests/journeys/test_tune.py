@@ -506,6 +506,7 @@ def test_who_stops_tuning_is_told_what_is_left(model_of, text, tmp_path, monkeyp
     assert read_record(tmp_path / "out.untuned").tuning is None
 
 
+@pytest.mark.nightly
 def test_streamed_blocks_give_the_same_bytes_as_held_ones(tuned_of, text, tmp_path, monkeypatch):
     solved, tuned, original = tuned_of("gptq_v2")
     monkeypatch.setattr(Device, "free", lambda device: None)  # then nothing is held

@@ -300,11 +300,13 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str
     return run.stdout.splitlines(), asked
 
 
+@pytest.mark.nightly
 def test_importing_registers_nothing_and_registering_twice_is_harmless(fresh: tuple[list[str], list[str]]) -> None:
     printed, _ = fresh
     assert (printed[0], printed[-1]) == ("False", "True")
 
 
+@pytest.mark.nightly
 def test_the_hub_is_asked_once_at_most(fresh: tuple[list[str], list[str]]) -> None:
     """It was asked six times."""
     (_, first, second, *_), asked = fresh
@@ -315,6 +317,7 @@ def test_the_hub_is_asked_once_at_most(fresh: tuple[list[str], list[str]]) -> No
     ]
 
 
+@pytest.mark.nightly
 def test_an_unreachable_hub_is_one_sentence_and_the_environment_is_left_alone(
     fresh: tuple[list[str], list[str]],
 ) -> None:

@@ -77,6 +77,7 @@ def test_where_memory_is_not_known_no_limit_is_taken(model, tmp_path) -> None:
         nearplane.quantize(model, tmp_path / "out", bits=4, group_size=16, solver="round-to-nearest", memory="8GB")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("room", "disk"),
     [

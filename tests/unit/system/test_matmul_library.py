@@ -103,6 +103,7 @@ def test_importing_sets_nothing():
     assert (switch(), torch.get_float32_matmul_precision()) == before
 
 
+@pytest.mark.nightly
 def test_the_choice_stands_in_the_record_and_verify_computes_the_same_by_it(onednn, tmp_path):
     """Inside the run the switch is on; `verify` finds the same losses to six digits, without a trial of its own."""
     before, seen = switch(), []

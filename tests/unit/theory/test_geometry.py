@@ -91,6 +91,7 @@ def test_cells_have_the_area_of_the_lattice_and_hold_what_is_rounded_to_them(
     assert float(depth(cell, errors).min()) >= -DIGITS * float(B.norm())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", g.METHODS)
 @given(problem=PROBLEMS)
 def test_a_method_is_optimal_exactly_where_its_picture_says_so(method: g.Method, problem: Problem) -> None:
