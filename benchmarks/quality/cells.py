@@ -200,11 +200,11 @@ def plan(models: dict[str, Subject]) -> Iterator[Batch]:
                 for tool in tools:
                     yield Batch(model=name, tool=tool, calibration=calibration, settings=settings)
 
-    def sizes(names: Sequence[str]) -> Iterator[Batch]:
+    def sizes(names: Sequence[str], calibrations: range) -> Iterator[Batch]:
         for name in names:
-            yield from batches([name], ["nearplane"], range(3), *RATES, *models[name].mixes)
+            yield from batches([name], ["nearplane"], calibrations, *RATES, *models[name].mixes)
             if models[name].mixes:
-                yield from batches([name], ["llama.cpp"], range(3), *models[name].mixes)
+                yield from batches([name], ["llama.cpp"], calibrations, *models[name].mixes)
 
     def trained(names: Sequence[str]) -> Iterator[Batch]:
         for name in names:
@@ -212,11 +212,11 @@ def plan(models: dict[str, Subject]) -> Iterator[Batch]:
                 yield from batches([name], SLOW, range(models[name].trained), setting)
 
     yield from batches(large, peers, range(3), *GRIDS)
-    yield from sizes(large)
+    yield from sizes(large, range(3))
     yield from batches(large, peers, range(3, 10), "4")
     yield from trained(large)
-    yield from batches(small, peers, range(3), *GRIDS)
-    yield from sizes(small)
+    yield from batches(small, peers, range(1), *GRIDS)
+    yield from sizes(small, range(1))
     yield from trained(small)
     yield from batches(large, ("GPTQModel, mse", "llm-compressor, mse"), range(3), *GRIDS)
 
