@@ -4,7 +4,8 @@
 
 TASKS is a list of tasks, which run one after the other. A task holds `model` and `warm` (folders; no `warm`: no first run),
 `tokens` (safetensors with `windows`, (windows, seqlen)), `out` (folder to write), `bits`, `group_size`, `symmetric`,
-`iterations` and `search` of the peers, and `recipe`, the options of nearplane. A line of JSON is printed for each task: CPU
+`iterations` and `search` of the peers, instead of the first three a `scheme` of llm-compressor, of which only weights are
+quantized, and `recipe`, the options of nearplane. A line of JSON is printed for each task: CPU
 seconds of the imports, of the first run (on the model `warm`, which compiles what is compiled), of loading, quantizing and
 writing `model`; wall seconds of the same, peak bytes; or `error`. Weights of llm-compressor and auto-round are written decoded,
 in float32, as they stand in memory after the run; the files that these tools write themselves are in the folder `packed`.
@@ -70,6 +71,7 @@ def gptqmodel() -> Callable[[SimpleNamespace], None]:
 def llmcompressor() -> Callable[[SimpleNamespace], None]:
     """llm-compressor's GPTQ with its default order, and the observer that searches steps."""
     import torch
+    from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
@@ -79,11 +81,13 @@ def llmcompressor() -> Callable[[SimpleNamespace], None]:
         model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
         rows = _tokens(task).tolist()
         data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
-        weights = {
-            "num_bits": task.bits, "type": "int", "symmetric": task.symmetric, "strategy": "group",
-            "group_size": task.group_size, "observer": "memoryless_mse" if task.search else "memoryless_minmax",
-        }  # fmt: skip
-        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        if hasattr(task, "scheme"):
+            weights = preset_name_to_scheme(task.scheme, ["Linear"]).weights.model_dump()
+        else:
+            form = {"type": "int", "strategy": "group"}
+            weights = form | {"num_bits": task.bits, "symmetric": task.symmetric, "group_size": task.group_size}
+        weights["observer"] = {0.0: "memoryless_minmax", 1.0: "memoryless_mse"}.get(task.search, task.search)
+        groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
         recipe = GPTQModifier(config_groups=groups, ignore=["lm_head"])
         length = len(rows[0])
         oneshot(model=model, dataset=data, recipe=recipe, max_seq_length=length, num_calibration_samples=len(rows))

@@ -40,8 +40,12 @@ sys.path.append(str(ROOT / "benchmarks" / "peers"))
 from run import ITERATIONS, one_block, recipe_of, run_tasks  # noqa: E402
 
 GRIDS, RATES, MIXES = ("4", "3", "2"), ("3.125", "2.125", "1.5"), ("q4_k_m", "q3_k_m", "q2_k")
+FLOATS = {  # scheme of llm-compressor with the same weights
+    "nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16", "fp8": "FP8_DYNAMIC", "fp8-block": "FP8_BLOCK", "mxfp8": "MXFP8A16",
+}  # fmt: skip
 TOOLS = {  # function of worker.py, environment, search for steps
     "nearplane": ("nearplane", None, 0.0),
+    "nearest": ("nearplane", None, 0.0),
     "GPTQModel": ("gptqmodel", "gptqmodel", 0.0),
     "llm-compressor": ("llmcompressor", "llmcompressor", 0.0),
     "auto-round": ("auto-round", "auto-round", 0.0),
@@ -51,8 +55,9 @@ TOOLS = {  # function of worker.py, environment, search for steps
     "llm-compressor, mse": ("llmcompressor", "llmcompressor", 1.0),
 }
 SLOW = ("auto-round", "nearplane tuned")  # they train
+NEAREST = {"nearest": {"solver": "round-to-nearest"}}  # options of nearplane by tool
 SEPARATOR = "<|endoftext|>"  # between documents
-PACKED = ("qweight", "weight_packed")  # names of a layer's codes in the files of peers
+STEPS = ("scales", "weight_scale")  # names of a layer's steps in the files of peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +234,8 @@ def chosen(
     def takes(tool: str, setting: str) -> bool:
         if setting.isdigit():
             return tool != "llama.cpp"
+        if setting in FLOATS:
+            return tool == "nearest" or tool.startswith(("nearplane", "llm-compressor"))
         return tool.startswith("nearplane") or (tool == "llama.cpp" and not setting[0].isdigit())
 
     batches = [
@@ -279,7 +286,7 @@ class Bench:
 
     def measure(self, subject: Subject, batch: Batch) -> Iterator[Row]:
         """Quantize by the settings of a batch, and yield a row for each."""
-        function, _, search = TOOLS[batch.tool]
+        function = TOOLS[batch.tool][0]
         python = self.python(batch.tool)
         key = {
             "model": subject.name, "sha": subject.sha, "text": subject.digest(batch.calibration),
@@ -290,7 +297,7 @@ class Bench:
         if function == "llama.cpp":
             results = self._by_llama(subject, windows, batch.settings, python)
         else:
-            results = self._by_worker(subject, windows, batch.settings, function, python, search)
+            results = self._by_worker(subject, windows, batch, python)
         for setting, (out, spent) in zip(batch.settings, results, strict=True):
             began = time.process_time()
             figures = {"error": spent["error"]} if "error" in spent else scores(subject, out, spent["cpu"])
@@ -298,15 +305,17 @@ class Bench:
             yield key | {"setting": setting} | figures | {"cell_cpu": round(spent.get("cell_cpu", 0) + took, 1)}
 
     def _by_worker(
-        self, subject: Subject, windows: Tensor, settings: Sequence[str], function: str, python: Path, search: float
+        self, subject: Subject, windows: Tensor, batch: Batch, python: Path
     ) -> list[tuple[Path, dict[str, Any]]]:
+        function, _, search = TOOLS[batch.tool]
+        options = NEAREST.get(batch.tool, {}) | self.options
         tokens = self.place / "tokens.safetensors"
         save_file({"windows": windows}, tokens)
         warm = None if function in SLOW else str(one_block(subject.folder, self.place / "warm"))
         tasks = []
-        for setting in settings:
+        for setting in batch.settings:
             task = {"model": str(subject.folder), "warm": warm, "tokens": str(tokens), "out": str(self.place / setting)}
-            tasks.append(task | asked(subject, setting, self.options) | {"iterations": ITERATIONS, "search": search})
+            tasks.append(task | asked(subject, setting, options) | {"iterations": ITERATIONS, "search": search})
             warm = None  # the first task alone begins with a run on one block
         began = cpu_seconds()
         spent = run_tasks(function, tasks, self.place, python, self.core)
@@ -332,10 +341,12 @@ class Bench:
 
 
 def asked(subject: Subject, setting: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return what a worker is told of a setting: a number of bits, a rate with a point, or a GGUF type."""
+    """Return what a worker is told of a setting: a number of bits, a rate with a point, floats, or a GGUF type."""
     if setting.isdigit():
         grid = {"bits": int(setting), "group_size": subject.group_size, "symmetric": setting == "4"}
         return grid | {"recipe": recipe_of(**grid) | options}
+    if setting in FLOATS:
+        return {"scheme": FLOATS[setting], "recipe": {"grid": setting} | options}
     recipe = {"rate": float(setting)} if setting[0].isdigit() else {"grid": setting, "embeddings": "f32"}
     return {"recipe": recipe | options}
 
@@ -376,7 +387,7 @@ def stored(subject: Subject, out: Path) -> tuple[float, int]:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 layer, _, part = name.rpartition(".")
-                packed |= {layer} if part in PACKED else set()
+                packed |= {layer} if part in STEPS else set()
                 nbytes[layer] = nbytes.get(layer, 0) + (0 if part == "bias" else file.get_tensor(name).nbytes)
     reader = ShardReader(subject.folder)
     weights = sum(math.prod(reader.shape(f"{layer}.weight")) for layer in packed)

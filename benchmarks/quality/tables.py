@@ -39,7 +39,10 @@ error of the mean. Ratios are of KL, with their standard error, over pairs with 
 the best of those that do not train. auto-round trains codes and steps, which takes 11 to 19 times the CPU time of nearplane.
 """
 TRAINED = "auto-round"  # the peer that trains
-ORDER = ("4", "3", "2", "q4_k_m", "q3_k_m", "q2_k", "3.125", "2.125", "1.5")
+OURS = ("nearplane", "nearest")  # what is compared with peers, and its rounding without calibration
+ORDER = (
+    "4", "3", "2", "nvfp4", "mxfp4", "fp8", "fp8-block", "mxfp8", "q4_k_m", "q3_k_m", "q2_k", "3.125", "2.125", "1.5",
+)  # fmt: skip
 
 
 def measure(asked: argparse.Namespace) -> None:
@@ -68,7 +71,8 @@ def measure(asked: argparse.Namespace) -> None:
         batches = chosen(models, asked.tools or TOOLS, asked.calibrations or range(3), asked.settings)
     else:
         batches = list(plan(models))
-    tools = [tool for tool in asked.tools or TOOLS if tool.startswith("nearplane") or not options]
+    ours = [tool for tool, (function, _, _) in TOOLS.items() if function.startswith("nearplane")]
+    tools = [tool for tool in asked.tools or TOOLS if tool in ours or not options]
     with tempfile.TemporaryDirectory() as place:
         bench = Bench(peers=asked.peers, llama=asked.llama, core=asked.core, place=Path(place), options=options)
         for tool in tools:
@@ -109,11 +113,11 @@ def show(asked: argparse.Namespace) -> None:
         measured = [row for row in where(rows, model=model, sha=newest) if "kl" in row]
         if not measured:
             continue
-        commits = sorted({row["commit"] for row in measured if row["tool"].startswith("nearplane")})
-        versions = sorted({row["version"] for row in measured if not row["tool"].startswith("nearplane")})
+        commits = sorted({row["commit"] for row in measured if row["version"].startswith("nearplane")})
+        versions = sorted({row["version"] for row in measured if not row["version"].startswith("nearplane")})
         print(f"\n## {model}\n\nSHA-256 of the weights: {measured[0]['sha']}..., perplexity of the original")
         print(f"{measured[0]['original']}. Measured with nearplane at {', '.join(commits)}, {', '.join(versions)}.")
-        tools = [tool for tool in ("nearplane", *PEERS) if where(measured, tool=tool)]
+        tools = [tool for tool in (*OURS, *PEERS) if where(measured, tool=tool)]
         print("\nKL, untuned:\n")
         print("\n".join(untuned(measured, tools)))
         if any("kinds" in row for row in measured):
@@ -160,7 +164,7 @@ def by_kind(rows: list[Row], tools: list[str]) -> Iterator[str]:
 
 def _best_peer(cells: dict[str, list[Row]]) -> list[Row]:
     """Return the rows of the peer with the lowest mean KL among those that do not train; none if there are none."""
-    peers = [some for tool, some in cells.items() if some and tool not in ("nearplane", TRAINED)]
+    peers = [some for tool, some in cells.items() if some and tool not in (*OURS, TRAINED)]
     return min(peers, key=lambda some: average([row["kl"] for row in some]).value, default=[])
 
 
