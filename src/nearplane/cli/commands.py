@@ -248,24 +248,30 @@ def export(
     folder: Path,
     *,
     format: str = "safetensors",
-    dtype: Dense = "bfloat16",
+    dtype: Dense | None = None,
     trust_remote_code: Switch = False,
 ) -> None:
-    """Decode all weights of the checkpoint in OUT and write them to FOLDER, for any program that reads safetensors.
+    """Write the checkpoint in OUT to FOLDER in another format: all weights decoded, or with the same integers.
+
+    Integers and steps are never rounded. If the format cannot hold a layer exactly, the command names the layer and writes
+    nothing. What is written is read back and compared.
 
     Args:
-        out: Folder of a checkpoint that nearplane wrote.
+        out: Folder of a checkpoint that nearplane, GPTQModel or llm-compressor wrote.
         folder: New or empty folder to write.
-        format: Format of the files; only safetensors. Use nearplane quantize for other formats.
-        dtype: Dtype of the decoded weights.
+        format: safetensors decodes all weights, for any program. Others hold the same integers: compressed-tensors and gptq if
+            symmetric, gptq_v2, awq at 4 bits, gguf at 4, 5 and 8 symmetric bits in groups that are multiples of 32, and at 4
+            asymmetric bits in multiples of 256.
+        dtype: Dtype of the decoded weights, only with safetensors. Default: bfloat16.
         trust_remote_code: Run model code that comes with the checkpoint, and copy it.
     """
-    check_export(out, folder, format)
+    check_export(out, folder, format, dtype)
     opening(out)
     from nearplane import export as run
 
     size = run(out, folder, format=format, dtype=dtype, trust_remote_code=trust_remote_code)
-    print(f"weights decoded to {dtype}, {size_text(size)}: {folder}")
+    how = f"decoded to {dtype or 'bfloat16'}" if format == "safetensors" else f"moved to {format} unchanged"
+    print(f"weights {how}, {size_text(size)}: {folder}")
 
 
 def tune(

@@ -10,6 +10,7 @@ Groups are runs of neighbouring inputs. Every layer has the same group size.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from nearplane.coding.packed_words import pack, unpack
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Format
 from nearplane.formats.integers import Integers, consecutive, expect, group_size_of
-from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized
+from nearplane.formats.layer_format import ConfigFile, GridFormat, Held, Quantized
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
 
@@ -51,6 +52,16 @@ class AWQ(GridFormat):
             raise RecipeError(
                 f"{name} has {shape[0]} outputs; AWQ stores multiples of {len(ORDER)}. Leave it unquantized with --ignore."
             )
+
+    def held(self, matrix: QuantizedMatrix[Any], format: NumberFormat) -> Held:
+        """Return symmetric codes of 4 bits as codes from 0 with the zero point 8."""
+        matrix, format = GridFormat.held(self, matrix, format)
+        if format == integers(BITS, format.group):
+            half, grid = -format.low, matrix.grid
+            shifted = replace(grid, zero=grid.zero + half, low=0, high=2**BITS - 1)
+            matrix = QuantizedMatrix(codes=matrix.codes + half, grid=shifted)
+            format = integers(BITS, format.group, symmetric=False)
+        return Held(matrix, format)
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer."""

@@ -41,6 +41,7 @@ class Place:
         trust_remote_code: Whether the model's Python files are copied.
         network: config.json as transformers completes it, for formats with a header that describes the network.
         tokenizer: The folder of tokenizer.json, for formats that store the tokenizer; None: `source`.
+        reader: Reader of the model's dense tensors, for formats that plan all tensors first; None: it is made from `source`.
         resumes: Whether the files of a stopped run are kept, see `Container.resumable`.
     """
 
@@ -50,6 +51,7 @@ class Place:
     trust_remote_code: bool = False
     network: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Path | None = None
+    reader: TensorReader | None = None
     resumes: bool = False
 
 
@@ -57,8 +59,9 @@ class Container(ABC):
     """Writer of a checkpoint, in a temporary folder beside `out`; it touches nothing before its `with` block begins.
 
     `out` is locked inside the block, see `Unfinished`. Call `seal`, or set `record_json`, before the block ends: then
-    the record and config.json are written, and the folder takes the place of `out`. `config` (the quantization_config)
-    and `room` (the bytes that files reserve for the run record) may be set before the first layer.
+    the record (none if the text is empty) and config.json are written, and the folder takes the place of `out`.
+    `config` (the quantization_config) and `room` (the bytes that files reserve for the run record) may be set before the
+    first layer.
 
     Args:
         place: The output folder and the model's folder.
@@ -228,7 +231,8 @@ class Container(ABC):
                         f"{self.place.out}: layers without a shard, or no record. Call close_block and set record_json."
                     )
                 with readable_errors(self.place.out):
-                    (self.folder / RECORD).write_text(self.record_json)
+                    if self.record_json:
+                        (self.folder / RECORD).write_text(self.record_json)
                     self.finish()
         except BaseException as failure:
             self._unfinished.__exit__(type(failure), failure, failure.__traceback__)

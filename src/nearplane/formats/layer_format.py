@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch import Tensor
 from nearplane.errors import FormatError
 from nearplane.formats.beside import CONFIG
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import NumberFormat
+from nearplane.lattice.number_formats import BlockType, NumberFormat, integers
+from nearplane.lattice.superblock import on_one_level
 from nearplane.recipe.patterns import compiled, fault_of
 from nearplane.recipe.scheme import Scheme
 from nearplane.system.files import read_object
@@ -34,6 +35,13 @@ EXPERTS_WITH = (
     "no such file, as experts in GPTQ are modules of their own, which transformers does not make of them. Load them "
     "with GPTQModel.load(FOLDER)"
 )  # value of that field where a GPTQ has experts, which transformers would fill with random numbers
+
+
+class Held(NamedTuple):
+    """A matrix on the grid by which a format holds it, and the number format of that grid."""
+
+    matrix: QuantizedMatrix[Any]
+    format: NumberFormat
 
 
 class LayerFormat(ABC):
@@ -81,6 +89,19 @@ class LayerFormat(ABC):
         Raises:
             FormatError: The format cannot hold the matrix exactly.
         """
+
+    def held(self, matrix: QuantizedMatrix[Any], format: NumberFormat) -> Held:
+        """Return a matrix of another file on the grid by which this format holds its values; `check` and `pack` decide.
+
+        By default codes and steps stay as they are. A format with other grids overrides this.
+
+        Args:
+            matrix: The matrix, with groups of neighbouring inputs.
+            format: Number format of the matrix in the other file.
+        """
+        if isinstance(format, BlockType):
+            format = integers(format.bits, format.group, symmetric=format.symmetric)
+        return Held(on_one_level(matrix), format)
 
     @abstractmethod
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:

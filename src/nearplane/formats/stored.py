@@ -21,6 +21,7 @@ from nearplane.formats.beside import CONFIG
 from nearplane.formats.layer_format import read_config
 from nearplane.formats.table import FORMATS, format_of
 from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.number_formats import NumberFormat
 from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import INCOMPLETE
 from nearplane.system.safetensors_files import ShardReader, TensorReader
@@ -110,9 +111,13 @@ class Stored:
         """Return the expected texts of the files that repeat the quantization_config, by file name."""
         return self._config_file.files(self.config)
 
+    def number_format(self, name: str) -> NumberFormat:
+        """Return the number format of one layer in the config."""
+        return self._config_file.grid_of(self.config, name)
+
     def matrix(self, name: str, tensors: Mapping[str, Tensor]) -> QuantizedMatrix:
         """Return the quantized matrix of one layer from its tensors."""
-        return self.layers.unpack(name, tensors, self._config_file.grid_of(self.config, name))
+        return self.layers.unpack(name, tensors, self.number_format(name))
 
 
 def read_matrices(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import NumberFormat
+from nearplane.lattice.number_formats import BlockType, NumberFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +101,37 @@ def on_two_levels(matrix: QuantizedMatrix[Any]) -> QuantizedMatrix[SuperGrid] | 
     d = grid.scale.expand(len(matrix.codes), -1)
     blocks = SuperGrid(d=d, sc=torch.ones_like(d, dtype=torch.int32), group=grid.group, low=grid.low, high=grid.high)
     return QuantizedMatrix(codes=matrix.codes, grid=blocks)
+
+
+def in_blocks(matrix: QuantizedMatrix[Grid], kind: BlockType) -> QuantizedMatrix[SuperGrid]:
+    """Return a matrix of equal values in blocks of a type, each with the step and the zero of the group in which it lies.
+
+    Args:
+        matrix: Codes from `kind.low` to `kind.high`, in groups of neighbours that blocks divide; zeros are whole numbers.
+        kind: Type of the blocks; it has minima if the matrix has zeros.
+    """
+    grid, (out, columns) = matrix.grid, matrix.codes.shape
+    scale, zero = (part.expand(out, -1)[:, grid.group] for part in (grid.scale, grid.zero))
+    d, m = scale[:, :: kind.columns].contiguous(), zero[:, :: kind.group].to(torch.int32)
+    blocks = SuperGrid(
+        d=d,
+        sc=torch.ones_like(m),
+        dmin=d if kind.m else None,
+        m=m if kind.m else None,
+        group=torch.arange(columns) // kind.group,
+        low=kind.low,
+        high=kind.high,
+    )
+    return QuantizedMatrix(codes=matrix.codes, grid=blocks)
+
+
+def on_one_level(matrix: QuantizedMatrix[Any]) -> QuantizedMatrix[Any]:
+    """Return a matrix whose steps are on two levels with the products as steps, and any other matrix unchanged."""
+    grid = matrix.grid
+    if not isinstance(grid, SuperGrid):
+        return matrix
+    plain = Grid(scale=grid.scale, zero=grid.zero, group=grid.group, low=grid.low, high=grid.high)
+    return QuantizedMatrix(codes=matrix.codes, grid=plain)
 
 
 def _per_group(block_numbers: Tensor, integers: Tensor) -> Tensor:

@@ -146,6 +146,7 @@ def container_for(
         trust_remote_code=trust_remote_code,
         network=model.config.to_dict(),
         tokenizer=model.tokenizer_folder() if recipe.files.for_llama_cpp else None,
+        reader=model.reader,
         resumes=True,
     )
     config = quantization_config(model, recipe) if config is None else config

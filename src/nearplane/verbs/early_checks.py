@@ -24,6 +24,7 @@ from nearplane.system.paths import check_named, check_path, folder_named
 from nearplane.system.text_mixes import check_shares, texts_of
 
 Protocol = Literal["papers", "llama.cpp", "lm-eval"]
+DENSE = "safetensors"  # format of `export` for decoded weights
 MIN_LLAMA_CPP_SEQLEN = 3  # tokens of a window whose second half has a token to score
 
 
@@ -144,12 +145,14 @@ def check_verify(out: str | Path, *, against: Any, calibration: Any, tolerance: 
     return read_record(Path(out))
 
 
-def check_export(source: str | Path, out: str | Path, format: str) -> None:
+def check_export(source: str | Path, out: str | Path, format: str, dtype: str | None) -> None:
     """Refuse arguments of `export`."""
-    if format != "safetensors":
+    known = [DENSE, *(name for name, files in FILE_FORMATS.items() if name is not None and not files.by_nearplane)]
+    if format not in known:
+        raise RecipeError(f"--format is {format!r}, which export does not write; expected {', '.join(known)}.")
+    if dtype is not None and format != DENSE:
         raise RecipeError(
-            f"--format {format}: export writes only safetensors, which any program reads. For other formats, quantize the "
-            f"original model with nearplane quantize --format {format if format in FILE_FORMATS else 'gguf'}."
+            f"--dtype {dtype} is for decoded weights, but --format {format} keeps their integers. Leave it out."
         )
     check_path("checkpoint", source)
     check_path("output", out)

@@ -301,8 +301,13 @@ def opened(
     return Held(outline, dense_network(folder, dtype=dtype, trust_remote_code=trust_remote_code).to(device.place))
 
 
-def on_disk(folder: Path, *, trust_remote_code: bool = False) -> Model:
+def on_disk(folder: Path, *, ends: tuple[bool, bool] = (False, False), trust_remote_code: bool = False) -> Model:
     """Return the model of a folder with its weights on disk; quantized weights are decoded when they are read.
+
+    Args:
+        folder: The folder of the model.
+        ends: Whether input embeddings and head of a quantized folder count among its layers.
+        trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
         ModelError, FormatError: The model cannot be read, or cannot be split into blocks.
@@ -312,7 +317,7 @@ def on_disk(folder: Path, *, trust_remote_code: bool = False) -> Model:
     network = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader_of(folder)).eval()
     check_hashes(folder, weights=reader_of(folder).checksums is None)
     reader = DecodedReader(folder, weight_shapes(network), stored_transposed(network), stacks_of(network))
-    return Model(folder, network, reader, trust_remote_code=trust_remote_code)
+    return Model(folder, network, reader, ends=ends, trust_remote_code=trust_remote_code)
 
 
 def windows_at_a_time(networks: Sequence[Network], windows: Tensor) -> int:

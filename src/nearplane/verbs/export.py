@@ -1,4 +1,7 @@
-"""export(): a quantized checkpoint as a dense one that any program can read. One tensor is decoded at a time."""
+"""export(): a quantized checkpoint as a dense one, which any program reads, or with the same integers in another format.
+
+Dense weights are decoded one tensor at a time. Integers are moved by `export_integers.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from nearplane.system.arguments import checked
 from nearplane.system.file_hashes import check_hashes
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.safetensors_files import ShardWriter
-from nearplane.verbs.early_checks import check_export
+from nearplane.verbs.early_checks import DENSE, check_export
+from nearplane.verbs.export_integers import move_integers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD = 2 * 10**9  # bytes of tensors in a file, at most, unless one tensor is larger
@@ -33,27 +37,31 @@ def export(
     out: str | Path,
     *,
     format: str = "safetensors",
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     trust_remote_code: bool = False,
 ) -> int:
-    """Write a quantized checkpoint with every weight decoded, and copy the tokenizer and other files.
+    """Write a quantized checkpoint in another format, with every weight decoded or with equal integers.
+
+    The tokenizer and other files are copied. Integers and steps are never rounded: if a layer would change, or readers of
+    the format would not load it, nothing is written. Losses stay what they were, so the run record, if there is one, is
+    kept, with the sizes and checksums of the new files.
 
     Args:
         source: Folder of a quantized checkpoint, written by nearplane or in another format that it reads.
         out: New or empty folder. It is written under another name and renamed when complete, see `Unfinished`.
-        format: "safetensors" only; the error for another format names the command that writes it.
-        dtype: Dtype of all floating-point tensors.
+        format: "safetensors" decodes all weights. "compressed-tensors", "gptq", "gptq_v2", "awq" and "gguf" hold equal integers.
+        dtype: Dtype of all floating-point tensors of decoded weights; None: bfloat16. Not for other formats.
         trust_remote_code: Whether to run model code that comes with the checkpoint, and to copy it.
 
     Returns:
         Size of the weights in bytes.
 
     Raises:
-        RecipeError: `out` is in use, or an option is unknown.
+        RecipeError: `out` is in use, an option is unknown, or the format cannot hold a layer exactly.
         FormatError, ModelError: The checkpoint cannot be read, or `out` cannot be written.
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
-    check_export(source, out, format)
+    check_export(source, out, format, dtype)
     if quantization_of(source) is None:
         check_hashes(source, weights=False)  # config.json may have lost its entry
         if packed := next((name for name in reader_of(source).names() if PACKED_NAMES.search(name)), None):
@@ -61,7 +69,9 @@ def export(
                 f"{source / CONFIG} has no quantization_config, but {packed} is packed. Fetch the file again."
             )
         raise RecipeError(f"{source} is not quantized: its weights are dense already. Copy the folder instead.")
-    place = Unfinished(out, sources=[source])
+    if format != DENSE:
+        return move_integers(source, out, format, trust_remote_code=trust_remote_code)
+    dtype, place = dtype or "bfloat16", Unfinished(out, sources=[source])
     network = empty_network(source, trust_remote_code=trust_remote_code, reader=reader_of(source))
     check_room(out, DTYPES[dtype].itemsize * sum(parameter.numel() for parameter in network.parameters()))
     tensors = decoded_tensors(source, network)

@@ -86,7 +86,7 @@ class GGUFFile(Container):
         gguf_package()
         self._network = dict(place.network)
         self._header()  # refuses networks that llama.cpp does not compute
-        self._source = source_reader(place.source, read_config(place.source))
+        self._source = place.reader or source_reader(place.source, read_config(place.source))
         self._new_names = llama_names(self._source.names(), self._network)
         self._size = 0  # bytes of the file
         self._infos: dict[str, Info] = {}  # by name in the checkpoint

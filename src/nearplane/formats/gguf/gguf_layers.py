@@ -23,10 +23,10 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.formats.gguf.kquants import KQUANTS, Fields, joined, split
 from nearplane.formats.integers import expect
-from nearplane.formats.layer_format import ConfigFile, LayerFormat, Quantized
+from nearplane.formats.layer_format import ConfigFile, Held, LayerFormat, Quantized
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import TYPES, BlockType, NumberFormat, integers
-from nearplane.lattice.superblock import SuperGrid, on_two_levels
+from nearplane.lattice.superblock import SuperGrid, in_blocks, on_two_levels
 
 METHOD, FORMAT_VERSION = "gguf", 1
 KINDS = ("Linear", "Conv1D", "Embedding", "Expert")
@@ -55,6 +55,21 @@ class Blocks(LayerFormat):
         """Return the blocks of one layer."""
         kind, matrix = _with_blocks(name, matrix)
         return {f"{name}.weight_{kind.name}": pack(kind, matrix)}
+
+    def held(self, matrix: QuantizedMatrix[Any], format: NumberFormat) -> Held:
+        """Return the matrix in blocks of the first type that has its codes and divides its groups.
+
+        Minima of types of 32 are 16-bit numbers, which products of steps and zeros rarely are; those types are left out.
+        """
+        for kind in () if isinstance(format, BlockType) or format.levels else TYPES.values():
+            same = (kind.bits, kind.symmetric) == (format.bits, format.symmetric)
+            if (
+                same
+                and not (format.group or matrix.codes.shape[1]) % kind.columns
+                and (kind.symmetric or not kind.single)
+            ):
+                return Held(in_blocks(matrix, kind), kind)
+        return Held(matrix, format)
 
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return the one tensor of every layer."""
