@@ -25,6 +25,8 @@ from nearplane.recipe.scheme import Scheme
 from nearplane.system.files import read_object
 
 METHOD = "nearplane"  # quant_method of nearplane's own formats
+MLX = "mlx"  # quant_method of MLX
+QUANTIZATION = "quantization"  # field of config.json that MLX reads instead of quantization_config
 WEIGHTS = "transformers_weights"  # field of config.json: the name of the file that transformers reads
 READ_WITH = (
     "no such file, as these weights are coded by nearplane. Load them with nearplane.load(FOLDER), or call "
@@ -34,6 +36,10 @@ EXPERTS_WITH = (
     "no such file, as experts in GPTQ are modules of their own, which transformers does not make of them. Load them "
     "with GPTQModel.load(FOLDER)"
 )  # value of that field where a GPTQ has experts, which transformers would fill with random numbers
+MLX_WITH = (
+    "no such file, as these weights are packed for MLX, which transformers does not read. Load them with mlx_lm.load(FOLDER) "
+    "or nearplane.load(FOLDER)"
+)  # value of that field in a folder for MLX
 
 
 class LayerFormat(ABC):
@@ -44,12 +50,14 @@ class LayerFormat(ABC):
         SUFFIXES: Suffixes of the names of all tensors of a layer.
         BITS: Code widths in bits, narrowest first.
         CHECKSUMS: Whether the index of the folder holds a checksum of every tensor.
+        METADATA: Value of "format" in the metadata of weight files.
     """
 
     KEY: ClassVar[str]
     SUFFIXES: ClassVar[tuple[str, ...]]
     BITS: ClassVar[tuple[int, ...]] = ()
     CHECKSUMS: ClassVar[bool] = False
+    METADATA: ClassVar[str] = "pt"
 
     @abstractmethod
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
@@ -202,7 +210,7 @@ def json_text(content: Mapping[str, Any]) -> str:
 
 
 def config_text(source: Path, config: Mapping[str, Any]) -> str:
-    """Return the config.json of a folder with a quantization_config.
+    """Return the config.json of a folder with a quantization_config, for MLX also under the name that MLX reads.
 
     If transformers cannot read the weights, the field in which it looks for a file name tells how to load them.
     """
@@ -211,6 +219,9 @@ def config_text(source: Path, config: Mapping[str, Any]) -> str:
         kept[WEIGHTS] = READ_WITH
     elif config.get("meta", {}).get("experts"):
         kept[WEIGHTS] = EXPERTS_WITH
+    elif config.get("quant_method") == MLX:
+        own = {key: value for key, value in config.items() if key != "quant_method"}
+        kept |= {WEIGHTS: MLX_WITH, QUANTIZATION: own}
     return json_text(kept | {"quantization_config": dict(config)})
 
 
