@@ -210,7 +210,7 @@ def json_text(content: Mapping[str, Any]) -> str:
 
 
 def config_text(source: Path, config: Mapping[str, Any]) -> str:
-    """Return the config.json of a folder with a quantization_config, for MLX also under the name that MLX reads.
+    """Return the config.json of a folder with a quantization_config, for MLX also under the names that MLX reads.
 
     If transformers cannot read the weights, the field in which it looks for a file name tells how to load them.
     """
@@ -220,9 +220,19 @@ def config_text(source: Path, config: Mapping[str, Any]) -> str:
     elif config.get("meta", {}).get("experts"):
         kept[WEIGHTS] = EXPERTS_WITH
     elif config.get("quant_method") == MLX:
-        own = {key: value for key, value in config.items() if key != "quant_method"}
-        kept |= {WEIGHTS: MLX_WITH, QUANTIZATION: own}
+        kept = _rope(kept) | kept | {WEIGHTS: MLX_WITH}
+        kept[QUANTIZATION] = {key: value for key, value in config.items() if key != "quant_method"}
     return json_text(kept | {"quantization_config": dict(config)})
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that most models of mlx_lm read instead of rope_parameters, which transformers has written since 5.0."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
+        return {}
+    fields = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    scaling = {key: value for key, value in rope.items() if key not in fields}
+    return fields if scaling.get("rope_type", "default") == "default" else fields | {"rope_scaling": scaling}
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
     if recipe.files.for_mlx and model.config.model_type not in MODEL_TYPES:
         raise RecipeError(
             f"{model.layers[0].name}: mlx_lm was not tried with models of type {model.config.model_type}, but with "
-            f"{', '.join(sorted(MODEL_TYPES))}. Use another --format."
+            f"{', '.join(MODEL_TYPES)}. Use another --format."
         )
     if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat):
         return  # transformers has no reader of this format

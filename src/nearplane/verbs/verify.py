@@ -216,7 +216,9 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
     for name in names_copied(model.folder, trust_remote_code=False):  # the model's code need not be copied
         if name not in record.files:
             yield Fault(where=name, what="the original has this file, but the record does not")
-    config_json, original_json = (read_config(where) for where in (folder, model.folder))
+    bits = {layer.name: layer.number_format.bits for layer in record.layers}  # by name in the network
+    expected = quantization_config(model, recipe, bits if recipe.allocate == "slope" else None)
+    config_json, original_json = read_config(folder), json.loads(config_text(model.folder, expected))
     if unlike := sorted(
         key
         for key in (config_json.keys() | original_json.keys()) - {*QUANTIZATIONS, WEIGHTS}
@@ -225,9 +227,6 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
         yield Fault(where=CONFIG, what=f"these entries differ from the original: {', '.join(unlike)}")
     if config_json.get(WEIGHTS) not in (None, READ_WITH, EXPERTS_WITH, MLX_WITH):
         yield Fault(where=CONFIG, what=f"{WEIGHTS} names a file, which nearplane never writes")
-    bits = {layer.name: layer.number_format.bits for layer in record.layers}  # by name in the network
-    expected = quantization_config(model, recipe, bits if recipe.allocate == "slope" else None)
-    original_json = json.loads(config_text(model.folder, expected))
     for entry in QUANTIZATIONS:
         config, expected = config_json.get(entry, {}), original_json.get(entry, {})
         for key in sorted((config.keys() | expected.keys()) - VERSIONS):
