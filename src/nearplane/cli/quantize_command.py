@@ -59,7 +59,7 @@ def quantize(
         model: Local folder of safetensors, or hub id.
         out: Folder to write.
         format: File format of the checkpoint.
-            compressed-tensors (the default) is for vLLM and transformers; gptq, gptq_v2 and awq are for readers of these.
+            compressed-tensors (the default) is for vLLM and transformers; gptq, gptq_v2, awq and mlx are for readers of these.
             nearplane is entropy-coded (default with --rate or --size), gguf is for llama.cpp (default with --grid q4_k_m).
         layer: Options for some layers: REGEX=NAME:VALUE[,...], for example 'down_proj=bits:4,group_size:32'.
             May be repeated; the first matching pattern counts. A --rate then applies to the other layers.

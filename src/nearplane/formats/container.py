@@ -247,7 +247,7 @@ class Folder(Container):
 
     def begin(self) -> None:
         """Begin the first shard."""
-        self._writer = ShardWriter(self.folder, self.shards, checksums=self.layers.CHECKSUMS)
+        self._writer = ShardWriter(self.folder, self.shards, checksums=self.layers.CHECKSUMS, kind=self.layers.METADATA)
 
     def write(self, tensors: Mapping[str, Tensor]) -> int:
         """Write one shard."""

@@ -26,6 +26,8 @@ from nearplane.recipe.scheme import Scheme
 from nearplane.system.files import read_object
 
 METHOD = "nearplane"  # quant_method of nearplane's own formats
+MLX = "mlx"  # quant_method of MLX
+QUANTIZATION = "quantization"  # field of config.json that MLX reads instead of quantization_config
 WEIGHTS = "transformers_weights"  # field of config.json: the name of the file that transformers reads
 READ_WITH = (
     "no such file, as these weights are coded by nearplane. Load them with nearplane.load(FOLDER), or call "
@@ -35,6 +37,10 @@ EXPERTS_WITH = (
     "no such file, as experts in GPTQ are modules of their own, which transformers does not make of them. Load them "
     "with GPTQModel.load(FOLDER)"
 )  # value of that field where a GPTQ has experts, which transformers would fill with random numbers
+MLX_WITH = (
+    "no such file, as these weights are packed for MLX, which transformers does not read. Load them with mlx_lm.load(FOLDER) "
+    "or nearplane.load(FOLDER)"
+)  # value of that field in a folder for MLX
 
 
 class Held(NamedTuple):
@@ -52,12 +58,14 @@ class LayerFormat(ABC):
         SUFFIXES: Suffixes of the names of all tensors of a layer.
         BITS: Code widths in bits, narrowest first.
         CHECKSUMS: Whether the index of the folder holds a checksum of every tensor.
+        METADATA: Value of "format" in the metadata of weight files.
     """
 
     KEY: ClassVar[str]
     SUFFIXES: ClassVar[tuple[str, ...]]
     BITS: ClassVar[tuple[int, ...]] = ()
     CHECKSUMS: ClassVar[bool] = False
+    METADATA: ClassVar[str] = "pt"
 
     @abstractmethod
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
@@ -223,7 +231,7 @@ def json_text(content: Mapping[str, Any]) -> str:
 
 
 def config_text(source: Path, config: Mapping[str, Any]) -> str:
-    """Return the config.json of a folder with a quantization_config.
+    """Return the config.json of a folder with a quantization_config, for MLX also under the names that MLX reads.
 
     If transformers cannot read the weights, the field in which it looks for a file name tells how to load them.
     """
@@ -232,7 +240,20 @@ def config_text(source: Path, config: Mapping[str, Any]) -> str:
         kept[WEIGHTS] = READ_WITH
     elif config.get("meta", {}).get("experts"):
         kept[WEIGHTS] = EXPERTS_WITH
+    elif config.get("quant_method") == MLX:
+        kept = _rope(kept) | kept | {WEIGHTS: MLX_WITH}
+        kept[QUANTIZATION] = {key: value for key, value in config.items() if key != "quant_method"}
     return json_text(kept | {"quantization_config": dict(config)})
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that most models of mlx_lm read instead of rope_parameters, which transformers has written since 5.0."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
+        return {}
+    fields = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    scaling = {key: value for key, value in rope.items() if key not in fields}
+    return fields if scaling.get("rope_type", "default") == "default" else fields | {"rope_scaling": scaling}
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nearplane.errors import FormatError
 from nearplane.formats.beside import CONFIG
-from nearplane.formats.layer_format import read_config
+from nearplane.formats.layer_format import MLX, QUANTIZATION, read_config
 from nearplane.formats.table import FORMATS, format_of
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat
@@ -30,12 +30,17 @@ from nearplane.system.safetensors_files import ShardReader, TensorReader
 def quantization_of(folder: Path) -> dict[str, Any] | None:
     """Return the quantization_config of a folder's config.json, or None where weights are not quantized.
 
+    In folders for MLX it is the entry that MLX reads, to which programs other than nearplane give no quant_method.
+
     Raises:
         FormatError: config.json is missing or not JSON, or the folder is incomplete.
     """
     if (folder / INCOMPLETE).exists():
         raise FormatError(f"{folder} is incomplete: its run has not finished. Repeat the command of that run.")
-    config = read_config(folder).get("quantization_config")
+    entries = read_config(folder)
+    config = entries.get("quantization_config")
+    if isinstance(own := entries.get(QUANTIZATION), dict):
+        return {"quant_method": MLX} | own
     if config is not None and not isinstance(config, dict):
         raise FormatError(
             f"{folder / CONFIG}: quantization_config is {str(config)[:40]!r}, expected an object. Fetch config.json again."

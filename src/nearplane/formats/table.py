@@ -29,6 +29,7 @@ FORMATS = Formats(
         "gptq": ".gptq:FORMAT",
         "gptq_v2": ".gptq:FORMAT_V2",
         "awq": ".awq:FORMAT",
+        "mlx": ".mlx:FORMAT",
         "nearplane": ".native:FORMAT",
         "gguf": ".gguf.gguf_container:FORMAT",
     }

@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.number_formats import BlockType
+from nearplane.lattice.number_formats import BlockFormat
 from nearplane.lattice.polish import Fit, PlainFit
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.shared_grid import shared
@@ -28,12 +28,13 @@ def plain(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Calla
 
 
 def blocks(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Callable[[Grid], Fit]]:
-    """Fit steps on two levels, as llama.cpp stores them."""
+    """Fit steps and minima of blocks, or of groups on two levels as llama.cpp stores them."""
     from nearplane.lattice.superblock_search import fit_blocks  # imports Numba kernels
 
     kind = steps.format
-    assert isinstance(kind, BlockType), "only block types name this fit"
-    return fit_blocks(kind, target, importance), partial(SuperFit, kind=kind)
+    assert isinstance(kind, BlockFormat), "only formats of blocks name this fit"
+    grid = fit_blocks(kind, target, importance, steps.stored_in)
+    return grid, partial(SuperFit, kind=kind, storage=steps.stored_in)
 
 
 FITS: Mapping[str, GridFit] = {"plain": plain, "blocks": blocks, "shared": shared}

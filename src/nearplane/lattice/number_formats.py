@@ -52,6 +52,11 @@ class NumberFormat:
         return self.group or 1
 
     @property
+    def minimum(self) -> bool:
+        """Whether a group has a real-valued minimum in place of a zero point."""
+        return False
+
+    @property
     def global_scale(self) -> bool:
         """Whether all steps of a layer, and of the layers that a runtime joins with it, are divided by one number."""
         return self.fit == "shared"
@@ -62,28 +67,20 @@ class NumberFormat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockType(NumberFormat):
-    """Block type of llama.cpp: neighbouring weights of a row, stored together with their steps on two levels.
-
-    Layouts: `ggml/src/ggml-common.h` of llama.cpp; `formats/gguf/gguf_layers.py` packs them.
+class BlockFormat(NumberFormat):
+    """Blocks of neighbouring weights of a row, with a step and maybe a real-valued minimum for a block or on two levels.
 
     Args:
-        number: Number of the type in files (`ggml_type`).
         columns: Number of weights of a block, a divisor of the layer's inputs.
-        bytes: Bytes of a block.
         sc: Smallest and largest multiple of the block's step; (1, 1) where a group is a block.
         m: Largest multiple of the block's offset; 0 where there are no minima.
-        fallback: Type for rows that this one does not divide, the same as in llama.cpp.
     """
 
     group: int
     fit: str = "blocks"
-    number: int
     columns: int
-    bytes: int
     sc: tuple[int, int] = (1, 1)
     m: int = 0
-    fallback: str | None = None
 
     @property
     def run(self) -> int:
@@ -94,6 +91,29 @@ class BlockType(NumberFormat):
     def single(self) -> bool:
         """Whether a block is one group with its own step and offset; offsets may then be negative."""
         return self.columns == self.group
+
+    @property
+    def minimum(self) -> bool:
+        """Whether a group has a real-valued minimum of its own."""
+        return self.single and self.m > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockType(BlockFormat):
+    """Block type of llama.cpp, a `BlockFormat` with 16-bit steps.
+
+    Layouts: `ggml/src/ggml-common.h` of llama.cpp; `formats/gguf/gguf_layers.py` packs them.
+
+    Args:
+        number: Number of the type in files (`ggml_type`).
+        bytes: Bytes of a block.
+        fallback: Type for rows that this one does not divide, the same as in llama.cpp.
+    """
+
+    steps: str | None = "float16"
+    number: int
+    bytes: int
+    fallback: str | None = None
 
     @property
     def rate(self) -> float:
@@ -132,7 +152,7 @@ TYPES: dict[str, BlockType] = {
     )
 }  # fmt: skip
 
-INTEGERS = "integers as int4-g128, int8-row, int3-g64-asym"  # description of the integer formats in messages
+INTEGERS = "integers as int4-g128, int8-row, int3-g64-asym, int3-g64-min"  # description of these formats in messages
 ENTROPY_CODED_FORMAT = NumberFormat(name="coded", bits=0)  # codes without limits, entropy-coded
 E2M1 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # four-bit floats, 0 once
 MXFP4 = NumberFormat(name="mxfp4", bits=4, group=32, levels=E2M1, steps="float8_e8m0fnu")
@@ -144,10 +164,19 @@ FLOATS: tuple[NumberFormat, ...] = (MXFP4, NVFP4, FP8)  # formats with tables of
 BY_NAME: dict[str, NumberFormat] = {each.name: each for each in (*TYPES.values(), *FLOATS, ENTROPY_CODED_FORMAT)}
 
 
-def integers(bits: int, group: int | None, *, symmetric: bool = True) -> NumberFormat:
-    """Return the format of integer codes, with a step and maybe a zero point for every group or row."""
-    name = f"int{bits}-{'row' if group is None else f'g{group}'}{'' if symmetric else '-asym'}"
-    return NumberFormat(name=name, bits=bits, group=group, symmetric=symmetric)
+def integers(bits: int, group: int | None, *, symmetric: bool = True, minimum: bool = False) -> NumberFormat:
+    """Return the format of integer codes, with a step for every group or row, and maybe a zero point or a minimum.
+
+    Raises:
+        RecipeError: Rows have no groups, but `minimum` needs them.
+    """
+    kind = "-min" if minimum else "" if symmetric else "-asym"
+    name = f"int{bits}-{'row' if group is None else f'g{group}'}{kind}"
+    if not minimum:
+        return NumberFormat(name=name, bits=bits, group=group, symmetric=symmetric)
+    if group is None:
+        raise RecipeError(f"{name}: only groups have a minimum. Use --group-size 32, 64 or 128.")
+    return BlockFormat(name=name, bits=bits, group=group, columns=group, m=1, symmetric=False)
 
 
 def number_format(name: str) -> NumberFormat:
@@ -163,6 +192,8 @@ def number_format(name: str) -> NumberFormat:
 
 def find_format(name: str) -> NumberFormat | None:
     """Return the format of this name, or None."""
-    if (parts := re.fullmatch(r"int([2-8])-(?:row|g([1-9][0-9]{0,8}))(-asym)?", name)) is not None:
-        return integers(int(parts[1]), int(parts[2]) if parts[2] else None, symmetric=parts[3] is None)
+    if (parts := re.fullmatch(r"int([2-8])-(?:row|g([1-9][0-9]{0,8}))(-asym|-min)?", name)) is not None:
+        group, minimum = int(parts[2]) if parts[2] else None, parts[3] == "-min"
+        if group is not None or not minimum:
+            return integers(int(parts[1]), group, symmetric=parts[3] is None, minimum=minimum)
     return BY_NAME.get(name)

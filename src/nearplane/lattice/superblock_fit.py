@@ -1,4 +1,4 @@
-"""Least-squares fit of steps on two levels to codes, under the Hessian: steps of blocks, then integers of groups.
+"""Least-squares fit of steps and minima to codes, under the Hessian: those of blocks, then the integers of groups.
 
 `superblock_search.py` finds the initial steps.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.number_formats import BlockType
+from nearplane.lattice.number_formats import BlockFormat
 from nearplane.lattice.polish import State
 from nearplane.lattice.superblock import SuperGrid
 
@@ -17,10 +17,10 @@ INTEGER_OFFSETS = (-1, 0, 1)  # candidates around the best real number, besides 
 MIN_HALF = 2.0**-24  # smallest positive number of 16-bit floating point
 
 
-def rounded(numbers: Tensor) -> Tensor:
-    """Round numbers to 16-bit floating point, in their dtype; never to 0, and to infinity where they are too large."""
-    short = numbers.half().to(numbers.dtype)
-    return torch.where(short == 0, torch.where(numbers < 0, -MIN_HALF, MIN_HALF), short)
+def rounded(steps: Tensor, storage: torch.dtype) -> Tensor:
+    """Round steps to `storage`, in their dtype; never to 0, and to infinity where they are too large."""
+    short = steps.to(storage).to(steps.dtype)
+    return torch.where(short == 0, torch.where(steps < 0, -MIN_HALF, MIN_HALF), short)
 
 
 class SuperFit:
@@ -30,13 +30,13 @@ class SuperFit:
 
         min over x, y of the loss of E - (x v - y u),  v = sc * codes,  u = m
 
-    a pair of numbers per row, rounded to 16-bit floating point. Then `sc` and `m` move group by group to the best pair
+    a pair of numbers per row, rounded to the dtype in which they are stored. Then `sc` and `m` move group by group to the best pair
     of integers near the best real numbers. Moves that do not lower the loss of a row are not made.
     """
 
-    def __init__(self, grid: Grid, kind: BlockType) -> None:
-        assert isinstance(grid, SuperGrid), f"{kind.name} has steps on two levels"
-        self.kind = kind
+    def __init__(self, grid: Grid, kind: BlockFormat, storage: torch.dtype) -> None:
+        assert isinstance(grid, SuperGrid), f"{kind.name} has steps of blocks"
+        self.kind, self.storage = kind, storage
         # (blocks | groups, out) each
         self.parts = {name: part.T.to(grid.d.dtype).contiguous() for name, part in grid.parts.items()}
 
@@ -65,7 +65,7 @@ class SuperFit:
         vv, vr = (v * vH[inner]).sum(0), (v * EH[inner]).sum(0)  # (out,) each
         d = self.parts["d"][block]
         if not self.kind.m:
-            x = _step(d, vr / vv, vv > 0)
+            x = self._step(d, vr / vv, vv > 0)
             change = x * (x * vv - 2 * vr)
             x = torch.where(change < 0, x, 0)
             self._move_block(state, block, x, None)
@@ -75,7 +75,7 @@ class SuperFit:
         uu, uv, ur = (u * uH[inner]).sum(0), (u * vH[inner]).sum(0), (u * EH[inner]).sum(0)
         determinant = vv * uu - uv * uv
         independent = determinant > 1e-5 * vv * uu  # else v and u are nearly parallel, and one of them suffices
-        x = _step(d, torch.where(independent, (vr * uu - uv * ur) / determinant, vr / vv), vv > 0)
+        x = self._step(d, torch.where(independent, (vr * uu - uv * ur) / determinant, vr / vv), vv > 0)
         y = self._offset(self.parts["dmin"][block], torch.where(uu > 0, (uv * x - ur) / uu, 0))
         change = x * x * vv - 2 * x * y * uv + y * y * uu - 2 * x * vr + 2 * y * ur
         better = change < 0
@@ -83,10 +83,16 @@ class SuperFit:
         self._move_block(state, block, x, y)
         return self._apply(state, EH, start, v * x - u * y, vH.mul_(x).sub_(uH.mul_(y)), torch.where(better, change, 0))
 
+    def _step(self, d: Tensor, move: Tensor, known: Tensor) -> Tensor:
+        """Return (out,) changes of steps, to stored numbers of the same sign within [1/3, 3] times the old ones."""
+        new = rounded(torch.where(known, d + move, d), self.storage)
+        ratio = new / d
+        return torch.where(torch.isfinite(new) & (ratio > 1 / 3) & (ratio < 3), new - d, 0)
+
     def _offset(self, dmin: Tensor, move: Tensor) -> Tensor:
-        """Return (out,) changes of offsets, to 16-bit numbers that are not negative if integers multiply them."""
+        """Return (out,) changes of offsets, to stored numbers that are not negative if integers multiply them."""
         new = dmin + move if self.kind.single else (dmin + move).clamp(min=0)
-        stored = new.half().to(dmin.dtype)
+        stored = new.to(self.storage).to(dmin.dtype)
         return torch.where(torch.isfinite(stored), stored - dmin, 0)
 
     def _move_block(self, state: State, block: int, x: Tensor, y: Tensor | None) -> None:
@@ -151,10 +157,3 @@ class SuperFit:
         state.E[start : start + len(moves)] -= moves
         EH -= H_moves
         return bool(change.any())
-
-
-def _step(d: Tensor, move: Tensor, known: Tensor) -> Tensor:
-    """Return (out,) changes of steps, to 16-bit numbers of the same sign within [1/3, 3] times the old ones."""
-    new = rounded(torch.where(known, d + move, d))
-    ratio = new / d
-    return torch.where(torch.isfinite(new) & (ratio > 1 / 3) & (ratio < 3), new - d, 0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from nearplane.compiled import compiled
 from nearplane.errors import NumericalError
 from nearplane.lattice.kernels_cpu import in_threads
-from nearplane.lattice.number_formats import BlockType
+from nearplane.lattice.number_formats import BlockFormat
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.lattice.superblock_fit import rounded
 
@@ -28,16 +28,17 @@ SC_FRACTIONS = (1.0, 0.97, 0.94, 0.9, 0.86, 0.8)  # the largest step of a block 
 RADIUS = 2  # integers tried on each side of the nearest one
 
 
-def fit_blocks(kind: BlockType, W: Tensor, importance: Tensor) -> SuperGrid:
+def fit_blocks(kind: BlockFormat, W: Tensor, importance: Tensor, storage: torch.dtype) -> SuperGrid:
     """Fit every block of `W` (out, in): search real steps and offsets of groups, then stored numbers close to them.
 
     Args:
         kind: Type of the blocks; its columns divide those of `W`.
         W: (out, in) finite weights.
         importance: (in,) weight of each column's errors, not negative.
+        storage: Dtype in which steps and offsets of blocks are stored.
 
     Raises:
-        NumericalError: A step or an offset is too large for 16-bit floating point.
+        NumericalError: A step or an offset is too large for this dtype.
     """
     out, columns = W.shape
     blocks, groups = columns // kind.columns, columns // kind.group
@@ -50,25 +51,29 @@ def fit_blocks(kind: BlockType, W: Tensor, importance: Tensor) -> SuperGrid:
     in_threads(partial(search_groups, *inputs), len(step))
     if kind.single:
         one = torch.ones(len(step), dtype=torch.int32)
-        parts = {"d": rounded(step), "sc": one}
-        parts |= {"dmin": offset.half().float(), "m": one} if kind.m else {}
+        parts = {"d": rounded(step, storage), "sc": one}
+        parts |= {"dmin": offset.to(storage).float(), "m": one} if kind.m else {}
     else:
-        parts = _stored(kind, weights, h, step, offset)
+        parts = _stored(kind, weights, h, step, offset, storage)
     if not all(bool(torch.isfinite(part).all()) for part in parts.values()):
-        raise NumericalError("A step does not fit 16-bit floating point: the weights are too large for it.")
+        raise NumericalError(f"A step does not fit {storage}: the weights are too large for it.")
     counts = {"d": blocks, "dmin": blocks, "sc": groups, "m": groups}
     numbers: Any = {name: part.view(out, counts[name]).to(W.device) for name, part in parts.items()}
     group = torch.arange(columns, device=W.device) // kind.group
     return SuperGrid(**numbers, group=group, low=kind.low, high=kind.high)
 
 
-def _stored(kind: BlockType, W: Tensor, h: Tensor, step: Tensor, offset: Tensor) -> dict[str, Tensor]:
+def _stored(
+    kind: BlockFormat, W: Tensor, h: Tensor, step: Tensor, offset: Tensor, storage: torch.dtype
+) -> dict[str, Tensor]:
     """Return the stored numbers of blocks of several groups, close to (n,) steps and offsets of the groups."""
     groups = kind.columns // kind.group
     step, offset = step.view(-1, groups), offset.view(-1, groups)
     fractions, count = torch.tensor(SC_FRACTIONS), len(step)
-    ds = rounded(step.abs().amax(1, keepdim=True) / (max(kind.sc) * fractions).round())  # (blocks, candidates)
-    dmins = rounded(offset.amax(1, keepdim=True) / (kind.m * fractions).round()) if kind.m else ds[:, :1].clone()
+    ds = rounded(step.abs().amax(1, keepdim=True) / (max(kind.sc) * fractions).round(), storage)  # (blocks, candidates)
+    dmins = ds[:, :1].clone()
+    if kind.m:
+        dmins = rounded(offset.amax(1, keepdim=True) / (kind.m * fractions).round(), storage)
     d, dmin = torch.zeros(2, count).unbind()
     sc, m = torch.zeros(2, count, groups, dtype=torch.int32).unbind()
     inputs = W.view(count, groups, kind.group).numpy(), h.view(-1, groups, kind.group).numpy()

@@ -31,6 +31,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from nearplane.errors import RecipeError, first_line
 from nearplane.formats.layer_format import GridFormat
+from nearplane.formats.mlx import MODEL_TYPES
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import NumberFormat
 from nearplane.loading.gptq_rules import EXPERTS_BY_GPTQMODEL, GPTQMODEL_ONLY_TYPES, RULES, Described
@@ -73,6 +74,11 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
         raise RecipeError(
             f"{merged[0].name} cannot be written: the files have no tensor for this layer, whose weight transformers computes "
             f"from others. Leave such layers unquantized with --ignore {patterns}."
+        )
+    if recipe.files.for_mlx and model.config.model_type not in MODEL_TYPES:
+        raise RecipeError(
+            f"{model.layers[0].name}: mlx_lm was not tried with models of type {model.config.model_type}, but with "
+            f"{', '.join(MODEL_TYPES)}. Use another --format."
         )
     if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat):
         return  # transformers has no reader of this format

@@ -29,7 +29,7 @@ SPARE_WEIGHTS = 1 << 20  # weights that a network may have in addition to the st
 # names of the packed tensors, one per quantized matrix
 PACKED_NAMES = re.compile(r"\.(weight_packed|qweight|weight_coded|weight_q\d_[01k])$")
 FLOATS = ("F", "BF")  # beginnings of the dtypes that weights of a network have
-CODES = {"I32": 16, "U8": 64}  # most codes per element of a packed tensor; other dtypes hold weights
+CODES = {"I32": 16, "U32": 16, "U8": 64}  # most codes per element of a packed tensor; other dtypes hold weights
 BUFFERS = 1 << 28  # most elements of tables and masks, which are not stored
 
 
@@ -115,6 +115,8 @@ def check_sizes(network: nn.Module, reader: TensorReader, *, plain: bool) -> Non
     for name, parameter in network.named_parameters():
         if name in stored:
             matched.add(stored[name])
+            if not plain and reader.dtype(stored[name]) == "U32":  # packed under the name of the weight, as in MLX
+                continue
             shape = reader.shape(stored[name])
             if math.prod(shape) not in (0, parameter.numel()):  # transformers compares the order of dimensions
                 raise ModelError(

@@ -97,7 +97,7 @@ def empty_network(
     check_config(plain, reader)
     with as_model_error(f"transformers cannot build a language model from {path}"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        for name in ("quantization_config", "transformers_weights"):
+        for name in ("quantization_config", "quantization", "transformers_weights"):
             if hasattr(config, name) and not quantized:
                 delattr(config, name)
         options = {} if dtype is None else {"dtype": dtype}

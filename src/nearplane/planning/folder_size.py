@@ -126,12 +126,13 @@ def check_disk(out: Path, model: Model, recipe: Recipe, *, copies: int = 1) -> N
 
 
 def _bits(scheme: AnyScheme, columns: int) -> float:
-    """Return about how many bits a weight of a layer takes, with steps of 16 bits; 0 if only a size is given."""
+    """Return about how many bits a weight of a layer takes, with steps and minima of 16 bits; 0 if only a size is given."""
     if isinstance(scheme, RateScheme):
         return scheme.rate or 0.0
     if isinstance(scheme, BlockScheme):
         return scheme.budget or scheme.number_format.rate
-    return scheme.bits + 16 / (scheme.number_format.group or columns)
+    format = scheme.number_format
+    return scheme.bits + (32 if format.minimum else 16) / (format.group or columns)
 
 
 def predict_overhead(model: Model, recipe: Recipe, scheme: RateScheme) -> Overhead:

@@ -275,7 +275,10 @@ def usable_widths(model: Model, recipe: Recipe) -> list[int]:
 
 
 def _widths(model: Model, recipe: Recipe, scheme: GridScheme, measure: Measure) -> dict[str, int]:
-    """Return a width for every layer, `--bits` on average, larger where the network is more sensitive."""
+    """Return a width for every layer, `--bits` on average in blocks, larger where the network is more sensitive.
+
+    Embeddings and head get the largest width within the average.
+    """
     usable = usable_widths(model, recipe)
     probed = probed_widths(scheme.bits, usable)
     curves = measure(to_widths(probed, scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype)))
@@ -283,7 +286,10 @@ def _widths(model: Model, recipe: Recipe, scheme: GridScheme, measure: Measure) 
     expert_curves = [curve for curve in curves if routed.issuperset(curve.layers)]
     if expert_curves:  # readers of fixed grids have one grid for all experts
         curves = [*(curve for curve in curves if not routed.issuperset(curve.layers)), sum_of(expert_curves)]
-    return allocate_widths(curves, scheme.bits, [bits for bits in usable if bits >= probed[0]])
+    ends = [layer.name for part in (model.embeddings, model.head) if part is not None for layer in part.layers]
+    blocks = [curve for curve in curves if not set(ends) & set(curve.layers)]
+    widths = allocate_widths(blocks, scheme.bits, [bits for bits in usable if bits >= probed[0]])
+    return widths | dict.fromkeys(ends, max(bits for bits in usable if bits <= scheme.bits))
 
 
 def _types(model: Model, scheme: BlockScheme, free: Choice, measure: Measure) -> dict[str, str]:

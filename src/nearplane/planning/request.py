@@ -151,7 +151,7 @@ def check_request(model: Model, recipe: Recipe) -> None:
 def _inconsistent_fusions(model: Model, recipe: Recipe) -> dict[str, list[str]]:
     """Return layers that runtimes fuse although their grids differ, by their module; only the first such module."""
     formats: dict[tuple[str, str], dict[str, object]] = {}
-    for layer in model.layers if recipe.layers and not recipe.files.for_llama_cpp else ():
+    for layer in model.layers if recipe.layers and not (recipe.files.for_llama_cpp or recipe.files.for_mlx) else ():
         path, _, last = layer.name.rpartition(".")
         if last in FUSED_NAMES:
             formats.setdefault((path, FUSED_NAMES[last]), {})[last] = recipe.scheme_of(layer.name).number_format

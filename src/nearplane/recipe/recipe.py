@@ -151,11 +151,13 @@ class Recipe:
                 object.__setattr__(self, name, tuple(several))
         check_fields(self, "scheme", "calibration", "layers", "format", "ignore", "allocate", "tune", "pre")
         if self.format is None:
-            object.__setattr__(self, "format", self.scheme.FORMATS[0])
+            minimum = getattr(self.scheme, "minimum", False)
+            object.__setattr__(self, "format", "mlx" if minimum else self.scheme.FORMATS[0])
         if self.format not in self.scheme.FORMATS:
             raise RecipeError(_unfit(str(self.format), self.scheme))
         for each in self.layers:
             each.check(self.scheme)
+        self._check_minima()
         loss = self.max_loss
         within("max_loss", loss, loss is None or (isinstance(loss, int | float) and 0 < loss < 1), "between 0 and 1")
         if self.pre is not None and not self.files.for_llama_cpp:
@@ -182,6 +184,28 @@ class Recipe:
     def files(self) -> FileFormat:
         """Properties of the format of the files."""
         return FILE_FORMATS[self.format]
+
+    def _check_minima(self) -> None:
+        """Refuse minima in formats other than MLX and grids without minima in MLX, and likewise embeddings and head.
+
+        Raises:
+            RecipeError: The format cannot hold the weights of a scheme; the message names a format that can.
+        """
+        for scheme in (self.scheme, *(each.scheme for each in self.layers)):
+            if getattr(scheme, "minimum", False) == self.files.for_mlx:
+                continue
+            if self.files.for_mlx:
+                grid = getattr(scheme, "grid", None) or "without a minimum"
+                raise RecipeError(
+                    f"--format mlx stores integers with a minimum of every group, but the grid is {grid}. Use --bits, or "
+                    f"GridScheme(minimum=True), with this format."
+                )
+            raise RecipeError(f"Only --format mlx stores minima, found --format {self.format}. Use --format mlx.")
+        if isinstance(self.scheme, GridScheme) and any(self.scheme.ends) and not self.files.for_mlx:
+            raise RecipeError(
+                f"Readers of {self.format} expect embeddings and head unquantized. Leave out --include-embeddings and "
+                f"--include-head, or use --rate or --format mlx."
+            )
 
     def _check_blocks(self, scheme: BlockScheme) -> None:
         """Refuse a grid together with a size, and an allocation that does not fit the scheme.
@@ -303,7 +327,7 @@ def merged_options(options: Mapping[str, Any], changes: Mapping[str, Any]) -> di
         )
     dropped = {"beam", "polish", "rounds", "sweep_damp"} if "solver" in changes else set()
     dropped |= {"size"} if changes.get("rate") is not None else set()
-    dropped |= {"grid", "bits", "group_size", "symmetric"} if has_grid else set()
+    dropped |= {"grid", "bits", "group_size", "symmetric", "minimum"} if has_grid else set()
     return {name: value for name, value in options.items() if name not in dropped} | dict(changes)
 
 

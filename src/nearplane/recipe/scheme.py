@@ -15,7 +15,7 @@ from nearplane.system.arguments import check_fields, whole, within
 
 Order = Literal["natural", "activation", "pivoted"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best"]
-Format = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "gguf", "nearplane"]
+Format = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "mlx", "gguf", "nearplane"]
 Allocation = Literal["uniform", "slope"]
 
 BEAM = 8  # candidates of a row; docs/log.md has the measurements behind this and the defaults of `schemes.py`
@@ -33,6 +33,7 @@ class FileFormat:
         any_network: Whether readers accept encoders and encoder-decoder models besides language models.
         one_grid_for_experts: Whether readers decode the experts of all blocks by one number format.
         by_gptqmodel: Whether GPTQModel reads the format, also variants that transformers alone cannot read.
+        for_mlx: Whether MLX is the reader, for which every group has a real-valued minimum, also in embeddings and head.
         for_llama_cpp: Whether the checkpoint is one file for llama.cpp, with types of blocks, tokenizer and run record in it.
         steps_of_model: Whether steps have the dtype of the model.
         by_nearplane: Whether nearplane is the only reader.
@@ -41,6 +42,7 @@ class FileFormat:
     any_network: bool = False
     one_grid_for_experts: bool = False
     by_gptqmodel: bool = False
+    for_mlx: bool = False
     for_llama_cpp: bool = False
     steps_of_model: bool = False
     by_nearplane: bool = False
@@ -51,6 +53,7 @@ FILE_FORMATS: dict[str | None, FileFormat] = {
     "gptq": FileFormat(by_gptqmodel=True),
     "gptq_v2": FileFormat(by_gptqmodel=True),
     "awq": FileFormat(),
+    "mlx": FileFormat(for_mlx=True, steps_of_model=True),
     "gguf": FileFormat(for_llama_cpp=True),
     "nearplane": FileFormat(any_network=True, by_nearplane=True),
     None: FileFormat(),  # not chosen yet
@@ -185,7 +188,7 @@ def names_of(part: type) -> set[str]:
 
 def options_of(format: NumberFormat) -> dict[str, Any]:
     """Return the options that a number format implies."""
-    return {"bits": format.bits, "group_size": format.group, "symmetric": format.symmetric}
+    return {"bits": format.bits, "group_size": format.group, "symmetric": format.symmetric, "minimum": format.minimum}
 
 
 def spelled_out(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,9 +204,12 @@ def spelled_out(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in implied:
         if options.get(name) not in (None, implied[name]):
             raise RecipeError(contradiction(name, options[name], format))
-    return others | (
-        implied if format == integers(format.bits, format.group, symmetric=format.symmetric) else {"grid": format.name}
-    )
+    return others | (implied if is_integer(format) else {"grid": format.name})
+
+
+def is_integer(format: NumberFormat) -> bool:
+    """Return whether a number format is one of integers, which bits, group size, symmetry and minimum describe."""
+    return format == integers(format.bits, format.group, symmetric=format.symmetric, minimum=format.minimum)
 
 
 def contradiction(name: str, value: object, format: NumberFormat) -> str:

@@ -29,6 +29,7 @@ from nearplane.recipe.scheme import (
     Scheme,
     Solver,
     contradiction,
+    is_integer,
     names_of,
     options_of,
     spelled_out,
@@ -57,25 +58,32 @@ class GridScheme(Scheme):
         bits: Bits per code, 2 to 8. A fraction such as 3.5 is the average over layers; every layer gets a whole number of bits.
         group_size: Number of weights that share a step; none is one step per row. auto is 128, or the largest of 64, 32 and 16
             that divides the inputs of all layers, or none if 16 does not divide them.
-        symmetric: Whether grids have no zero point.
+        symmetric: Whether grids have no zero point. In MLX every group has a minimum instead.
+        minimum: Whether every group has a real-valued minimum in place of a zero point, as MLX stores it.
         scale: Choice of the steps: minmax uses the range of the weights; mse searches the step with the smallest p-norm error.
         polish: Number of sweeps of coordinate descent over the codes at the end. Default: 1.
         rounds: Number of passes of coordinate descent that fit steps (least squares) and codes together. The codes are then
             solved once more on the fitted steps, and each row keeps the better of the two results. Default: 3.
         two_sided: Whether rows compensate each other's errors too, weighted by the network's gradients, and not only columns.
             Needs a backward pass. No bound of a sweep holds for such codes.
+        include_head: Whether the output embeddings (head) are quantized too, after all other layers.
+        include_embeddings: Whether the input embeddings are quantized too, before the blocks, which then compensate the loss. A
+            head that is tied to the embeddings is included by either option. Both always get the average rate.
     """
 
     grid: str | None = None
     bits: float = DEFAULT_BITS  # an int if whole; not `int | float`, of which command lines take the first that fits
     group_size: int | Literal["auto"] | None = "auto"
     symmetric: bool = True
+    minimum: bool = False
     scale: Scale = "mse"
     polish: int | None = None
     rounds: int | None = None
     two_sided: bool = False
+    include_head: bool = False
+    include_embeddings: bool = False
 
-    FORMATS: ClassVar[tuple[Format, ...]] = ("compressed-tensors", "gptq", "gptq_v2", "awq", "gguf")
+    FORMATS: ClassVar[tuple[Format, ...]] = ("compressed-tensors", "gptq", "gptq_v2", "awq", "mlx", "gguf")
 
     def __post_init__(self) -> None:
         Scheme.__post_init__(self)
@@ -89,7 +97,9 @@ class GridScheme(Scheme):
         size = self.group_size
         known = size in (None, "auto") or (isinstance(size, int) and size > 0)
         within("group_size", size, known, "a positive number, auto or none")
-        check_fields(self, "symmetric", "scale", "two_sided")
+        check_fields(self, "symmetric", "minimum", "scale", "two_sided", "include_head", "include_embeddings")
+        if self.minimum:
+            object.__setattr__(self, "symmetric", False)
         if self.two_sided and not self.calibrated:
             raise RecipeError(f"two_sided needs calibration, but solver {self.solver!r} uses none.")
         _settle_refits(self)
@@ -101,8 +111,7 @@ class GridScheme(Scheme):
             RecipeError: The number format is unknown, or contradicts one of these three options.
         """
         format = number_format(str(grid))
-        plain = format == integers(format.bits, format.group, symmetric=format.symmetric)
-        object.__setattr__(self, "grid", None if plain else format.name)
+        object.__setattr__(self, "grid", None if is_integer(format) else format.name)
         defaults = {each.name: each.default for each in fields(self)}
         for name, implied in options_of(format).items():
             if (given := getattr(self, name)) not in (defaults[name], implied):
@@ -125,7 +134,12 @@ class GridScheme(Scheme):
         assert self.group_size != "auto", "the scheme's group size is not resolved yet"
         if self.grid is not None:
             return number_format(self.grid)
-        return integers(ceil(self.bits), self.group_size, symmetric=self.symmetric)
+        return integers(ceil(self.bits), self.group_size, symmetric=self.symmetric, minimum=self.minimum)
+
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """Whether input embeddings and head are quantized too."""
+        return self.include_embeddings, self.include_head
 
     def with_bits(self, bits: int | None) -> Self:
         """Return the scheme of a layer with this many bits per code."""
@@ -399,6 +413,10 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
         else:
             why = "only entropy-coded weights have this option; use --rate or --size, or leave out this option"
         raise RecipeError(f"{wrong[0]} is {given[wrong[0]]!r}, but {why}.")
+    if kind is GridScheme and FILE_FORMATS[into].for_mlx and "grid" not in given:
+        if given.get("symmetric"):
+            raise RecipeError("symmetric is True, but in MLX every group has a minimum. Leave out this option.")
+        given |= {"symmetric": False, "minimum": True}
     unset = {name: None for name, value in options.items() if value is None and name in names_of(kind)}
     return kind(**unset | given)
 

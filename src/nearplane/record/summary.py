@@ -57,7 +57,8 @@ def _of_codes(record: RunRecord) -> str:
     bits = widths.pop() if len(widths) == 1 else 0
     if not bits or record.rate - bits < 0.01:
         return ""
-    return f" (codes {bits}, steps{'' if formats[0].symmetric else ' and zero points'} {record.rate - bits:.3f})"
+    offsets = "" if formats[0].symmetric else " and minima" if formats[0].minimum else " and zero points"
+    return f" (codes {bits}, steps{offsets} {record.rate - bits:.3f})"
 
 
 def tuned(record: RunRecord, out: Path) -> Iterator[str]:

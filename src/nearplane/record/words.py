@@ -235,10 +235,11 @@ def _wide_steps(record: RunRecord) -> Iterator[str]:
         return
     words = -(-layer.in_features * format.bits // 32)  # 32-bit words of codes in a row
     steps = layer.out_features * format.groups(layer.in_features)
-    if layer.bytes - 4 * words * layer.out_features >= 4 * steps:
+    if layer.bytes - 4 * words * layer.out_features >= 4 * steps * (2 if format.minimum else 1):
+        remedy = "With the model" if record.recipe.files.for_mlx else "With --format gptq, or with the model"
         yield (
-            "each step takes 32 bits: the model is stored in float32, and compressed-tensors stores steps in the model's dtype. "
-            "With --format gptq, or with the model in bfloat16, a step takes 16 bits"
+            f"each step takes 32 bits: the model is stored in float32, and {record.recipe.format} stores steps in the model's "
+            f"dtype. {remedy} in bfloat16, a step takes 16 bits"
         )
 
 
@@ -269,6 +270,8 @@ def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
     yield f"figures of every layer: nearplane inspect {folder}"
     if record.recipe.files.for_llama_cpp:
         yield f"run it: llama-cli -m {_typed(out / 'model.gguf')}"
+    elif record.recipe.files.for_mlx:
+        yield f"run it: mlx_lm.generate --model {folder} --prompt TEXT; or load it: nearplane.load({quoted})"
     elif record.recipe.files.by_nearplane:
         yield (
             f"load it: nearplane.load({quoted}), or transformers after nearplane.register() (without that call transformers stops "

@@ -37,6 +37,7 @@ DTYPE_NAMES = {  # names of dtypes in safetensors
     torch.bfloat16: "BF16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.uint32: "U32",
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
@@ -296,13 +297,14 @@ class ShardWriter:
         folder: Folder to write; it is made if missing.
         total: Number of shards that will be written, or None if it is unknown until the end.
         checksums: Whether the index holds a checksum of every tensor.
+        kind: Value of "format" in the metadata of the shards.
 
     Raises:
         FormatError: A shard cannot be written, for example because the disk is full.
     """
 
-    def __init__(self, folder: Path, total: int | None, *, checksums: bool = False) -> None:
-        self.folder, self.total = folder, total
+    def __init__(self, folder: Path, total: int | None, *, checksums: bool = False, kind: str = "pt") -> None:
+        self.folder, self.total, self.kind = folder, total, kind
         self.checksums: dict[str, str] | None = {} if checksums else None
         self.weight_map: dict[str, str] = {}
         self.size = 0
@@ -319,7 +321,7 @@ class ShardWriter:
         if self.checksums is not None:
             self.checksums |= {key: checksum(value) for key, value in tensors.items()}
         try:
-            save_file(tensors, path, {"format": "pt"})
+            save_file(tensors, path, {"format": self.kind})
         except (SafetensorError, OSError) as error:
             raise FormatError(
                 f"{path} could not be written ({error}). Free some space and repeat the command. The folder is marked "

@@ -92,7 +92,7 @@ class Checkpoint:
 
 TUNED_TYPES: Mapping[type, Callable[[LayerRecord, Any, torch.dtype, bool], TunedLayer]] = {
     Grid: lambda layer, matrix, storage, codes: TunedMatrix(layer.name, matrix, storage, codes=codes),
-    SuperGrid: lambda _, matrix, __, codes: TunedBlocks(matrix, codes=codes),
+    SuperGrid: lambda _, matrix, storage, codes: TunedBlocks(matrix, storage, codes=codes),
     ProductGrid: lambda layer, matrix, _, codes: TunedLadders(matrix, layer.rate, codes=codes),
 }  # by type of grid: from a layer's record, its matrix, the dtype of steps and whether codes are trained
 

@@ -196,14 +196,15 @@ class TunedBlocks(TunedLayer):
 
     Args:
         matrix: The matrix as read from a file.
+        storage: Dtype of steps and offsets in the file.
         codes: Whether codes are trained too.
     """
 
     _names = "d", "dmin"
     _grid: SuperGrid
 
-    def __init__(self, matrix: QuantizedMatrix[SuperGrid], *, codes: bool = False) -> None:
-        grid = matrix.grid
+    def __init__(self, matrix: QuantizedMatrix[SuperGrid], storage: torch.dtype, *, codes: bool = False) -> None:
+        grid, self._storage = matrix.grid, storage
         assert grid.low is not None, "codes without a lower limit"
         assert grid.high is not None, "codes without an upper limit"
         numbers = torch.zeros(1 if grid.dmin is None else 2, *grid.d.shape, device=grid.d.device)
@@ -234,13 +235,13 @@ class TunedBlocks(TunedLayer):
         """Return (out, blocks) steps and offsets as stored; they keep their signs and stay finite."""
         factor = (self.unit * self._s).exp()
         step = self._grid.d * factor[0]
-        short = rounded(step.detach())
+        short = rounded(step.detach(), self._storage)
         d = through(torch.where(torch.isfinite(short), short, self._grid.d), step)
         if self._grid.dmin is None:
             return d, None
         offset = self._grid.dmin * factor[1]
-        half = offset.detach().half().to(offset.dtype)
-        return d, through(torch.where(torch.isfinite(half), half, self._grid.dmin), offset)
+        short = offset.detach().to(self._storage).to(offset.dtype)
+        return d, through(torch.where(torch.isfinite(short), short, self._grid.dmin), offset)
 
 
 class TunedLadders(TunedLayer):

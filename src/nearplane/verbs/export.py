@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import CONFIG, copy_beside
-from nearplane.formats.layer_format import WEIGHTS, json_text, read_config
+from nearplane.formats.layer_format import QUANTIZATION, WEIGHTS, json_text, read_config
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.loading.dense_network import decoded_tensors
 from nearplane.models.config_checks import PACKED_NAMES
@@ -110,8 +110,7 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterat
 
 def _dense(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return config.json without its entries about quantization, and with `dtype` where it names a dtype."""
-    entries = {
-        name: value for name, value in config.items() if name not in ("quantization_config", "torch_dtype", WEIGHTS)
-    }
+    dropped = ("quantization_config", "torch_dtype", QUANTIZATION, WEIGHTS)
+    entries = {name: value for name, value in config.items() if name not in dropped}
     entries = {name: _dense(value, dtype) if isinstance(value, dict) else value for name, value in entries.items()}
     return entries | ({"dtype": dtype} if {"dtype", "torch_dtype", "architectures"} & config.keys() else {})

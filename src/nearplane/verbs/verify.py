@@ -6,6 +6,7 @@ layer come from the files, and its certificate is measured again and compared wi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,15 @@ from nearplane.calibration.given import Given, with_calibration_path
 from nearplane.calibration.windows import Windows, calibration_windows
 from nearplane.errors import CalibrationError, FormatError, ModelError
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
-from nearplane.formats.layer_format import EXPERTS_WITH, READ_WITH, WEIGHTS, read_config
+from nearplane.formats.layer_format import (
+    EXPERTS_WITH,
+    MLX_WITH,
+    QUANTIZATION,
+    READ_WITH,
+    WEIGHTS,
+    config_text,
+    read_config,
+)
 from nearplane.formats.stored import Stored
 from nearplane.models.model import Model
 from nearplane.planning.request import open_original, quantization_config, resolved, with_types
@@ -39,6 +48,7 @@ from nearplane.verbs.verify_losses import MAX_NAMED, losses_again, tuned_norms
 
 MAX_CHANGED_SHARE = 0.5  # of the tensors; if more differ from the original, it is another model
 TOLERANCE = 1e-6  # relative, of repeated losses; the same machine repeats them to the last digit
+QUANTIZATIONS = ("quantization_config", QUANTIZATION)  # entries of config.json
 VERSIONS = {"written_by", "meta"}  # entries of quantization_config that name the program which wrote it
 
 
@@ -206,21 +216,22 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
     for name in names_copied(model.folder, trust_remote_code=False):  # the model's code need not be copied
         if name not in record.files:
             yield Fault(where=name, what="the original has this file, but the record does not")
-    config_json, original_json = (read_config(where) for where in (folder, model.folder))
+    bits = {layer.name: layer.number_format.bits for layer in record.layers}  # by name in the network
+    expected = quantization_config(model, recipe, bits if recipe.allocate == "slope" else None)
+    config_json, original_json = read_config(folder), json.loads(config_text(model.folder, expected))
     if unlike := sorted(
         key
-        for key in (config_json.keys() | original_json.keys()) - {"quantization_config", WEIGHTS}
+        for key in (config_json.keys() | original_json.keys()) - {*QUANTIZATIONS, WEIGHTS}
         if config_json.get(key) != original_json.get(key)
     ):
         yield Fault(where=CONFIG, what=f"these entries differ from the original: {', '.join(unlike)}")
-    if config_json.get(WEIGHTS) not in (None, READ_WITH, EXPERTS_WITH):
+    if config_json.get(WEIGHTS) not in (None, READ_WITH, EXPERTS_WITH, MLX_WITH):
         yield Fault(where=CONFIG, what=f"{WEIGHTS} names a file, which nearplane never writes")
-    bits = {layer.name: layer.number_format.bits for layer in record.layers}  # by name in the network
-    expected = quantization_config(model, recipe, bits if recipe.allocate == "slope" else None)
-    config = config_json["quantization_config"]
-    for key in sorted((config.keys() | expected.keys()) - VERSIONS):
-        if unordered(config.get(key)) != unordered(expected.get(key)):
-            yield Fault(where=CONFIG, what=f"{key} in quantization_config differs from the recipe for this model")
+    for entry in QUANTIZATIONS:
+        config, expected = config_json.get(entry, {}), original_json.get(entry, {})
+        for key in sorted((config.keys() | expected.keys()) - VERSIONS):
+            if unordered(config.get(key)) != unordered(expected.get(key)):
+                yield Fault(where=CONFIG, what=f"{key} in {entry} differs from the recipe for this model")
 
 
 def _windows(saved: Checkpoint, faults: list[Fault]) -> Windows | None:

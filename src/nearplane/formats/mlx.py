@@ -1,0 +1,163 @@
+"""The MLX format, which mlx_lm loads: integers of every group times a step, plus a real-valued minimum ("affine").
+
+    NAME.weight  (out, in*bits/32)  uint32   codes from 0, a dense bit stream along the inputs
+    NAME.scales  (out, groups)      model's  steps
+    NAME.biases  (out, groups)      model's  minima: value = step * code + minimum
+
+In float32, MLX decodes exactly these values. In 16 bits it rounds the product and then the sum to the dtype of the steps.
+The config stands in config.json twice; MLX reads `quantization`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from nearplane.coding.packed_words import pack, unpack, words_of
+from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.container import Format
+from nearplane.formats.integers import consecutive, expect, group_size_of, object_of
+from nearplane.formats.layer_format import MLX as METHOD
+from nearplane.formats.layer_format import ConfigFile, LayerFormat, Quantized
+from nearplane.formats.packing import SCALES
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.number_formats import NumberFormat, integers
+from nearplane.lattice.superblock import SuperGrid
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+KINDS = ("Linear", "Embedding")
+MODEL_TYPES = (  # model types that mlx_lm 0.32.2 loads and computes as transformers does, see tests/journeys/test_mlx.py
+    "cohere dots1 ernie4_5 gemma gemma2 gemma3_text glm4 gpt_bigcode granite granitemoe helium hunyuan_v1_dense internlm3 "
+    "iquestcoder laguna llama ministral3 mistral mixtral nemotron olmo2 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe "
+    "seed_oss smollm3 stablelm starcoder2"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class MLX(LayerFormat):
+    """The tensors of a layer.
+
+    Args:
+        config: The quantization_config of the folder, with the group size of every layer; not compared.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    BITS = BITS
+    KEY = "scales"
+    SUFFIXES = ("weight", "scales", "biases")
+    METADATA = "mlx"
+
+    def configured(self, config: Mapping[str, Any]) -> Self:
+        """Return the format with the config, without which group sizes are unknown."""
+        return type(self)(config)
+
+    def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
+        """Refuse layers that MLX does not load."""
+        if kind == "Expert":
+            raise RecipeError(
+                f"{name} is an expert; MLX stacks experts, which nearplane does not write yet. Leave them unquantized with "
+                f"--ignore experts, or use another --format."
+            )
+        if kind not in KINDS:
+            raise RecipeError(f"{name} is a {kind}; MLX stores Linear layers only. Leave it unquantized with --ignore.")
+        if not format.minimum or format.bits not in BITS or format.group not in GROUP_SIZES:
+            raise RecipeError(
+                f"{name}: MLX stores {', '.join(map(str, BITS))} bits in groups of {', '.join(map(str, GROUP_SIZES))}, not "
+                f"{format.name}. Use other --bits or --group-size."
+            )
+        if shape[1] % format.group:
+            raise RecipeError(
+                f"{name} has {shape[1]} inputs, not a multiple of the group size {format.group}. Use another --group-size, or "
+                f"leave the layer unquantized with --ignore."
+            )
+
+    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """Return the model's dtype, in which MLX multiplies; float32 for dtypes that MLX does not have."""
+        return model_dtype if model_dtype in SCALES else torch.float32
+
+    def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of one layer."""
+        grid, columns = matrix.grid, matrix.codes.shape[1]
+        groups = grid.d.shape[1] if isinstance(grid, SuperGrid) else 0
+        bits = (grid.high or 0).bit_length()
+        if not groups or grid.dmin is None or (grid.low, grid.high) != (0, 2**bits - 1) or bits not in BITS:
+            raise FormatError(f"{name}: codes {grid.low} to {grid.high} found, expected integers with a minimum.")
+        runs = torch.equal(grid.group, consecutive(columns, columns // groups)) and columns % groups == 0
+        if not runs or grid.sc.shape[1] != groups or not bool((grid.sc == 1).all() and (grid.m == 1).all()):
+            raise FormatError(f"{name}: its groups have steps on two levels, or are not runs of neighbouring inputs.")
+        numbers = {"scales": grid.d, "biases": -grid.dmin}
+        stored = {f"{name}.{part}": each.to(dtype).contiguous() for part, each in numbers.items()}
+        for (part, rounded), exact in zip(stored.items(), numbers.values(), strict=True):
+            if not bool((torch.isfinite(rounded) & (rounded == exact)).all()):
+                raise FormatError(f"{part}: a number is not exact in {dtype}, the dtype in the file.")
+        return {f"{name}.weight": pack(matrix.codes, bits).view(torch.uint32)} | stored
+
+    def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Return (out, in) from the shape of scales and the group size."""
+        out, groups = expect(name, tensors, "scales", (None, None), SCALES).shape
+        return out, groups * (grid_of(self.config, name).group or 1)
+
+    def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
+        """Return the matrix of one layer."""
+        out, groups = expect(name, tensors, "scales", (None, None), SCALES).shape
+        columns = groups * (format.group or 1)
+        words = expect(name, tensors, "weight", (out, words_of(columns, format.bits)), {torch.uint32})
+        minimum = expect(name, tensors, "biases", (out, groups), SCALES)
+        scale, one = tensors[f"{name}.scales"].float(), torch.ones(out, groups, dtype=torch.int32)
+        grid = SuperGrid(
+            d=scale,
+            sc=one,
+            dmin=-minimum.float(),
+            m=one,
+            group=consecutive(columns, format.group),
+            low=0,
+            high=2**format.bits - 1,
+        )
+        codes = unpack(words.view(torch.int32), format.bits, columns).to(torch.int32)
+        return QuantizedMatrix(codes=codes, grid=grid)
+
+
+class Config(ConfigFile):
+    """The config: bits and group size of most layers, and those of each other layer under its name."""
+
+    def describe(self, network: Quantized) -> dict[str, Any]:
+        """Return the config of a network. MLX takes a layer for quantized if its file has scales."""
+        usual = network.scheme.number_format
+        if network.layers:
+            usual = Counter(network.layers.values()).most_common(1)[0][0]
+        others = {name: _fields(format) for name, format in network.layers.items() if format != usual}
+        return {"quant_method": METHOD, **_fields(usual), "mode": "affine", **others}
+
+    def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
+        """Return the number format of a layer in the config."""
+        return grid_of(config, name)
+
+
+def grid_of(config: Mapping[str, Any], name: str) -> NumberFormat:
+    """Return the number format of a layer in a config.
+
+    Raises:
+        FormatError: The layer is not of integers with a minimum, or has unknown bits or group size.
+    """
+    entry = dict(config) | object_of(f"MLX: {name}", config.get(name))
+    bits, mode = entry.get("bits"), entry.get("mode", "affine")
+    if mode != "affine":
+        raise FormatError(f"MLX: {name} has mode {mode!r}; nearplane reads only affine.")
+    if type(bits) is not int or bits not in BITS:
+        raise FormatError(f"MLX: {name} has bits {bits!r}, expected {', '.join(map(str, BITS))}.")
+    return integers(bits, group_size_of(f"MLX: group_size of {name}", entry.get("group_size"), ()), minimum=True)
+
+
+def _fields(format: NumberFormat) -> dict[str, Any]:
+    """Return the fields of the config for a number format."""
+    return {"group_size": format.group, "bits": format.bits}
+
+
+FORMAT = Format(MLX(), Config())
