@@ -58,46 +58,37 @@ def uses(record: RunRecord, config: Mapping[str, Any], folder: str) -> list[Use]
     found = []
     if files.by_vllm and is_served(config):
         every = all(layer.format.startswith(files.by_vllm) for layer in record.layers)
-        needs = "" if every else "a newer vLLM, which loads such grids"
-        command = f"vllm serve {typed(folder)}"
-        found.append(
-            Use(
-                program="vLLM",
-                phrase=f"{command}{needs and f' (in {needs})'}",
-                code=command,
-                language="sh",
-                needs=needs,
-            )
-        )
+        found.append(_in_vllm(folder, "" if every else "a newer vLLM, which loads such grids"))
     experts = files.by_gptqmodel and any(layer.blended is not None for layer in record.layers)
     if not experts:  # transformers would fill them with random numbers
-        needs = files.needs and f" (which needs {files.needs})"
-        call = f"from_pretrained({quoted})"
-        found.append(
-            Use(
-                program="transformers",
-                phrase=f"{call} in transformers{needs}",
-                code=_loading(config, quoted),
-                needs=files.needs,
-            )
-        )
+        found.append(_in_transformers(quoted, config, files.needs))
     if files.by_gptqmodel:
         call = f"GPTQModel.load({quoted})"
-        found.append(
-            Use(program="GPTQModel", phrase=call, code=f"from gptqmodel import GPTQModel\n\nmodel = {call}")
-        )
+        found.append(Use(program="GPTQModel", phrase=call, code=f"from gptqmodel import GPTQModel\n\nmodel = {call}"))
     return found
+
+
+def uses_of_dense(config: Mapping[str, Any], folder: str) -> list[Use]:
+    """Return how a folder of unquantized weights is used, see `uses`."""
+    served = [_in_vllm(folder, "")] if is_served(config) else []
+    return [*served, _in_transformers(json.dumps(folder, ensure_ascii=False), config, "")]
+
+
+def _in_vllm(folder: str, needs: str) -> Use:
+    command = f"vllm serve {typed(folder)}"
+    phrase = f"{command} (in {needs})" if needs else command
+    return Use(program="vLLM", phrase=phrase, code=command, language="sh", needs=needs)
+
+
+def _in_transformers(arguments: str, config: Mapping[str, Any], needs: str) -> Use:
+    phrase = f"from_pretrained({arguments}) in transformers{f' (which needs {needs})' if needs else ''}"
+    return Use(program="transformers", phrase=phrase, code=_loading(arguments, config), needs=needs)
 
 
 def _in_llama_cpp(folder: str, quoted: str, config: Mapping[str, Any]) -> Iterator[Use]:
     command = f"llama-cli -m {typed(Path(folder) / 'model.gguf')}"
     yield Use(program="llama.cpp", phrase=command, code=command, language="sh")
-    yield Use(
-        program="transformers",
-        phrase=f'from_pretrained({quoted}, gguf_file="model.gguf") in transformers (which needs accelerate and gguf)',
-        code=_loading(config, f'{quoted}, gguf_file="model.gguf"'),
-        needs="accelerate and gguf",
-    )
+    yield _in_transformers(f'{quoted}, gguf_file="model.gguf"', config, "accelerate and gguf")
 
 
 def _in_nearplane(folder: str, quoted: str, config: Mapping[str, Any]) -> Iterator[Use]:
@@ -109,7 +100,7 @@ def _in_nearplane(folder: str, quoted: str, config: Mapping[str, Any]) -> Iterat
     yield Use(
         program="transformers",
         phrase="transformers after nearplane.register() (without that call transformers stops with an error)",
-        code=f"import nearplane\n\nnearplane.register()\n{_loading(config, quoted)}",
+        code=f"import nearplane\n\nnearplane.register()\n{_loading(quoted, config)}",
         needs="nearplane",
     )
     command = f"nearplane export {typed(folder)} DENSE"
@@ -122,7 +113,7 @@ def _in_nearplane(folder: str, quoted: str, config: Mapping[str, Any]) -> Iterat
     )
 
 
-def _loading(config: Mapping[str, Any], arguments: str) -> str:
+def _loading(arguments: str, config: Mapping[str, Any]) -> str:
     name = _task(config)[0]
     return f"from transformers import {name}\n\nmodel = {name}.from_pretrained({arguments})"
 
@@ -138,8 +129,14 @@ def _task(config: Mapping[str, Any]) -> tuple[str, str | None]:
     sounds, sees = (any(field in config for field in fields) for fields in (SOUND, IMAGES))
     if any(name.endswith("ForConditionalGeneration") for name in names):
         if config.get("is_encoder_decoder"):
-            return ("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition") if sounds else ("AutoModelForSeq2SeqLM", None)
-        return ("AutoModelForImageTextToText", "image-text-to-text") if "vision_config" in config else ("AutoModel", None)
+            return (
+                ("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition")
+                if sounds
+                else ("AutoModelForSeq2SeqLM", None)
+            )
+        return (
+            ("AutoModelForImageTextToText", "image-text-to-text") if "vision_config" in config else ("AutoModel", None)
+        )
     for end, found in TASKS.items():
         if any(name.endswith(end) for name in names):
             return found
