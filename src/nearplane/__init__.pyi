@@ -28,6 +28,7 @@ from nearplane.recipe.recipe import Recipe as Recipe
 from nearplane.recipe.schemes import BlockScheme as BlockScheme
 from nearplane.recipe.schemes import GridScheme as GridScheme
 from nearplane.recipe.schemes import RateScheme as RateScheme
+from nearplane.verbs.card import card as card
 from nearplane.verbs.compare import compare as compare
 from nearplane.verbs.evaluate import evaluate as evaluate
 from nearplane.verbs.evaluate_tasks import evaluate_tasks as evaluate_tasks

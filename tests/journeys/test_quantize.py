@@ -5,16 +5,19 @@ import json
 import resource
 import signal
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import nearplane
 from checkpoints import save_part_of_the_demo
-from nearplane import Calibration, GridScheme, NearplaneError, Recipe
+from nearplane import Calibration, GridScheme, NearplaneError, Recipe, RecipeError
 from nearplane.cli import app as cli
+from nearplane.cli.printing import as_json
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_dense, read_matrices
 from nearplane.record.record import digest_of, read_record
@@ -36,8 +39,10 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def block(tmp_path_factory):
-    """One block of it."""
-    return save_part_of_the_demo(tmp_path_factory.mktemp("models") / "block", blocks=1)
+    """One block of it, with a card."""
+    folder = save_part_of_the_demo(tmp_path_factory.mktemp("models") / "block", blocks=1)
+    (folder / "README.md").write_text("---\nlicense: mit\nlanguage: en\nbase_model: else/where\n---\n# The original\n")
+    return folder
 
 
 @pytest.fixture(scope="module", params=GRIDS, ids=lambda grid: f"{grid[0]}-{grid[1]}")
@@ -195,11 +200,37 @@ def test_a_folder_in_use_is_left_alone(small, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_overwrite_replaces_a_checkpoint(block, tmp_path):
-    words = {"solver": "round-to-nearest", "group_size": 64}
-    nearplane.quantize(block, tmp_path / "out", bits=4, **words)
-    nearplane.quantize(block, tmp_path / "out", bits=3, overwrite=True, **words)
-    assert read_record(tmp_path / "out").recipe.scheme.bits == 3
+def test_overwrite_replaces_a_checkpoint_but_no_card_that_a_user_changed(block, tmp_path, caplog):
+    """The hub's own reader takes the card; verify and load do not mind what users write into it."""
+    words, out = {"solver": "round-to-nearest", "group_size": 64}, tmp_path / "out"
+    card = out / "README.md"
+    record = nearplane.quantize(block, out, bits=4, **words)
+    first, data = card.read_bytes(), ModelCard.load(card).data.to_dict()
+    assert record.card == len(first)
+    assert "# The original" not in first.decode()
+    assert (data["license"], data["language"], data["library_name"]) == ("mit", "en", "transformers")
+    assert "base_model" not in data  # a local folder has no hub id, and that of the original's card is not the original
+    nearplane.export(out, tmp_path / "dense")
+    assert ModelCard.load(tmp_path / "dense" / "README.md").data.license == "mit"
+    assert nearplane.card(out) == card
+    assert card.read_bytes() == first
+    evaluation = nearplane.evaluate(out, HELD_OUT, against=block, seqlen=64, samples=2)
+    (tmp_path / "e.json").write_text(as_json(asdict(evaluation)))
+    nearplane.card(out, evaluation=tmp_path / "e.json")
+    assert f"| {evaluation.perplexity:.4g} | {evaluation.original:.4g} | {evaluation.kl:.5f}" in card.read_text()
+    assert ModelCard.load(card).data.to_dict() == data
+    card.write_text(changed := card.read_text().replace("license: mit", "license: apache-2.0"))
+    assert nearplane.verify(out).faults == ()
+    with pytest.raises(RecipeError, match=r"README\.md was changed since nearplane wrote it.*--overwrite"):
+        nearplane.card(out)
+    assert nearplane.quantize(block, out, bits=3, overwrite=True, **words).card == 0
+    assert card.read_text() == changed
+    assert "README.md was changed by hand and is kept as it is" in caplog.text
+    assert nearplane.verify(out).faults == ()
+    nearplane.card(out, overwrite=True)
+    assert (ModelCard.load(card).data.license, "int3-g64" in card.read_text()) == ("apache-2.0", True)
+    assert read_record(out).recipe.scheme.bits == 3
+    assert nearplane.load(out)
 
 
 def test_a_weight_that_is_not_finite_is_named_and_what_was_written_does_not_load(small, tmp_path):
@@ -288,7 +319,7 @@ def test_the_record_has_the_hash_of_every_layer_and_file(quantized):
             size += tensor.nbytes
         assert (layer.checksum, layer.bytes) == (digest.hexdigest(), size)
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir()}
-    del files["nearplane.json"]
+    del files["nearplane.json"], files["README.md"]  # users may change the card
     assert record.files == files
     assert record.folder == sum(path.stat().st_size for path in out.iterdir())
     assert record.digest == digest_of((out / "nearplane.json").read_text())

@@ -243,6 +243,22 @@ def report(out: Path, page: Path | None = None, /, *, overwrite: Switch = False)
     print(write_report(out, page, overwrite=overwrite))
 
 
+def card(out: Path, *, evaluation: Annotated[list[Path] | None, Several] = None, overwrite: Switch = False) -> None:
+    """Write the model card of the checkpoint in OUT again, with the results of evaluations.
+
+    A card that was changed since nearplane wrote it is not replaced. The license, languages, datasets and tags in its
+    metadata are kept.
+
+    Args:
+        out: Folder of a checkpoint that nearplane wrote.
+        evaluation: Files with what nearplane evaluate OUT --json printed, for tables in the card.
+        overwrite: Replace any existing card.
+    """
+    from nearplane.verbs.card import card as run
+
+    print(run(out, evaluation=evaluation or (), overwrite=overwrite))
+
+
 def export(
     out: Path,
     folder: Path,
@@ -378,4 +394,4 @@ def generate(
         print()
 
 
-COMMANDS = (evaluate, compare, geometry, demo, inspect, verify, report, export, tune, generate)
+COMMANDS = (evaluate, compare, geometry, demo, inspect, verify, report, card, export, tune, generate)

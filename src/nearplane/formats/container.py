@@ -7,6 +7,7 @@ result in the place of OUT at the end. A subclass defines the files; `Folder` wr
 from __future__ import annotations
 
 import hashlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,15 +19,18 @@ from torch import Tensor
 
 from nearplane.errors import FormatError
 from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_copied
+from nearplane.formats.card_file import changed_card, origin_of
 from nearplane.formats.layer_format import ConfigFile, LayerFormat, config_text
 from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.record.model_card import model_card
 from nearplane.record.record import RunRecord
 from nearplane.system.files import sha256
 from nearplane.system.output_folder import Unfinished, readable_errors
-from nearplane.system.paths import RECORD
+from nearplane.system.paths import CARD, RECORD
 from nearplane.system.progress import peak_memory
 from nearplane.system.safetensors_files import INDEX, ShardReader, ShardWriter, TensorReader, kind_of, shard_size
 
+log = logging.getLogger(__name__)
 Kind = tuple[str, Sequence[int], int]  # dtype in safetensors, shape and bytes of a tensor
 
 
@@ -80,6 +84,7 @@ class Container(ABC):
         self.place, self.layers, self.config_file, self.config = place, format.layers, format.config, dict(config)
         self.shards = shards
         self.record_json: str | None = None
+        self._origin, self._card = origin_of(place.source), ""
         self.room = 0
         self.size = 0  # bytes that `close_block` has written so far
         overwrite, resumes = place.overwrite, place.resumes
@@ -99,7 +104,7 @@ class Container(ABC):
 
     @abstractmethod
     def size_with(self, *blocks: Mapping[str, Kind]) -> int:
-        """Return the bytes of all files but the record, if the checkpoint ended with these blocks.
+        """Return the bytes of all files but the record and the model card, if the checkpoint ended with these blocks.
 
         Args:
             blocks: The tensors of each later block, by name; collected layers join the first. Empty blocks do not count.
@@ -118,12 +123,16 @@ class Container(ABC):
         return self.config_file.files(self.config) | {CONFIG: config_text(self.place.source, self.config)}
 
     def size_beside(self) -> int:
-        """Return the bytes of all files except the weight files and the record."""
+        """Return the bytes of all files except the weight files, the record and the model card."""
         copied = size_copied(self.place.source, trust_remote_code=self.place.trust_remote_code)
         return copied + sum(len(text.encode()) for text in self.texts().values())
 
+    def card(self, record: RunRecord) -> str:
+        """Return the model card of a record; files, sizes of the folder and times may be missing in it."""
+        return model_card(record, self._origin)
+
     def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of every file except the record, once all blocks are written."""
+        """Return the SHA-256 of every file except the record and the model card, once all blocks are written."""
         hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self.texts().items()}
         for name in names_copied(self.place.source, trust_remote_code=self.place.trust_remote_code):
             hashes[name] = sha256(self.place.source / name)
@@ -132,6 +141,8 @@ class Container(ABC):
     def finish(self) -> None:
         """Write all other files except the record; those by which readers accept the checkpoint come last."""
         copy_beside(self.place.source, self.folder, trust_remote_code=self.place.trust_remote_code)
+        if self._card:
+            (self.folder / CARD).write_text(self._card, encoding="utf-8")
         try:
             for name, text in self.texts().items():
                 (self.folder / name).write_text(text)
@@ -147,6 +158,8 @@ class Container(ABC):
     def seal(self, record: RunRecord, timed: Callable[[RunRecord], RunRecord]) -> RunRecord:
         """Add sizes, hashes, memory and time to the record and return it. Call this after the last block.
 
+        A model card is written too, unless the checkpoint to be replaced has one that a user changed.
+
         Args:
             record: The record without these values.
             timed: The function that adds the seconds, called after all other files were hashed.
@@ -154,7 +167,13 @@ class Container(ABC):
         record = replace(record, bytes=self.size)
         self.embed(record)
         record = replace(record, files=self.digests(), peak_memory=peak_memory())
-        record = timed(record).in_folder(self.size_with())
+        if changed_card(self.place.out):
+            remedy = f"nearplane card {self.place.out} --overwrite replaces it"
+            log.warning("%s was changed by hand and is kept as it is; %s.", self.place.out / CARD, remedy)
+        else:
+            self._card = self.card(record)
+        record = replace(record, card=len(self._card.encode()))
+        record = timed(record).in_folder(self.size_with() + record.card)
         self.record_json = record.to_json()
         return record
 

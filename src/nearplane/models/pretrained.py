@@ -27,7 +27,7 @@ from nearplane.system.files import read_object
 from nearplane.system.paths import folder_named, refuse_unfinished
 from nearplane.system.safetensors_files import ShardReader, TensorReader
 
-FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*")
 MAX_QUOTED_LETTERS = 400  # letters of a message of transformers that an error quotes
 TOKENIZER, PIECES = "tokenizer.json", "tokenizer.model"
 OTHER_TOKENIZERS = (PIECES, "tokenizer_config.json", "vocab.json", "vocab.txt")  # alternatives to tokenizer.json

@@ -18,6 +18,7 @@ from typing import Any, get_args, get_type_hints
 
 from nearplane.errors import RecipeError
 from nearplane.formats.beside import CONFIG, names_copied, size_copied
+from nearplane.formats.card_file import origin_of
 from nearplane.formats.container import Container
 from nearplane.formats.gguf.gguf_header import ALIGNMENT, FILE
 from nearplane.formats.gguf.mixes import fitting
@@ -31,6 +32,7 @@ from nearplane.planning.allocate import MIN_RATE
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import MEASURED_TYPES, AnyScheme, BlockScheme, RateScheme
 from nearplane.recipe.sizes import bytes_in, check_room
+from nearplane.record.model_card import model_card
 from nearplane.record.record import (
     OPTIONAL_FIELDS,
     LayerRecord,
@@ -43,7 +45,10 @@ from nearplane.system.safetensors_files import INDEX, index_text, shard_size
 
 SIZE_MARGIN = 0.001  # relative distance between the bytes that a run aims at and the size that was asked for
 RESERVED_BYTES = 64  # for record entries that are written last: seconds, bytes
+CARD_BYTES = 9999  # placeholder for the size of a model card, in its usual length
+CARD_MARGIN = 1000  # bytes of a model card for sentences that depend on what is measured
 FIGURE_LENGTH = 13  # average characters of a figure in the record: many are null, others have 17 digits
+PLACEHOLDER = 0.5  # of a measured figure
 EXAMPLE_ERROR = 0.12345678901234567  # placeholder for a measured error of a matrix library, in full length
 FLOAT_LENGTH = 24  # maximum characters of a float: -1.2345678901234567e-308
 INTEGER_LENGTH = 13  # maximum digits of a number of bytes or tokens
@@ -92,7 +97,7 @@ class Overhead:
 
     Args:
         dense: Bytes of the tensors that are not quantized, by name.
-        files: Bytes of config.json and of the files that are copied.
+        files: Bytes of config.json, of the model card and of the files that are copied.
         fixed: Bytes of headers, index and record without entries of tensors and layers.
         entries: Estimated bytes of each tensor's entries in headers, index and record, by name (layers: in the network).
     """
@@ -164,9 +169,10 @@ def predict_overhead(model: Model, recipe: Recipe, scheme: RateScheme) -> Overhe
         text=64 * "0",
         skipped=tuple(model.skipped),
     )
+    card = model_card(_final(model, bare), origin_of(model.folder))
     return Overhead(
         dense=dense,
-        files=len(config.encode()) + copied,
+        files=len(config.encode()) + copied + len(card.encode()),
         entries=entries,
         fixed=shards * shard_size({})
         + len(index_text({}, {}, 10**7))
@@ -186,6 +192,7 @@ def completed_record(record: RunRecord, model: Model, size: int) -> RunRecord:
         if record.products is None
         else replace(record.products, errors=dict.fromkeys(get_args(Library), EXAMPLE_ERROR)),
         bytes=size,
+        card=CARD_BYTES,
         folder=size,
         files=dict.fromkeys(files, 64 * "0"),
         digest=64 * "0",
@@ -249,7 +256,9 @@ def measured_choice(
     limit, weights = bytes_in(scheme.size), sum(math.prod(layer.shape) for layer in free)
     names = [CONFIG, FILE, *names_copied(model.folder, trust_remote_code=model.trust_remote_code)]
     record = replace(record, files=dict.fromkeys(names, 64 * "0"))
-    constant = container.size_with() + max_final_record_bytes(model, record) + ALIGNMENT * len(free)
+    card = len(container.card(_final(model, record)).encode()) + CARD_MARGIN
+    record = replace(record, card=card)
+    constant = container.size_with() + max_final_record_bytes(model, record) + card + ALIGNMENT * len(free)
     constant -= sum(_bytes(layer, recipe.scheme_of(layer.name).number_format.name) for layer in (*free, *ends))
     for kind in reversed(MEASURED_TYPES):  # untied embeddings get the type of most layers, as in llama.cpp
         types = {layer.name: fitting(kind, layer.shape[1]).name for layer in ends}
@@ -301,8 +310,13 @@ def max_final_record_bytes(model: Model, record: RunRecord) -> int:
         model: The model to quantize.
         record: The run record at the start.
     """
+    return max_record_bytes(_final(model, record))
+
+
+def _final(model: Model, record: RunRecord) -> RunRecord:
+    """Return a run record with placeholders for the layers, in which no figure is missing."""
     figures: dict[str, Any] = {
-        name: 0.0 for name, kind in get_type_hints(LayerRecord).items() if kind in (float, float | None)
+        name: PLACEHOLDER for name, kind in get_type_hints(LayerRecord).items() if kind in (float, float | None)
     }
     figures |= dict.fromkeys(("dead", "tokens", "pruned", "bytes"), 0)
     figures |= {"format": "q4_k", "checksum": 64 * "0", "order": record.recipe.scheme.order}
@@ -318,4 +332,4 @@ def max_final_record_bytes(model: Model, record: RunRecord) -> int:
         )
         for layer in model.layers
     )
-    return max_record_bytes(replace(record, layers=tuple(layers)))
+    return replace(record, layers=tuple(layers))

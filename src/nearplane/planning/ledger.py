@@ -151,7 +151,8 @@ class Ledger:
         ]
         layers = (replace(layer, seconds=MAX_SECONDS) for layer in (*self.layers, *more))  # time must not affect codes
         record = replace(self._record, layers=tuple(layers))
-        return self._container.size_with(*shards) + len(record.to_json().encode())
+        card = self._container.card(record)
+        return self._container.size_with(*shards) + len(record.to_json().encode()) + len(card.encode())
 
     def _room(self, limit: int) -> float:
         """Return the bytes that the codes of the remaining layers may take."""

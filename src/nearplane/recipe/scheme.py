@@ -37,6 +37,10 @@ class FileFormat:
         for_llama_cpp: Whether the checkpoint is one file for llama.cpp, with types of blocks, tokenizer and run record in it.
         steps_of_model: Whether steps have the dtype of the model.
         by_nearplane: Whether nearplane is the only reader.
+        library: The hub's name of the library that loads the format, for the model card.
+        needs: Packages that this library needs besides itself.
+        by_vllm: Beginnings of the number formats in such files that every vLLM since 0.9 (May 2025) loads; newer ones load
+            more. Empty: vLLM does not read the format.
     """
 
     any_network: bool = False
@@ -46,16 +50,21 @@ class FileFormat:
     for_llama_cpp: bool = False
     steps_of_model: bool = False
     by_nearplane: bool = False
+    library: str = "transformers"
+    needs: str = ""
+    by_vllm: tuple[str, ...] = ()
 
 
 FILE_FORMATS: dict[str | None, FileFormat] = {
-    "compressed-tensors": FileFormat(any_network=True, one_grid_for_experts=True, steps_of_model=True),
-    "gptq": FileFormat(by_gptqmodel=True),
-    "gptq_v2": FileFormat(by_gptqmodel=True),
-    "awq": FileFormat(),
-    "mlx": FileFormat(for_mlx=True, steps_of_model=True),
-    "gguf": FileFormat(for_llama_cpp=True),
-    "nearplane": FileFormat(any_network=True, by_nearplane=True),
+    "compressed-tensors": FileFormat(
+        any_network=True, one_grid_for_experts=True, steps_of_model=True, by_vllm=("int4", "int8", "fp8", "nvfp4")
+    ),
+    "gptq": FileFormat(by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=("int",)),
+    "gptq_v2": FileFormat(by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=("int",)),
+    "awq": FileFormat(needs="gptqmodel and accelerate", by_vllm=("int4",)),
+    "mlx": FileFormat(for_mlx=True, steps_of_model=True, library="mlx"),
+    "gguf": FileFormat(for_llama_cpp=True, library="llama-cpp-python"),
+    "nearplane": FileFormat(any_network=True, by_nearplane=True, library="nearplane"),
     None: FileFormat(),  # not chosen yet
 }
 

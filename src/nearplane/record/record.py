@@ -200,8 +200,9 @@ class RunRecord:
         seconds: Time of the whole run, including tuning.
         peak_memory: Largest memory of the process on the CPU, in bytes; 0: unknown.
         bytes: Size of all weight files together.
-        folder: Size of all files of the checkpoint, including this record, in bytes.
-        files: SHA-256 of every other file of the checkpoint.
+        card: Size of the model card as it was written, which may change later; 0, and then not in the file: none was.
+        folder: Size of all files of the checkpoint, including this record and the model card, in bytes.
+        files: SHA-256 of every other file of the checkpoint, except the model card.
         tuning: Record of the tuning after the solve; then the certificates are those of the tuned layers in the tuned
             network, and `versions`, `device` and `products` are those of tuning. None: no tuning.
         digest: SHA-256 of the record, see `digest_of`.
@@ -225,6 +226,7 @@ class RunRecord:
     seconds: float = 0.0
     peak_memory: int = 0
     bytes: int = 0
+    card: int = 0
     folder: int = 0
     files: dict[str, str] = field(default_factory=dict)
     tuning: Tuning | None = None
@@ -238,7 +240,7 @@ class RunRecord:
     def fields(self) -> dict[str, Any]:
         """Return all fields as in JSON; those that only some runs or layers have are left out where they are empty."""
         fields = asdict(self)
-        for part, names in ((fields, ["sources"]), *((layer, OPTIONAL_FIELDS) for layer in fields["layers"])):
+        for part, names in ((fields, ["sources", "card"]), *((layer, OPTIONAL_FIELDS) for layer in fields["layers"])):
             for name in names:
                 if not part[name]:
                     del part[name]
@@ -255,6 +257,7 @@ class RunRecord:
             tuning=None if self.tuning is None else replace(self.tuning, seconds=0.0),
             seconds=0.0,
             peak_memory=0,
+            card=0,
             folder=self.bytes,
             files={},
             digest="",

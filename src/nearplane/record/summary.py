@@ -45,7 +45,7 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
     yield f"{sizes}; {calibrated(record)}{memory}"
     if record.tuning is not None:
         yield record.tuning.sentence()
-    yield from _losses(record)
+    yield from losses(record)
     yield from remarks(record)
     yield from next_commands(record, out)
 
@@ -67,13 +67,13 @@ def tuned(record: RunRecord, out: Path) -> Iterator[str]:
     yield f"{record.tuning.sentence()}: {out}"
     yield record.tuning.windows_sentence()
     yield "the losses below were measured again after tuning; the record also keeps those from before"
-    yield from _losses(record)
+    yield from losses(record)
     yield from degenerate(record)
     yield from exceeding(record)
     yield from next_commands(record, out)
 
 
-def _losses(record: RunRecord) -> Iterator[str]:
+def losses(record: RunRecord) -> Iterator[str]:
     """Yield what the layers lost: on the extra windows where there are some, else on the windows that were fitted.
 
     Losses on windows that were fitted look better than they are. Losses on extra windows compare the outputs with those

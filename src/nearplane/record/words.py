@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
@@ -17,11 +15,10 @@ from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 from nearplane.recipe.schemes import BlockScheme
 from nearplane.recipe.sizes import bytes_in, counted
 from nearplane.record.record import RunRecord
+from nearplane.record.uses import typed, uses
 from nearplane.system.files import read_object
 
 NOT_FITTED = "to which nothing was fitted"  # said of windows that follow the calibration windows in the text
-GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of the names of models that predict text
-VLLM_FORMATS = ("int4", "int8")  # beginnings of the grids in compressed-tensors that every vLLM loads
 MIN_TOKENS_PER_INPUT, ADVISED_TOKENS_PER_INPUT = 1, 4  # of the widest layer; a run with fewer than the first is refused
 
 
@@ -263,37 +260,11 @@ def _smaller_groups(record: RunRecord) -> Iterator[str]:
 
 def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
     """Yield the commands that measure the loss of the whole model, show every layer, and use the checkpoint."""
-    folder, quoted = _typed(out), json.dumps(str(out), ensure_ascii=False)
+    folder = typed(out)
     if record.tokens:
-        original = _typed(record.source)
+        original = typed(record.source)
         yield f"how far predictions are from the original's: nearplane evaluate {folder} --against {original} --text TEXT"
     yield f"figures of every layer: nearplane inspect {folder}"
-    if record.recipe.files.for_llama_cpp:
-        yield f"run it: llama-cli -m {_typed(out / 'model.gguf')}"
-    elif record.recipe.files.for_mlx:
-        yield f"run it: mlx_lm.generate --model {folder} --prompt TEXT; or load it: nearplane.load({quoted})"
-    elif record.recipe.files.by_nearplane:
-        yield (
-            f"load it: nearplane.load({quoted}), or transformers after nearplane.register() (without that call transformers stops "
-            f"with an error); for other programs: nearplane export {folder} FOLDER"
-        )
-    else:
-        gptq = record.recipe.files.by_gptqmodel
-        commands = [f"from_pretrained({quoted}) in transformers{' (which needs gptqmodel and optimum)' * gptq}"]
-        if _is_served(out):
-            every = gptq or all(layer.format.startswith(VLLM_FORMATS) for layer in record.layers)
-            commands.insert(0, f"vllm serve {folder}{'' if every else ' (in a newer vLLM, which loads such grids)'}")
-        yield f"use it: {', or '.join(commands)}"
-
-
-def _typed(path: str | Path) -> str:
-    """Return a path as it is typed in a shell, where a leading dash would begin an option."""
-    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
-
-
-def _is_served(out: Path) -> bool:
-    """Return whether vLLM generates text with a checkpoint: false for encoders, and for encoders with a decoder."""
     path = out / "config.json"
     config = read_object(path, expected="Expected the config of a model") if path.is_file() else {}
-    names = map(str, config.get("architectures") or ["ForCausalLM"])
-    return not config.get("is_encoder_decoder") and any(name.endswith(GENERATING) for name in names)
+    yield f"use it: {', or '.join(each.phrase for each in uses(record, config, str(out)))}"

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from nearplane.errors import FormatError, NearplaneError, RecipeError, first_few
 from nearplane.system.files import exclusive_lock, flush, flush_all, swap
-from nearplane.system.paths import INCOMPLETE, JOURNAL, MARK, RECORD, UNFINISHED, check_path, refuse_overlap
+from nearplane.system.paths import CARD, INCOMPLETE, JOURNAL, MARK, RECORD, UNFINISHED, check_path, refuse_overlap
 
 STATE = "state.json"  # in the journal: its presence means that the run can be resumed
 OLD_NAME = "old"  # in the journal: the old content of OUT; empty between a swap and the move of that content
@@ -236,7 +236,7 @@ class Unfinished:
         others: list[str] = []
         with suppress(OSError):
             if (self._place / RECORD).is_file():
-                others = sorted({path.name for path in self._place.iterdir()} - _written(self._place))
+                others = sorted({path.name for path in self._place.iterdir()} - _written(self._place) - {CARD})
         if others:
             log.warning("%s has files that nearplane did not write: %s. Move them away.", self.out, first_few(others))
 

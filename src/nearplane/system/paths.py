@@ -14,6 +14,7 @@ from nearplane.system.named_texts import TEST_TEXTS, text_to_calibrate_on, text_
 from nearplane.system.text_mixes import SUFFIXES, texts_of
 
 RECORD = "nearplane.json"  # the run record, in the folder of a checkpoint
+CARD = "README.md"  # the model card, which users may change; the record does not list it
 UNFINISHED = ".unfinished"  # suffix of the folder in which a checkpoint is written until it is complete
 INCOMPLETE = "INCOMPLETE"  # name of a file in that folder until the checkpoint is complete
 MARK = "This checkpoint is not finished: the run that writes it is under way or died.\n"  # first line of that file

@@ -14,15 +14,18 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import CONFIG, copy_beside
+from nearplane.formats.card_file import write_card
 from nearplane.formats.layer_format import QUANTIZATION, WEIGHTS, json_text, read_config
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.loading.dense_network import decoded_tensors
 from nearplane.models.config_checks import PACKED_NAMES
 from nearplane.models.pretrained import empty_network
 from nearplane.recipe.sizes import check_room
+from nearplane.record.record import read_record
 from nearplane.system.arguments import checked
 from nearplane.system.file_hashes import check_hashes
 from nearplane.system.output_folder import Unfinished, readable_errors
+from nearplane.system.paths import RECORD
 from nearplane.system.safetensors_files import ShardWriter
 from nearplane.verbs.early_checks import DENSE, check_export
 from nearplane.verbs.export_integers import move_integers
@@ -45,6 +48,8 @@ def export(
     The tokenizer and other files are copied. Integers and steps are never rounded: if a layer would change, or readers of
     the format would not load it, nothing is written. Losses stay what they were, so the run record, if there is one, is
     kept, with the sizes and checksums of the new files.
+
+    A checkpoint of nearplane gets a model card too; for those of other programs nothing is known to write into one.
 
     Args:
         source: Folder of a quantized checkpoint, written by nearplane or in another format that it reads.
@@ -80,6 +85,8 @@ def export(
         for shard in _shards(tensors, DTYPES[dtype]):
             writer.write(shard)
         copy_beside(source, place.folder, trust_remote_code=trust_remote_code)
+        if (source / RECORD).is_file():
+            write_card(place.folder, read_record(source), source, dense=dtype)
         try:
             (place.folder / CONFIG).write_text(json_text(_dense(read_config(source), dtype)))
             writer.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,9 +17,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from checkpoints import config_of_grids, random_matrix, write_folder
 from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.card_file import changed_card
 from nearplane.formats.container import Container, Place
 from nearplane.formats.stored import quantization_of, read_dense, read_matrices
 from nearplane.formats.table import open_container
+from nearplane.record.model_card import SEAL
 
 FORMAT_NAMES = ("compressed-tensors", "gptq", "gptq_v2")
 GRID = {"bits": 4, "group_size": 32, "symmetric": True}
@@ -176,6 +179,19 @@ def test_overwrite_replaces_a_finished_and_an_unfinished_checkpoint(tmp_path: Pa
         "config.json", "nearplane.json", "notes.md", "model-00001-of-00001.safetensors", "model.safetensors.index.json"
     }  # fmt: skip
     assert dict(read_dense(out)).keys() == {"x0"}
+
+
+def test_a_card_may_be_replaced_that_is_missing_or_as_nearplane_wrote_it(tmp_path: Path) -> None:
+    assert not changed_card(tmp_path)
+    for text, changed in (("# By a user", True), (above := "# By nearplane\n", True), (above + seal(above), False)):
+        (tmp_path / "README.md").write_text(text)
+        assert changed_card(tmp_path) is changed
+    (tmp_path / "README.md").write_bytes(b"\xff")
+    assert changed_card(tmp_path)
+
+
+def seal(above: str) -> str:
+    return SEAL.format(hashlib.sha256(above.encode()).hexdigest())
 
 
 def test_overwrite_spares_folders_that_are_not_ours(tmp_path: Path, plain: Path) -> None:

@@ -29,7 +29,7 @@ RUN = RunRecord(
 
 DEGENERATE = replace(LAYER, degenerate="all its weights are 0", limit=1.0, extra_by_source=(0.5, None))
 SOURCES = tuple(Source(name=name, weight=1.0, windows=1, extra_windows=1) for name in ("a.txt", "b.jsonl"))
-MIXED = replace(RUN, sources=SOURCES, layers=(replace(LAYER, extra_by_source=(0.02, 0.04)), DEGENERATE))
+MIXED = replace(RUN, card=2048, sources=SOURCES, layers=(replace(LAYER, extra_by_source=(0.02, 0.04)), DEGENERATE))
 
 
 def test_a_record_survives_json():

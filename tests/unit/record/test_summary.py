@@ -179,7 +179,7 @@ def test_how_to_load_is_said_of_the_format_that_needs_it():
     assert any('nearplane.load("out")' in line for line in summary(RATE, OUT))
     assert not any("nearplane.load" in line for line in summary(RUN, OUT))
     gguf = replace(RUN, recipe=Recipe.from_spellings(bits=4.5, format="gguf", samples=2))
-    assert "run it: llama-cli -m out/model.gguf" in list(summary(gguf, OUT))
+    assert any(line.startswith("use it: llama-cli -m out/model.gguf, or ") for line in summary(gguf, OUT))
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_paths_in_commands_can_be_typed_as_they_are_printed(out, typed, written)
     lines = list(summary(replace(RATE, source=out), Path(out)))
     assert f"figures of every layer: nearplane inspect {typed}" in lines
     assert any(line.endswith(f"nearplane evaluate {typed} --against {typed} --text TEXT") for line in lines)
-    assert f'load it: nearplane.load("{written}"), ' in lines[-1]
-    assert lines[-1].endswith(f"nearplane export {typed} FOLDER")
+    assert f'use it: nearplane.load("{written}"), ' in lines[-1]
+    assert lines[-1].endswith(f"nearplane export {typed} DENSE for other programs")
 
 
 @pytest.mark.parametrize(

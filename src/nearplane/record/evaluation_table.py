@@ -1,0 +1,114 @@
+"""Tables of evaluations for the model card, from what `nearplane evaluate --json` prints. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nearplane.errors import FormatError
+
+EXPECTED = "expected what nearplane evaluate --json prints"
+Row = tuple[str, ...]
+
+
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """Return the texts and tasks of an evaluation, {"texts": [...], "tasks": [...]}, from a JSON file.
+
+    Raises:
+        FormatError: The file cannot be read, or is no output of `nearplane evaluate --json`.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path} cannot be read as JSON ({error}); {EXPECTED}.") from error
+    if isinstance(found, list) or (isinstance(found, dict) and "tasks" not in found):
+        found = {"texts": found if isinstance(found, list) else [found], "tasks": []}
+    if not isinstance(found, dict) or not all(isinstance(found.get(key), list) for key in ("texts", "tasks")):
+        raise FormatError(f"{path} holds no evaluation; {EXPECTED}.")
+    evaluation = {key: found[key] for key in ("texts", "tasks")}
+    try:
+        rows = [*map(_text_row, evaluation["texts"]), *map(_task_row, evaluation["tasks"])]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"{path} holds no evaluation ({type(error).__name__}: {error}); {EXPECTED}.") from error
+    if not rows:
+        raise FormatError(f"{path} holds an empty evaluation; {EXPECTED}.")
+    return evaluation
+
+
+def evaluation_tables(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table of texts and of one of tasks, as far as there are any."""
+    texts = [_text_row(each) for evaluation in evaluations for each in evaluation["texts"]]
+    tasks = [_task_row(each) for evaluation in evaluations for each in evaluation["tasks"]]
+    if texts:
+        columns = (
+            "text",
+            "protocol",
+            "tokens",
+            "perplexity",
+            "the original's",
+            "KL to the original (95 %)",
+            "same top token",
+        )
+        yield from _table(columns, texts)
+        yield ""
+        yield "KL in nats per token. For encoders the cosine of the embeddings to the original's stands in place of the perplexity."
+    if tasks:
+        yield from [""] * bool(texts)
+        yield from _table(("task", "metric", "few-shot", "documents", "this model", "the original"), tasks)
+
+
+def _table(columns: Row, rows: Sequence[Row]) -> Iterator[str]:
+    yield from (_line(columns), _line(("---",) * len(columns)), *map(_line, rows))
+
+
+def _line(cells: Row) -> str:
+    return f"| {' | '.join(' '.join(cell.replace('|', '/').replace('<', '&lt;').split()) for cell in cells)} |"
+
+
+def _text_row(score: Mapping[str, Any]) -> Row:
+    """Return the cells of an evaluation on one text."""
+    statistics = score["statistics"] or {}
+    same, cosine = score["agreement"], score["cosine"]
+    perplexity = _number(score["perplexity"], ".4g")
+    if cosine is not None:
+        perplexity = f"cosine {cosine:.5f}, least {score['worst_cosine']:.5f}"
+    return (
+        Path(str(score["text"])).name,
+        f"{score['protocol']}, windows of {int(score['seqlen'])}",
+        f"{int(score['tokens']):,}",
+        perplexity,
+        _number(score["original"], ".4g"),
+        _interval(statistics.get("kl")),
+        "-" if same is None else f"{100 * same:.2f} %",
+    )
+
+
+def _task_row(score: Mapping[str, Any]) -> Row:
+    """Return the cells of one metric of a task."""
+    shots = score["fewshot"]
+    return (
+        str(score["task"]),
+        str(score["metric"]),
+        "-" if shots is None else f"{int(shots)}",
+        f"{int(score['documents']):,}",
+        _with_error(score["value"], score["error"]),
+        _with_error(score["original"], score["original_error"]),
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def _interval(estimate: Mapping[str, Any] | None) -> str:
+    if not estimate:
+        return "-"
+    low, high = estimate["low"], estimate["high"]
+    between = "" if low is None or high is None else f" ({low:.5f} to {high:.5f})"
+    return f"{estimate['value']:.5f}{between}"
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")

@@ -1,0 +1,168 @@
+"""Programs that load a checkpoint, each with its command, from the format and widths in its record. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nearplane.record.record import RunRecord
+
+GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of the names of models that predict text
+TASKS = {  # ends of the names of architectures: transformers' class that loads them, and the task by the hub's list
+    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
+    "ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
+    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
+    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
+    "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
+}
+SOUND, IMAGES = ("num_mel_bins", "conv_kernel"), ("image_size", "patch_size", "num_channels")  # fields of configs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """One way to use a checkpoint.
+
+    Args:
+        program: The program that loads it.
+        phrase: The command or call as part of a sentence.
+        code: The command or call as one or more lines; `language` is sh or python.
+        needs: What has to be installed or newer than usual, as a phrase; empty: nothing.
+    """
+
+    program: str
+    phrase: str
+    code: str
+    language: str = "python"
+    needs: str = ""
+
+
+def uses(record: RunRecord, config: Mapping[str, Any], folder: str) -> list[Use]:
+    """Return how a checkpoint is used, the usual way first.
+
+    Args:
+        record: The run record.
+        config: The config.json of the checkpoint; empty: as for a language model.
+        folder: The folder as it is named in commands.
+    """
+    files, quoted = record.recipe.files, json.dumps(folder, ensure_ascii=False)
+    if files.for_llama_cpp:
+        return list(_in_llama_cpp(folder, quoted, config))
+    if files.for_mlx:
+        return list(_in_mlx(folder, quoted))
+    if files.by_nearplane:
+        return list(_in_nearplane(folder, quoted, config))
+    found = []
+    if files.by_vllm and is_served(config):
+        every = all(layer.format.startswith(files.by_vllm) for layer in record.layers)
+        found.append(_in_vllm(folder, "" if every else "a newer vLLM, which loads such grids"))
+    experts = files.by_gptqmodel and any(layer.blended is not None for layer in record.layers)
+    if not experts:  # transformers would fill them with random numbers
+        found.append(_in_transformers(quoted, config, files.needs))
+    if files.by_gptqmodel:
+        call = f"GPTQModel.load({quoted})"
+        found.append(Use(program="GPTQModel", phrase=call, code=f"from gptqmodel import GPTQModel\n\nmodel = {call}"))
+    return found
+
+
+def uses_of_dense(config: Mapping[str, Any], folder: str) -> list[Use]:
+    """Return how a folder of unquantized weights is used, see `uses`."""
+    served = [_in_vllm(folder, "")] if is_served(config) else []
+    return [*served, _in_transformers(json.dumps(folder, ensure_ascii=False), config, "")]
+
+
+def _in_vllm(folder: str, needs: str) -> Use:
+    command = f"vllm serve {typed(folder)}"
+    phrase = f"{command} (in {needs})" if needs else command
+    return Use(program="vLLM", phrase=phrase, code=command, language="sh", needs=needs)
+
+
+def _in_transformers(arguments: str, config: Mapping[str, Any], needs: str) -> Use:
+    phrase = f"from_pretrained({arguments}) in transformers{f' (which needs {needs})' if needs else ''}"
+    return Use(program="transformers", phrase=phrase, code=_loading(arguments, config), needs=needs)
+
+
+def _in_llama_cpp(folder: str, quoted: str, config: Mapping[str, Any]) -> Iterator[Use]:
+    command = f"llama-cli -m {typed(Path(folder) / 'model.gguf')}"
+    yield Use(program="llama.cpp", phrase=command, code=command, language="sh")
+    yield _in_transformers(f'{quoted}, gguf_file="model.gguf"', config, "accelerate and gguf")
+
+
+def _in_mlx(folder: str, quoted: str) -> Iterator[Use]:
+    command = f"mlx_lm.generate --model {typed(folder)} --prompt TEXT"
+    yield Use(program="mlx_lm", phrase=command, code=command, language="sh")
+    call = f"nearplane.load({quoted})"
+    yield Use(program="nearplane", phrase=call, code=f"import nearplane\n\nmodel = {call}")
+
+
+def _in_nearplane(folder: str, quoted: str, config: Mapping[str, Any]) -> Iterator[Use]:
+    yield Use(
+        program="nearplane",
+        phrase=f"nearplane.load({quoted})",
+        code=f"import nearplane\n\nmodel = nearplane.load({quoted})",
+    )
+    yield Use(
+        program="transformers",
+        phrase="transformers after nearplane.register() (without that call transformers stops with an error)",
+        code=f"import nearplane\n\nnearplane.register()\n{_loading(quoted, config)}",
+        needs="nearplane",
+    )
+    command = f"nearplane export {typed(folder)} DENSE"
+    yield Use(
+        program="other programs",
+        phrase=f"{command} for other programs",
+        code=command,
+        language="sh",
+        needs="the weights decoded first",
+    )
+
+
+def _loading(arguments: str, config: Mapping[str, Any]) -> str:
+    name = _task(config)[0]
+    return f"from transformers import {name}\n\nmodel = {name}.from_pretrained({arguments})"
+
+
+def pipeline_tag(config: Mapping[str, Any]) -> str | None:
+    """Return the task of a network by the hub's list of tasks; None if its architecture does not tell."""
+    return _task(config)[1]
+
+
+def _task(config: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return transformers' class that loads a network, and its task."""
+    names = architectures(config)
+    sounds, sees = (any(field in config for field in fields) for fields in (SOUND, IMAGES))
+    if any(name.endswith("ForConditionalGeneration") for name in names):
+        if config.get("is_encoder_decoder"):
+            return (
+                ("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition")
+                if sounds
+                else ("AutoModelForSeq2SeqLM", None)
+            )
+        return (
+            ("AutoModelForImageTextToText", "image-text-to-text") if "vision_config" in config else ("AutoModel", None)
+        )
+    for end, found in TASKS.items():
+        if any(name.endswith(end) for name in names):
+            return found
+    whole = any(name.endswith("Model") for name in names)
+    return "AutoModel", ("image-feature-extraction" if sees else "feature-extraction") if whole else None
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """Return the classes that a config names; a config without any is that of a language model."""
+    return [str(name) for name in config.get("architectures") or ["ForCausalLM"]]
+
+
+def is_served(config: Mapping[str, Any]) -> bool:
+    """Return whether vLLM generates text with a network: false for encoders, and for encoders with a decoder."""
+    return not config.get("is_encoder_decoder") and any(name.endswith(GENERATING) for name in architectures(config))
+
+
+def typed(path: str | Path) -> str:
+    """Return a path as it is typed in a shell, where a leading dash would begin an option."""
+    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))

@@ -1,0 +1,189 @@
+"""A model card says what its record says, in metadata that the hub's own reader takes, and shows if it was changed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from nearplane import Calibration, RateScheme, Recipe
+from nearplane.errors import FormatError
+from nearplane.record.evaluation_table import read_evaluation
+from nearplane.record.model_card import KEYS, Origin, front_matter, hub_id, is_unchanged, model_card
+from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.record.tuning_record import Point, Tuning
+
+DOCUMENTED = {  # github.com/huggingface/hub-docs, modelcard.md, and huggingface.co/docs/hub/model-cards
+    "language", "license", "license_name", "license_link", "library_name", "tags", "datasets", "metrics", "base_model",
+    "base_model_relation", "pipeline_tag", "model-index", "thumbnail", "new_version",
+}  # fmt: skip
+LIBRARIES = {
+    "transformers",
+    "llama-cpp-python",
+    "mlx",
+}  # of the hub's model-libraries.ts, those that nearplane writes for
+LAYER = LayerRecord(
+    name="model.layers.0.mlp.up_proj", stored="model.layers.0.mlp.up_proj", out_features=8, in_features=16, loss=0.25,
+    row_losses=(0.25,), relative_loss=0.01, nearest_loss=0.75, damped_loss=0.5, correction=0.7, damp=0.01,
+    sweep_damp=0.1, dead=0, tokens=512, order="activation", format="int4-g16", seconds=0.1, bytes=80, extra_loss=0.5,
+    extra_relative_loss=0.02, extra_nearest_loss=1.0,
+)  # fmt: skip
+TUNING = Tuning(
+    calibration="t", samples=4, windows=3, held_windows=1, found=4, seqlen=8, text="", steps=2, batch=1, rates={},
+    codes=5, curve=(Point(step=0, held_out=0.5, training=None), Point(step=2, held_out=0.25, training=None)), kept=2,
+    held_out=0.25, norms={"model.norm.weight": "0"}, seconds=9.0,
+)  # fmt: skip
+
+
+def run(recipe, **changes) -> RunRecord:
+    """Return the record of a run whose layers all are of one kind."""
+    return RunRecord(
+        recipe=replace(recipe, calibration=Calibration(samples=2)), source="owner/net", versions={"nearplane": "1"},
+        device="cpu", windows=2, seqlen=256, tokens=512, extra_windows=1, layers=(replace(LAYER, **changes),),
+        skipped=(("model.layers.0.mlp.router", "Router"),), seconds=1.5, bytes=1_250_000, folder=1_500_000,
+    )  # fmt: skip
+
+
+CAUSAL, ENCODER = ({"architectures": [name]} for name in ("LlamaForCausalLM", "BertModel"))
+GRID = run(Recipe.from_spellings(bits=4, group_size=16))
+KINDS = {  # record, config, library, task, lines of code in the card, and those that it must not have
+    "grid": (GRID, CAUSAL, "transformers", "text-generation", ["vllm serve FOLDER", "AutoModelForCausalLM"], ["(needs"]),
+    "narrow": (run(Recipe.from_spellings(bits=3), format="int3-g16"), CAUSAL, "transformers", "text-generation",
+               ["**vLLM** (needs a newer vLLM", "vllm serve FOLDER"], []),
+    "gptq": (run(Recipe.from_spellings(bits=4, format="gptq")), CAUSAL, "transformers", "text-generation",
+             ["vllm serve FOLDER", "(needs gptqmodel and optimum)", 'GPTQModel.load("FOLDER")'], []),
+    "experts in gptq": (run(Recipe.from_spellings(bits=4, format="gptq"), blended=0, alike=1.0), CAUSAL, "transformers",
+                        "text-generation", ['GPTQModel.load("FOLDER")'], ["from_pretrained"]),
+    "blocks": (run(Recipe.from_spellings(grid="q4_k_m"), format="q4_k"), CAUSAL, "llama-cpp-python", "text-generation",
+               ["llama-cli -m FOLDER/model.gguf", 'gguf_file="model.gguf"'], ["vllm"]),
+    "coded": (run(Recipe(scheme=RateScheme(rate=3.0)), format="coded", entropy=2.5, base=0.1), CAUSAL, "nearplane",
+              "text-generation", ['nearplane.load("FOLDER")', "nearplane.register()", "nearplane export FOLDER"], ["vllm"]),
+    "tuned": (replace(GRID, tuning=TUNING), CAUSAL, "transformers", "text-generation",
+              ["tuned: KL on 1 held-out window of 8 tokens 0.50000 -> 0.25000", "tuning trained norms"], [" 9.0 s"]),
+    "encoder": (GRID, ENCODER, "transformers", "feature-extraction", ["import AutoModel\n"], ["vllm"]),
+}  # fmt: skip
+SOURCE = {"license": "other", "license_name": "own", "license_link": "LICENSE", "language": [False, "en"],
+          "datasets": ["a/b"], "tags": ["chat"], "model-index": [{"name": "net"}], "base_model": "else/where"}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_card_tells_what_the_record_does_and_how_its_readers_are_called(kind):
+    record, config, library, task, said, unsaid = KINDS[kind]
+    card = model_card(record, Origin(config=config, metadata=SOURCE))
+    data = ModelCard(card, ignore_metadata_errors=False).data.to_dict()
+    assert (data["base_model"], data["base_model_relation"]) == ("owner/net", "quantized")
+    assert (data["library_name"], data["pipeline_tag"]) == (library, task)
+    assert library in LIBRARIES | {"nearplane"}
+    assert data["tags"] == ["chat", "nearplane"] + [record.recipe.format] * (library != "nearplane")
+    for text in said:
+        assert text in card
+    for text in unsaid:
+        assert text not in card
+    layer = record.layers[0]
+    assert f"| {layer.format} | 1 | 128 | 5.000 |" in card
+    assert "not quantized: model.layers.0.mlp.router (Router)" in card
+    assert "2 % in the median layer" in card
+    assert "512 tokens (2 windows of 256), measured on 1 extra window" in card
+    assert "1.25 MB" in card
+    assert "Versions: nearplane 1." in card
+
+
+def test_metadata_survive_the_hubs_own_reader_and_have_documented_keys_only():
+    card = model_card(GRID, Origin(config=CAUSAL, metadata=SOURCE))
+    read = ModelCard(card, ignore_metadata_errors=False).data.to_dict()
+    assert read == front_matter(card)
+    assert set(KEYS) == read.keys() <= DOCUMENTED
+    assert ModelCardData(**read).to_dict() == yaml.safe_load(ModelCardData(**read).to_yaml()) == read
+    assert {key: read[key] for key in ("license", "license_name", "license_link", "datasets")} == {
+        key: SOURCE[key] for key in ("license", "license_name", "license_link", "datasets")
+    }
+    assert read["language"] == ["no", "en"]  # YAML 1.1 reads no as false
+
+
+def test_a_card_has_no_times_and_no_sizes_of_other_files():
+    """So equal runs have equal cards, and the record can count the card's bytes."""
+    later = replace(GRID, seconds=99.0, folder=7, card=5, files={"a": "b"}, digest="c", peak_memory=3)
+    assert model_card(later, Origin()) == model_card(GRID, Origin())
+
+
+@pytest.mark.parametrize(
+    ("source", "named", "base"),
+    [("owner/net", None, "owner/net"), ("/data/net", "owner/net", "owner/net"), ("/data/net", "/other/net", None),
+     ("./net", None, None), ("/data/net", None, None)],
+)  # fmt: skip
+def test_a_base_model_is_a_hub_id_or_is_left_out_and_the_text_says_so(source, named, base):
+    record, config = replace(GRID, source=source), {"_name_or_path": named}
+    card = model_card(record, Origin(config=config))
+    assert hub_id(record, config) == base == front_matter(card).get("base_model")
+    assert ("base_model_relation" in front_matter(card)) == (base is not None)
+    assert ("the metadata name no `base_model`" in card) == (base is None)
+
+
+def test_a_local_folder_of_two_names_is_no_hub_id(tmp_path, monkeypatch):
+    (tmp_path / "owner" / "net").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert hub_id(GRID, {}) is None
+
+
+def test_a_missing_license_is_said():
+    assert "No license is named" in model_card(GRID, Origin())
+    assert "No license is named" not in model_card(GRID, Origin(metadata={"license": "mit"}))
+    assert front_matter(model_card(GRID, Origin(config={"license": "mit"})))["license"] == "mit"
+
+
+@pytest.mark.parametrize("change", [lambda x: x + "\n", lambda x: x.replace("quantized", "shrunk", 1), lambda x: "",
+                                    lambda x: x.replace("\n", "\r\n")])  # fmt: skip
+def test_whatever_is_changed_in_a_card_shows(change):
+    card = model_card(GRID, Origin())
+    assert is_unchanged(card)
+    assert not is_unchanged(change(card))
+
+
+@pytest.mark.parametrize("metadata", ["a: [1", "- a list", "a: &a [*a, *a", "x: !!python/object:os.system {}"])
+def test_metadata_that_cannot_be_read_are_refused(metadata):
+    with pytest.raises(ValueError, match=r".+"):
+        front_matter(f"---\n{metadata}\n---\n# Title")
+    assert front_matter("# Title, without metadata") == {}
+
+
+@pytest.mark.parametrize("wrong", [{"a": 1}, 5, ["x", {}], "a" * 301, "a\nb", None, True])
+def test_values_of_other_kinds_are_not_taken_over(wrong):
+    metadata = front_matter(model_card(GRID, Origin(metadata={"license": wrong, "tags": wrong})))
+    assert metadata.get("license") in (None, ["x"])
+    assert set(metadata["tags"]) <= {"x", "nearplane", "compressed-tensors"}
+
+
+def test_decoded_weights_are_said_to_be_decoded():
+    card = model_card(KINDS["coded"][0], Origin(config=CAUSAL), dense="bfloat16")
+    assert front_matter(card)["library_name"] == "transformers"
+    assert "decoded to bfloat16" in card
+    assert "vllm serve FOLDER" in card
+    assert "nearplane.load" not in card
+
+
+SCORE = {
+    "text": "/data/heldout.txt", "protocol": "papers", "tokens": 1016, "seqlen": 128, "perplexity": 12.3456,
+    "original": 11.5, "agreement": 0.875, "cosine": None, "worst_cosine": None,
+    "statistics": {"kl": {"value": 0.0123, "low": 0.01, "high": 0.015}},
+}  # fmt: skip
+TASK = {"task": "arc|easy", "metric": "acc", "fewshot": 0, "documents": 100, "value": 0.5, "error": 0.05,
+        "original": 0.6, "original_error": None}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape", [SCORE, [SCORE, SCORE], {"texts": [SCORE], "tasks": [TASK]}], ids=["one", "two", "tasks"]
+)
+def test_an_evaluation_becomes_a_table(shape, tmp_path):
+    (tmp_path / "e.json").write_text(json.dumps(shape))
+    card = model_card(GRID, Origin(), evaluations=[read_evaluation(tmp_path / "e.json")])
+    row = "| heldout.txt | papers, windows of 128 | 1,016 | 12.35 | 11.5 | 0.01230 (0.01000 to 0.01500) | 87.50 % |"
+    assert card.count(row) == (2 if isinstance(shape, list) else 1)
+    assert ("| arc/easy | acc | 0 | 100 | 0.5000 ± 0.0500 | 0.6000 |" in card) == ("tasks" in shape)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "5", '{"texts": [], "tasks": []}', '{"texts": [5], "tasks": []}'])
+def test_what_is_no_evaluation_is_refused(text, tmp_path):
+    (tmp_path / "e.json").write_text(text)
+    with pytest.raises(FormatError, match="expected what nearplane evaluate --json prints"):
+        read_evaluation(tmp_path / "e.json")
