@@ -19,11 +19,12 @@ from torch import Tensor
 from nearplane.errors import FormatError
 from nearplane.formats.beside import CONFIG
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import NumberFormat
+from nearplane.lattice.number_formats import InputRounding, NumberFormat
 from nearplane.recipe.patterns import compiled, fault_of
 from nearplane.recipe.scheme import Scheme
 from nearplane.system.files import read_object
 
+INPUT_SCALE = "input_global_scale"  # suffix of the tensor with the number by which steps of rounded inputs are divided
 METHOD = "nearplane"  # quant_method of nearplane's own formats
 WEIGHTS = "transformers_weights"  # field of config.json: the name of the file that transformers reads
 READ_WITH = (
@@ -161,6 +162,7 @@ class Quantized:
         layers: The number format of every quantized layer, by its name in the checkpoint.
         embeddings: Type of embeddings and head in a GGUF; None: unchanged.
         pre: Name of the pre-tokenizer in a GGUF; None: derived from the tokenizer's structure.
+        activations: Numbers to which runtimes round the inputs of quantized layers; "none": they do not.
         version: Version of nearplane.
     """
 
@@ -173,6 +175,7 @@ class Quantized:
     layers: Mapping[str, NumberFormat] = field(default_factory=dict)
     embeddings: str | None = None
     pre: str | None = None
+    activations: str = "none"
     version: str
 
 
@@ -190,6 +193,14 @@ class ConfigFile(ABC):
         Raises:
             FormatError: The config does not describe the layer, or in a way that nearplane does not read.
         """
+
+    def inputs_of(self, config: Mapping[str, Any], name: str) -> InputRounding | None:
+        """Return how runtimes round the inputs of a layer; None if they do not.
+
+        Raises:
+            FormatError: The config describes a rounding that nearplane does not know.
+        """
+        return None
 
     def files(self, config: Mapping[str, Any]) -> dict[str, str]:
         """Return the texts of further files with the same contents, by file name."""
