@@ -17,8 +17,8 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Format
 from nearplane.formats.fp4_packed import MXFP4Packed, NVFP4Packed
 from nearplane.formats.fp8_packed import FP8Packed
-from nearplane.formats.integers import expect, object_of, of_kind
 from nearplane.formats.int8_packed import Int8Packed
+from nearplane.formats.integers import expect, object_of, of_kind
 from nearplane.formats.layer_format import INPUT_SCALE, ConfigFile, GridFormat, Quantized, matches
 from nearplane.formats.packed_integers import PackQuantized
 from nearplane.formats.packing import Packing, check_inputs, inputs_object, refuse_unknown

@@ -17,6 +17,7 @@ Order = Literal["natural", "activation", "pivoted"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best"]
 Format = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "gguf", "nearplane"]
 Allocation = Literal["uniform", "slope"]
+Activations = Literal["none", "int8", "fp8", "fp4"]
 
 BEAM = 8  # candidates of a row; docs/log.md has the measurements behind this and the defaults of `schemes.py`
 DEFAULT_GROUP_SIZES = (128, 64, 32, 16)  # default group sizes to try; kernels take no smaller ones
@@ -36,6 +37,7 @@ class FileFormat:
         for_llama_cpp: Whether the checkpoint is one file for llama.cpp, with types of blocks, tokenizer and run record in it.
         steps_of_model: Whether steps have the dtype of the model.
         by_nearplane: Whether nearplane is the only reader.
+        rounds_inputs: Whether files can ask runtimes to round the inputs of layers.
     """
 
     any_network: bool = False
@@ -44,10 +46,13 @@ class FileFormat:
     for_llama_cpp: bool = False
     steps_of_model: bool = False
     by_nearplane: bool = False
+    rounds_inputs: bool = False
 
 
 FILE_FORMATS: dict[str | None, FileFormat] = {
-    "compressed-tensors": FileFormat(any_network=True, one_grid_for_experts=True, steps_of_model=True),
+    "compressed-tensors": FileFormat(
+        any_network=True, one_grid_for_experts=True, steps_of_model=True, rounds_inputs=True
+    ),
     "gptq": FileFormat(by_gptqmodel=True),
     "gptq_v2": FileFormat(by_gptqmodel=True),
     "awq": FileFormat(),
