@@ -77,7 +77,9 @@ class CompressedTensors(GridFormat):
         packing.check(name, shape, kind, format)
 
     def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:
-        """Return whether all packings of the config decode to the network's dtype."""
+        """Return whether all packings of the config decode to the network's dtype, and inputs are not rounded."""
+        if self.configured(config).rounds_inputs:
+            return False
         groups = object_of("compressed-tensors: config_groups", config.get("config_groups")).values()
         formats = [config.get("format"), *(group.get("format") for group in groups if isinstance(group, Mapping))]
         return all(each.DECODED in (None, dtype) for each in PACKINGS if each.FORMAT in formats)

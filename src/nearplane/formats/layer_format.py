@@ -113,7 +113,7 @@ class LayerFormat(ABC):
         return self
 
     def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:
-        """Return whether transformers keeps layers packed until the network is called.
+        """Return whether transformers keeps layers packed until the network is called, and computes with their values alone.
 
         Args:
             config: The quantization_config of the checkpoint.
