@@ -16,6 +16,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from nearplane.calibration.recorder import ENCODER_OUT, Call, End, FinalNorm, Recorder, Tape, mapped, part_of, with_part
+from nearplane.calibration.rounded_stream import RoundedStream
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.texts import check_vocabulary
 from nearplane.calibration.watch import Stop, stop
@@ -37,6 +38,7 @@ class Stream:
         sizes: Number of windows in each batch.
         fitted: Number of batches that enter sums; the batches after these hold extra windows, which enter none.
         sources: Number of the text in a mix of each batch of extra windows; empty for a single text.
+        rounding: Rounding of inputs in the quantized network; None: they are not rounded.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Stream:
         self.calls, self.ahead, self.extra, self.between = calls, False, extra, between
         self.sizes = [len(x) for x in hidden]
         self.sources: Sequence[int] = ()
+        self.rounding: RoundedStream | None = None
 
     def forward(self, block: Block, module: Callable[..., Any] | None, batch: int, hidden: Tensor) -> Tensor:
         """Run a copy of a block on one batch and return its output hidden states."""

@@ -22,6 +22,7 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from nearplane.calibration.activations import Stream, checked_finite
+from nearplane.calibration.rounded_stream import RoundedStream
 from nearplane.calibration.stages import FirstLook, first_look, rows_by_batch
 from nearplane.calibration.watch import Additions, InParts, Results, RoutedRows, Rows, Seen, rows_of, total, wide
 from nearplane.errors import CalibrationError
@@ -228,7 +229,7 @@ class BlockForward:
 
     def _continue(self, forward: _Forward) -> Paused | Tensor:
         """Run a forward pass to its next pause or to its end; return the pause or the output."""
-        self._running = forward
+        self._running, forward.paused = forward, None  # its input may be freed
         with torch.no_grad(), forward.additions:  # both are states of the thread, not of the greenlet
             event: Paused | Tensor = forward.greenlet.switch()
         self._running = None
@@ -239,12 +240,19 @@ class BlockForward:
             raise self._inconsistent_batches()
         return event
 
-    def _seen(self, forward: _Forward, stage: int) -> Seen:
+    def _paused(self, forward: _Forward, stage: int) -> Paused:
+        """Run a forward pass to a stage, unless it waits there."""
+        if forward.paused is None or forward.paused.stage != stage:
+            event = self._continue(forward)
+            if not isinstance(event, Paused) or event.stage != stage:
+                raise self._inconsistent_batches()
+            forward.paused = event
+        return forward.paused
+
+    def _seen(self, forward: _Forward, stage: int, rounding: RoundedStream | None = None) -> Seen:
         """Run a forward pass to a stage; return its input rows, and the tensors added to the outputs of its layers."""
-        group, event = self._look.groups[stage], self._continue(forward)
-        if not isinstance(event, Paused) or event.stage != stage:
-            raise self._inconsistent_batches()
-        shown = Seen(inputs=group[0].shape[1])
+        group, event = self._look.groups[stage], self._paused(forward, stage)
+        shown = Seen(inputs=group[0].shape[1], rounded=None if rounding is None else rounding.rounded)
         shown.add(group, event.x, waits=True)
         for layer in (layer for layer in group if layer.adds and self._original):
             numbers = (number for number in self._look.operands[layer.name] if number is not None)
@@ -258,14 +266,17 @@ class BlockForward:
     @torch.no_grad()
     def _shown(self, stage: int) -> Iterator[list[Rows | RoutedRows]]:
         """Yield the rows of each batch at a stage; after the last stage the original stream enters the next block."""
-        name, states = self._look.groups[stage][0].name, self.stream.original
+        group, states, rounding = self._look.groups[stage], self.stream.original, self.stream.rounding
+        if rounding is not None and rounding.measures(group):
+            fitted = self._quantized[: self.stream.fitted]
+            rounding.measured(group, max(float(self._paused(each, stage).x.abs().max()) for each in fitted))
         for batch, forward in enumerate(self._quantized):
             original = None
             if states is not None:
                 original = self._seen(self._original[batch], stage)
                 if self._whole and stage == self._stages - 1:
                     states[batch] = self._output(self._original[batch])
-            yield [rows_of(name, self._seen(forward, stage), original)]
+            yield [rows_of(group[0].name, self._seen(forward, stage, rounding), original)]
             release()  # memory that the forward passes freed is scattered among paused activations
 
     def _output(self, forward: _Forward) -> Tensor:
@@ -307,6 +318,7 @@ class _Forward:
     def __init__(self, run: Callable[[], Tensor], hidden: Tensor) -> None:
         self.results = Results(hidden)
         self.additions = Additions(results=self.results)
+        self.paused: Paused | None = None  # where it waits
         self.greenlet = greenlet(run)
         self.greenlet.gr_context = copy_context()
 

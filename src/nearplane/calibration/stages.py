@@ -146,13 +146,14 @@ def rows_by_batch(
     Raises:
         CalibrationError: A layer receives different tokens in the two networks, or the block returns NaN or Inf.
     """
-    original = stream.original
+    original, rounding = stream.original, stream.rounding
     assert not stream.ahead, "the original stream has passed the block"
     adding = {layer.name for group in groups for layer in group if layer.adds and original is not None}
 
     def look(module: nn.Module | None, states: MutableSequence[Tensor], batch: int, to_the_end: bool) -> list[Seen]:
         """Run a copy of the block until all inputs of the groups, and all tensors added to their outputs, are seen."""
-        records = [Seen(inputs=group[0].shape[1]) for group in groups]
+        rounded = None if rounding is None or module is not block.quantized else rounding.rounded
+        records = [Seen(inputs=group[0].shape[1], rounded=rounded) for group in groups]
         layers = {layer.name: layer for layer in block.layers_of(module)}
         missing = {group[0].name: group[0].calls for group in groups}  # number of inputs still to be seen
 
@@ -183,6 +184,13 @@ def rows_by_batch(
             states[batch] = checked_finite(output, block)
         return records
 
+    if rounding is not None and any(map(rounding.measures, groups)):
+        peaks = [0.0] * len(groups)
+        for batch in range(stream.fitted):
+            seen = look(block.quantized, stream.quantized, batch, False)
+            peaks = [max(peak, each.peak) for peak, each in zip(peaks, seen, strict=True)]
+        for group, peak in zip(groups, peaks, strict=True):
+            rounding.measured(group, peak)
     for batch in range(len(stream.sizes)):
         originals = repeat(None) if original is None else look(block.original, original, batch, last)
         quantized = look(block.quantized, stream.quantized, batch, onward)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nearplane.calibration.activations import Stream, finish, skeleton
 from nearplane.calibration.one_forward import BlockForward, MemorySetting
+from nearplane.calibration.rounded_stream import RoundedStream
 from nearplane.calibration.second_moments import Observed, observe, shared_inputs, sum_moments
 from nearplane.calibration.stages import before_the_head
 from nearplane.calibration.states_on_disk import StatesOnDisk
@@ -42,6 +43,7 @@ class Stage:
     Args:
         layers: Layers that share one input, in module order; or those of several experts; empty at the end of a block.
         inputs: The `Inputs` of each layer; layers share the factors of one input, not the mismatch of the residual.
+        input_scales: {layer name: global scale of its rounded inputs}, where runtimes need one.
         first: Whether this is the first stage of a block.
         rest: Names of the tensors that are not quantized and are written with the block.
         blocks: Number of blocks that the streams have passed, at the end of a block; 0 elsewhere.
@@ -57,12 +59,13 @@ class Stage:
         inputs: tuple[Inputs, ...] = (),
         *,
         rest: tuple[str, ...],
+        input_scales: Mapping[str, float] | None = None,
         first: bool = False,
         blocks: int = 0,
         stream: Stream | None = None,
     ) -> None:
         self.layers, self.inputs, self.rest, self.first = layers, inputs, rest, first
-        self.blocks, self.stream = blocks, stream
+        self.blocks, self.stream, self.input_scales = blocks, stream, dict(input_scales or {})
         self.written = False
 
     @property
@@ -161,11 +164,15 @@ class _Walk:
         stream = self._stream(dtype, embeddings)
         if resumed is not None and done and stream is not None:
             resumed.restore(stream)
+        rounding = None if stream is None else stream.rounding
         for index, block in enumerate(model.blocks[done:], done):
-            with block.on(place, dtype, original=recipe.scheme.correct and stream is not None):
+            with (
+                block.on(place, dtype, original=recipe.scheme.correct and stream is not None),
+                rounding.within(block.quantized_layers()) if rounding is not None else nullcontext(),
+            ):
                 unquantized = model.unquantized(index)
                 with closing(observations(block, stream, recipe, self.setting.room)) as observed:
-                    yield from self._through(observed, unquantized)
+                    yield from self._through(observed, unquantized, rounding)
             yield Stage(rest=unquantized, blocks=index + 1, stream=stream)  # the end of the block
         unquantized = model.unquantized()
         if model.head is not None:
@@ -184,10 +191,14 @@ class _Walk:
         place = self.setting.device.place
         stream = skeleton(self.model, [*fitted, *extra], device=place, dtype=dtype, embeddings=embeddings, keep=keep)
         stream.fitted, stream.sources = len(fitted), self.windows.extra_sources(self.setting.batch)
+        how = self.recipe.input_rounding
+        stream.rounding = None if how is None else RoundedStream(how)
         stream.original = (stream.original or keep(stream.quantized)) if self.recipe.scheme.correct else None
         return stream
 
-    def _through(self, observed: Iterable[Observed], rest: tuple[str, ...] = ()) -> Iterator[Stage]:
+    def _through(
+        self, observed: Iterable[Observed], rest: tuple[str, ...] = (), rounding: RoundedStream | None = None
+    ) -> Iterator[Stage]:
         """Yield the stages of a block."""
         for number, together in enumerate(_chunks(observed, self.setting.experts)):
             release()  # memory of the forward passes, which solving needs
@@ -195,6 +206,7 @@ class _Walk:
                 tuple(layer for each in together for layer in each.layers),
                 tuple(inputs for each in together for inputs in shared_inputs(each)),
                 rest=rest,
+                input_scales=None if rounding is None else rounding.scales,
                 first=number == 0,
             )
             together.clear()  # only the stage may hold moments and factors: they are as large as a block

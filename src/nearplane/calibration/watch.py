@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 from weakref import ref
 
@@ -197,7 +197,7 @@ class ExpertRows(Rows):
         token: (rows,) index of each row's token in the batch, ascending.
         tokens: Number of tokens in the batch.
         alike: Number of rows whose token the original network routes to this expert as well; in the other rows `X`
-            equals `X_hat`, as there is nothing to compare with.
+            equals `X_hat` before it is rounded, as there is nothing to compare with.
     """
 
     token: Tensor
@@ -216,18 +216,21 @@ class RoutedRows:
     Args:
         quantized: The inputs in the quantized network.
         original: The inputs in the original network; None without a comparison.
+        rounded: Function that rounds rows of the quantized network as the runtime does; None: they are not rounded.
     """
 
     quantized: Routed
     original: Routed | None = None
+    rounded: Callable[[Tensor], Tensor] | None = None
 
     def of(self, expert: int) -> ExpertRows:
         """Return a copy of the rows of one expert."""
         routed = self.quantized
-        token, X_hat = routed.token[routed.of(expert)], wide(routed.rows(expert))
+        token, rows = routed.token[routed.of(expert)], routed.rows(expert)
+        X_hat = wide(rows if self.rounded is None else self.rounded(rows))
         if self.original is None:
             return ExpertRows(X_hat=X_hat, token=token, tokens=routed.tokens)
-        original_token, X = self.original.token[self.original.of(expert)], X_hat.clone()
+        original_token, X = self.original.token[self.original.of(expert)], wide(rows)
         position = torch.searchsorted(original_token, token)  # (rows,) of the same token in the original network
         shared = position < len(original_token)
         shared[shared.clone()] = original_token[position[shared]] == token[shared]
@@ -261,12 +264,16 @@ class Seen:
     """Input rows of one group of layers in one batch and network, and the tensors added to the layers' outputs.
 
     For experts, `routed` replaces the rows.
+
+    Args:
+        rounded: Function that rounds the inputs of a layer of this name as the runtime does; None: they are not rounded.
     """
 
     rows: list[Tensor] = field(default_factory=list)  # (tokens, in) each
     added: dict[str, Tensor] = field(default_factory=dict)  # layer name: (tokens, out)
     inputs: int = 0
     routed: Routed | None = None
+    rounded: Callable[[str, Tensor], Tensor] | None = None
 
     def add(self, group: Sequence[Layer], x: Any, *, waits: bool = False) -> None:
         """Add an input `x` of the group, as a copy; inputs of experts are not copied while the forward pass `waits`."""
@@ -275,7 +282,13 @@ class Seen:
             experts = list(dict.fromkeys(each.expert for each in group if isinstance(each, ExpertLayer)))
             self.routed = x if waits else x.only(experts)
         else:
-            self.rows.append(wide(layer.rows(x)))
+            rows = layer.rows(x)
+            self.rows.append(wide(rows if self.rounded is None else self.rounded(layer.name, rows)))
+
+    @property
+    def peak(self) -> float:
+        """Largest magnitude of the rows."""
+        return max((float(rows.abs().max()) for rows in self.rows if rows.numel()), default=0.0)
 
     @property
     def stacked(self) -> Tensor:
@@ -291,7 +304,9 @@ def rows_of(name: str, quantized: Seen, original: Seen | None) -> Rows | RoutedR
         CalibrationError: The layer receives different tokens in the two networks.
     """
     if quantized.routed is not None:
-        return RoutedRows(quantized=quantized.routed, original=None if original is None else original.routed)
+        rounded = None if quantized.rounded is None else partial(quantized.rounded, name)
+        original_routed = None if original is None else original.routed
+        return RoutedRows(quantized=quantized.routed, original=original_routed, rounded=rounded)
     X_hat = quantized.stacked
     if original is None:
         return Rows(X_hat=X_hat)

@@ -36,6 +36,7 @@ def evaluate(
     seqlen: int | None = None,
     samples: int | None = None,
     against: str | None = None,
+    activations: Switch = False,
     plot: Path | None = None,
     device: str = "auto",
     trust_remote_code: Switch = False,
@@ -56,6 +57,8 @@ def evaluate(
         samples: Number of windows, or for lm-eval of documents (a .txt file is one), from the beginning of the text.
             Default: all.
         against: The original model. Adds the divergence of the predictions. Encoders need it.
+        activations: Measure a second time as runtimes compute, which round the inputs of layers if MODEL was quantized with
+            --activations. Without this option, the weights alone are measured.
         plot: Figure to draw (.svg, .png or .pdf): KL by position, and a histogram of KL. Needs --against.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoint.
@@ -64,7 +67,12 @@ def evaluate(
     counts, texts = {"seqlen": seqlen, "samples": samples}, text or []
     if not texts and tasks is None:
         raise RecipeError("evaluate needs --text with a text, --tasks with names of lm-eval's tasks, or both.")
-    of_texts = {**counts, "plot": plot, "protocol": None if protocol == "papers" else protocol}
+    of_texts = {
+        **counts,
+        "plot": plot,
+        "activations": activations or None,
+        "protocol": None if protocol == "papers" else protocol,
+    }
     if not texts and (given := [name for name, value in of_texts.items() if value is not None]):
         raise RecipeError(
             f"--{given[0]} belongs to --text, which is not given. Pass a text, or leave out --{given[0]}."
@@ -88,6 +96,7 @@ def evaluate(
             device=device,
             trust_remote_code=trust_remote_code,
             floor=True,
+            activations=activations,
             progress=bar,
         )
         prepared = prepare_texts(model, texts, options)
@@ -133,6 +142,10 @@ def lines(score: Evaluation) -> Iterator[str]:
     if score.floor is not None:
         yield from _floor(score.floor)
     yield from score.remarks
+    if score.computed is not None:
+        yield ""
+        yield "as runtimes compute, with the inputs of layers rounded (above: the weights alone):"
+        yield from (line for number, line in enumerate(lines(score.computed)) if number)
 
 
 def _protocol(score: Evaluation) -> str:

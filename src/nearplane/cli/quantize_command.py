@@ -25,7 +25,7 @@ from nearplane.cli.flags import (
 from nearplane.cli.printing import opening, say
 from nearplane.cli.terminal import bar
 from nearplane.recipe.recipe import Calibration, Recipe, Tune
-from nearplane.recipe.scheme import Allocation, Format
+from nearplane.recipe.scheme import Activations, Allocation, Format
 from nearplane.system.paths import check_named
 from nearplane.verbs.early_checks import check_quantize
 
@@ -39,6 +39,7 @@ def quantize(
     scheme: Annotated[GridFlags | BlockFlags | RateFlags | None, Flat] = None,  # type: ignore[valid-type]
     tokens: Annotated[CalibrationFlags | None, Flat] = None,  # type: ignore[valid-type]
     format: Annotated[Format | None, Parameter(group=EVERYDAY_GROUP)] = None,
+    activations: Annotated[Activations, Parameter(group=EVERYDAY_GROUP)] = "none",
     allocate: Annotated[Allocation | None, Parameter(group=LAYER_GROUP)] = None,
     layer: Annotated[tuple[str, ...], Parameter(group=LAYER_GROUP, negative="")] = (),
     ignore: Annotated[tuple[str, ...], Parameter(group=LAYER_GROUP, consume_multiple=True, negative="")] = (),
@@ -61,6 +62,8 @@ def quantize(
         format: File format of the checkpoint.
             compressed-tensors (the default) is for vLLM and transformers; gptq, gptq_v2, awq and mlx are for readers of these.
             nearplane is entropy-coded (default with --rate or --size), gguf is for llama.cpp (default with --grid q4_k_m).
+        activations: Numbers to which runtimes round the inputs of quantized layers: int8 (with --grid int8), fp8 (with
+            --grid fp8) or fp4 (with --grid nvfp4 or mxfp4). The solve then makes up for this rounding.
         layer: Options for some layers: REGEX=NAME:VALUE[,...], for example 'down_proj=bits:4,group_size:32'.
             May be repeated; the first matching pattern counts. A --rate then applies to the other layers.
         allocate: Use the same bits for every layer (uniform), or measure where more bits help most (slope).
@@ -83,6 +86,7 @@ def quantize(
         scheme=scheme_from(scheme, format=format, allocate=allocate),
         layers=layer_schemes(layer, scheme, format=format),
         format=format,
+        activations=activations,
         allocate=allocate,
         ignore=ignore,
         calibration=Calibration(**({} if tokens is None else asdict(tokens))),

@@ -1,13 +1,14 @@
 """The compressed-tensors format, which transformers, vLLM and SGLang load without nearplane.
 
-Packings of layers are in `packed_integers.py`, `fp4_packed.py` and `fp8_packed.py`; `PACKINGS` lists them.
+Packings of layers are in `packed_integers.py`, `int8_packed.py`, `fp4_packed.py` and `fp8_packed.py`; `PACKINGS` lists them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,20 +17,24 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Format
 from nearplane.formats.fp4_packed import MXFP4Packed, NVFP4Packed
 from nearplane.formats.fp8_packed import FP8Packed
+from nearplane.formats.int8_packed import Int8Packed
 from nearplane.formats.integers import expect, object_of, of_kind
-from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized, matches
+from nearplane.formats.layer_format import INPUT_SCALE, ConfigFile, GridFormat, Quantized, matches
 from nearplane.formats.packed_integers import PackQuantized
-from nearplane.formats.packing import Packing, refuse_unknown
+from nearplane.formats.packing import Packing, check_inputs, inputs_object, refuse_unknown
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import NumberFormat
+from nearplane.lattice.number_formats import InputRounding, NumberFormat
 from nearplane.lattice.shared_grid import SharedGrid
 
 MIXED_FORMAT = "mixed-precision"  # `format` of a config whose layers have several packings
-PACKINGS: tuple[Packing, ...] = (PackQuantized(), MXFP4Packed(), NVFP4Packed(), FP8Packed())
+WITH_INPUTS = Int8Packed()  # of integers whose inputs are rounded, too
+PACKINGS: tuple[Packing, ...] = (PackQuantized(), MXFP4Packed(), NVFP4Packed(), FP8Packed(), WITH_INPUTS)
 
 
-def packing_of(format: NumberFormat | Grid) -> Packing:
+def packing_of(format: NumberFormat | Grid, *, rounds_inputs: bool = False) -> Packing:
     """Return the packing that stores a number format or the codes of a grid; the one of integers if none does."""
+    if rounds_inputs and format.levels is None:
+        return WITH_INPUTS
     return next((each for each in PACKINGS if each.HOLDS is not None and _held(format, each.HOLDS)), PACKINGS[0])
 
 
@@ -41,12 +46,24 @@ def _held(format: NumberFormat | Grid, by: NumberFormat) -> bool:
     return levels == by.levels and isinstance(format, SharedGrid) == by.global_scale
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedTensors(GridFormat):
-    """Storage of a layer in the packing of its number format."""
+    """Storage of a layer in the packing of its number format.
+
+    Args:
+        rounds_inputs: Whether runtimes round the inputs of the layers.
+    """
+
+    rounds_inputs: bool = False
 
     KEY = Packing.KEY
     SUFFIXES = tuple(dict.fromkeys(suffix for each in PACKINGS for suffix in each.SUFFIXES))
     BITS = PackQuantized.BITS
+
+    def configured(self, config: Mapping[str, Any]) -> Self:
+        """Return the format with `rounds_inputs` as the config sets it."""
+        groups = object_of("compressed-tensors: config_groups", config.get("config_groups")).values()
+        return replace(self, rounds_inputs=any(isinstance(g, Mapping) and g.get("input_activations") for g in groups))
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse layers that no packing stores or that transformers does not load."""
@@ -60,7 +77,9 @@ class CompressedTensors(GridFormat):
         packing.check(name, shape, kind, format)
 
     def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:
-        """Return whether all packings of the config decode to the network's dtype."""
+        """Return whether all packings of the config decode to the network's dtype, and inputs are not rounded."""
+        if self.configured(config).rounds_inputs:
+            return False
         groups = object_of("compressed-tensors: config_groups", config.get("config_groups")).values()
         formats = [config.get("format"), *(group.get("format") for group in groups if isinstance(group, Mapping))]
         return all(each.DECODED in (None, dtype) for each in PACKINGS if each.FORMAT in formats)
@@ -71,11 +90,14 @@ class CompressedTensors(GridFormat):
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer."""
-        return packing_of(matrix.grid).pack(name, matrix, dtype)
+        return packing_of(matrix.grid, rounds_inputs=self.rounds_inputs).pack(name, matrix, dtype)
 
     def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer without contents."""
-        return packing_of(format).empty(name, shape, format, dtype)
+        tensors = packing_of(format, rounds_inputs=self.rounds_inputs).empty(name, shape, format, dtype)
+        if self.rounds_inputs and format.inputs is not None and format.inputs.global_scale:
+            tensors[f"{name}.{INPUT_SCALE}"] = torch.empty(1, dtype=torch.float32, device="meta")
+        return tensors
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return (out, in) from the packing with this dtype of words."""
@@ -86,7 +108,8 @@ class CompressedTensors(GridFormat):
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer."""
-        return packing_of(format).unpack(name, tensors, format)
+        as_they_are = f"{name}.{WITH_INPUTS.WORDS_IN}" in tensors
+        return packing_of(format, rounds_inputs=as_they_are).unpack(name, tensors, format)
 
 
 class Config(ConfigFile):
@@ -109,8 +132,10 @@ class Config(ConfigFile):
             targets[grid][_pattern_of_all(name) if name in network.routed else name] = None
         groups = []
         for kind, names in targets.items():
-            packing = packing_of(kind)
-            groups.append(_group_of(list(names), packing.weights(kind, network.scheme.order), packing.FORMAT))
+            inputs = None if network.activations == "none" else kind.inputs
+            packing = packing_of(kind, rounds_inputs=inputs is not None)
+            weights = packing.weights(kind, network.scheme.order)
+            groups.append(_group_of(list(names), weights, packing.FORMAT, inputs))
         formats = {group["format"] for group in groups}
         if network.experts:
             floats = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -137,23 +162,30 @@ class Config(ConfigFile):
             {
                 "format": (format, set(packings)),
                 "quantization_status": (config.get("quantization_status"), {"compressed"}),
-                "input_activations": (scheme.get("input_activations"), {None}),
                 "output_activations": (scheme.get("output_activations"), {None}),
                 "kv_cache_scheme": (config.get("kv_cache_scheme"), {None}),
             }
         )
-        return packings[str(format)].number_format(weights)
+        number_format = packings[str(format)].number_format(weights)
+        check_inputs(scheme.get("input_activations"), number_format.inputs)
+        return number_format
+
+    def inputs_of(self, config: Mapping[str, Any], name: str) -> InputRounding | None:
+        """Return how runtimes round the inputs of a layer."""
+        return check_inputs(_group(config, name).get("input_activations"), self.grid_of(config, name).inputs)
 
 
 FORMAT = Format(CompressedTensors(), Config())
 
 
-def _group_of(targets: Sequence[str], weights: Mapping[str, Any], format: str) -> dict[str, Any]:
+def _group_of(
+    targets: Sequence[str], weights: Mapping[str, Any], format: str, inputs: InputRounding | None = None
+) -> dict[str, Any]:
     """Return an entry of `config_groups`."""
     return {
         "targets": targets,
         "weights": weights,
-        "input_activations": None,
+        "input_activations": None if inputs is None else inputs_object(inputs),
         "output_activations": None,
         "format": format,
     }

@@ -20,7 +20,7 @@ from torch import Tensor
 from nearplane.errors import FormatError
 from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_copied
 from nearplane.formats.card_file import changed_card, origin_of
-from nearplane.formats.layer_format import ConfigFile, LayerFormat, config_text
+from nearplane.formats.layer_format import INPUT_SCALE, ConfigFile, LayerFormat, config_text
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record.model_card import model_card
 from nearplane.record.record import RunRecord
@@ -213,10 +213,18 @@ class Container(ABC):
             self.size, self.pending, self._first = 0, {}, ""
             self.begin()
 
-    def add(self, name: str, matrix: QuantizedMatrix, bias: Tensor | None = None) -> Written:
+    def add(
+        self, name: str, matrix: QuantizedMatrix, bias: Tensor | None = None, *, input_scale: float | None = None
+    ) -> Written:
         """Collect one layer for the next block and return the size and checksum of its tensors without the bias.
 
         The packed tensors are unpacked as a reader would do it, and compared with the matrix.
+
+        Args:
+            name: Name of the layer in the checkpoint.
+            matrix: The quantized matrix.
+            bias: The layer's bias, if it is stored here.
+            input_scale: Number by which runtimes divide the steps of its rounded inputs, if they do.
 
         Raises:
             FormatError: The format cannot hold the matrix, or the config does not describe it.
@@ -228,6 +236,8 @@ class Container(ABC):
             tensors |= self.layers.beside_the_first(name)
         if not matrix.same_as(self.layers.unpack(name, tensors, self.config_file.grid_of(self.config, name))):
             raise FormatError(f"{name}: the packed layer reads back differently: the config describes another grid.")
+        if input_scale is not None:
+            tensors[f"{name}.{INPUT_SCALE}"] = torch.tensor([input_scale], dtype=torch.float32)
         self.pending |= tensors
         if bias is not None:
             self.pending[f"{name}.bias"] = bias

@@ -4,6 +4,7 @@
     NAME.weight_scale         (out, in/32)  uint8  MXFP4: exponent b of the step 2^(b - 127)
     NAME.weight_scale         (out, in/16)  float8_e4m3fn  NVFP4: step times the global scale
     NAME.weight_global_scale  (1,)          float32        NVFP4: a divisor
+    NAME.input_global_scale   (1,)          float32        NVFP4, if runtimes round inputs: a divisor of their steps
 
 Magnitudes are indices into {0, .5, 1, 1.5, 2, 3, 4, 6}. transformers 5.23.0 with compressed-tensors 0.20.0 loads these
 tensors and decodes them to bfloat16; a model in float32 runs only with `CompressedTensorsConfig(dequantize=True)`.
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.integers import consecutive, expect
+from nearplane.formats.layer_format import INPUT_SCALE
 from nearplane.formats.packing import Packing, refuse_unknown
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import E2M1, MXFP4, NVFP4, NumberFormat
@@ -158,7 +160,7 @@ class MXFP4Packed(FP4Packed):
 class NVFP4Packed(FP4Packed):
     """Groups of 16 with steps that are 8-bit floats divided by a global scale."""
 
-    SUFFIXES = (Packing.WORDS_IN, Packing.KEY, "weight_global_scale")
+    SUFFIXES = (Packing.WORDS_IN, Packing.KEY, "weight_global_scale", INPUT_SCALE)
     FORMAT = "nvfp4-pack-quantized"
     HOLDS = NVFP4
     SCALE = torch.float8_e4m3fn

@@ -19,12 +19,13 @@ from torch import Tensor
 from nearplane.errors import FormatError
 from nearplane.formats.beside import CONFIG
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import BlockType, NumberFormat, integers
+from nearplane.lattice.number_formats import BlockType, InputRounding, NumberFormat, integers
 from nearplane.lattice.superblock import on_one_level
 from nearplane.recipe.patterns import compiled, fault_of
 from nearplane.recipe.scheme import Scheme
 from nearplane.system.files import read_object
 
+INPUT_SCALE = "input_global_scale"  # suffix of the tensor with the number by which steps of rounded inputs are divided
 METHOD = "nearplane"  # quant_method of nearplane's own formats
 MLX = "mlx"  # quant_method of MLX
 QUANTIZATION = "quantization"  # field of config.json that MLX reads instead of quantization_config
@@ -141,7 +142,7 @@ class LayerFormat(ABC):
         return self
 
     def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:
-        """Return whether transformers keeps layers packed until the network is called.
+        """Return whether transformers keeps layers packed until the network is called, and computes with their values alone.
 
         Args:
             config: The quantization_config of the checkpoint.
@@ -190,6 +191,7 @@ class Quantized:
         layers: The number format of every quantized layer, by its name in the checkpoint.
         embeddings: Type of embeddings and head in a GGUF; None: unchanged.
         pre: Name of the pre-tokenizer in a GGUF; None: derived from the tokenizer's structure.
+        activations: Numbers to which runtimes round the inputs of quantized layers; "none": they do not.
         version: Version of nearplane.
     """
 
@@ -202,6 +204,7 @@ class Quantized:
     layers: Mapping[str, NumberFormat] = field(default_factory=dict)
     embeddings: str | None = None
     pre: str | None = None
+    activations: str = "none"
     version: str
 
 
@@ -219,6 +222,14 @@ class ConfigFile(ABC):
         Raises:
             FormatError: The config does not describe the layer, or in a way that nearplane does not read.
         """
+
+    def inputs_of(self, config: Mapping[str, Any], name: str) -> InputRounding | None:
+        """Return how runtimes round the inputs of a layer; None if they do not.
+
+        Raises:
+            FormatError: The config describes a rounding that nearplane does not know.
+        """
+        return None
 
     def files(self, config: Mapping[str, Any]) -> dict[str, str]:
         """Return the texts of further files with the same contents, by file name."""

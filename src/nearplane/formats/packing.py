@@ -10,7 +10,7 @@ import torch
 
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.layer_format import GridFormat
-from nearplane.lattice.number_formats import NumberFormat
+from nearplane.lattice.number_formats import InputRounding, NumberFormat
 
 SCALES = {torch.float16, torch.bfloat16, torch.float32}
 
@@ -71,6 +71,42 @@ class Packing(GridFormat):
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return the model's dtype, as readers multiply in it; float32 for dtypes that are not stored."""
         return model_dtype if model_dtype in SCALES else torch.float32
+
+
+def inputs_object(how: InputRounding) -> dict[str, Any]:
+    """Return the `input_activations` object of the config for a rounding of inputs."""
+    shared, dtype = "tensor_group" if how.global_scale else "group", f"torch.{how.steps}"
+    return {
+        "num_bits": how.bits,
+        "type": "int" if how.kind == "int" else "float",
+        "symmetric": True,
+        "strategy": shared if how.group else "token",
+        "group_size": how.group,
+        "dynamic": "local" if how.global_scale else True,
+        "scale_dtype": "torch.uint8" if how.steps == "float8_e8m0fnu" else dtype if how.steps else None,
+        "observer": "static_minmax" if how.global_scale else None,
+    }
+
+
+def check_inputs(inputs: Any, how: InputRounding | None) -> InputRounding | None:
+    """Return how inputs are rounded by an `input_activations` object; None if it is null.
+
+    Args:
+        inputs: The object.
+        how: The only rounding that such weights go with.
+
+    Raises:
+        FormatError: The object describes another rounding.
+    """
+    if inputs is None:
+        return None
+    if how is None or not isinstance(inputs, dict):
+        raise FormatError(
+            f"compressed-tensors: input_activations is {str(inputs)[:60]}, expected None for such weights."
+        )
+    expected = {name: value for name, value in inputs_object(how).items() if name != "observer"}
+    refuse_unknown({f"input_activations.{name}": (inputs.get(name), {value}) for name, value in expected.items()})
+    return how
 
 
 def refuse_unknown(fields: Mapping[str, tuple[Any, set[Any]]]) -> None:

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from nearplane.errors import FormatError
 from nearplane.formats.beside import CONFIG
-from nearplane.formats.layer_format import MLX, QUANTIZATION, read_config
+from nearplane.formats.integers import expect
+from nearplane.formats.layer_format import INPUT_SCALE, MLX, QUANTIZATION, read_config
 from nearplane.formats.table import FORMATS, format_of
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import NumberFormat
+from nearplane.lattice.number_formats import InputRounding, NumberFormat
 from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import INCOMPLETE
 from nearplane.system.safetensors_files import ShardReader, TensorReader
@@ -123,6 +124,20 @@ class Stored:
     def matrix(self, name: str, tensors: Mapping[str, Tensor]) -> QuantizedMatrix:
         """Return the quantized matrix of one layer from its tensors."""
         return self.layers.unpack(name, tensors, self.number_format(name))
+
+    def inputs(self, name: str) -> tuple[InputRounding, float | None] | None:
+        """Return how runtimes round the inputs of one layer and their global scale, if they have one; None: not at all.
+
+        Raises:
+            FormatError: The global scale is missing or no positive number.
+        """
+        how = self._config_file.inputs_of(self.config, name)
+        if how is None or not how.global_scale:
+            return None if how is None else (how, None)
+        scale = float(expect(name, self.tensors(name), INPUT_SCALE, (1,), {torch.float32}))
+        if not 0 < scale < math.inf:
+            raise FormatError(f"{name}: the global scale of its inputs is {scale:g}, expected a positive number.")
+        return how, scale
 
 
 def read_matrices(

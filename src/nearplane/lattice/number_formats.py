@@ -10,8 +10,36 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from nearplane.errors import RecipeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputRounding:
+    """Rounding of a layer's inputs at run time, symmetric and with steps from the range of the inputs themselves.
+
+    Args:
+        kind: Type of the numbers: int (evenly spaced) or fp (E4M3 with 8 bits, E2M1 with 4).
+        bits: Bits per number.
+        group: Number of neighbouring inputs of a token that share a step; None: one step per token.
+        steps: Name of the torch dtype to which steps are rounded; None: they are not rounded.
+    """
+
+    kind: Literal["int", "fp"]
+    bits: int
+    group: int | None = None
+    steps: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the numbers in commands: int8, fp8 or fp4."""
+        return f"{self.kind}{self.bits}"
+
+    @property
+    def global_scale(self) -> bool:
+        """Whether steps are divided by one number for all tokens, which is measured before and stored with the layer."""
+        return self.steps == "float8_e4m3fn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +54,7 @@ class NumberFormat:
         levels: Ascending positions of the codes 0, 1, ... in steps, from below to above 0; None: codes are positions.
         steps: Name of the torch dtype in which steps are stored; None: that of the file.
         fit: Name of the fit of the steps, an entry of `fits.FITS`.
+        inputs: Rounding of inputs that runtimes multiply such weights with, if they round inputs; None: they never do.
     """
 
     name: str
@@ -35,6 +64,7 @@ class NumberFormat:
     levels: tuple[float, ...] | None = None
     steps: str | None = None
     fit: str = "plain"
+    inputs: InputRounding | None = None
 
     @property
     def low(self) -> int:
@@ -152,14 +182,18 @@ TYPES: dict[str, BlockType] = {
     )
 }  # fmt: skip
 
+INT8 = "int8-row"
 INTEGERS = "integers as int4-g128, int8-row, int3-g64-asym, int3-g64-min"  # description of these formats in messages
 ENTROPY_CODED_FORMAT = NumberFormat(name="coded", bits=0)  # codes without limits, entropy-coded
 E2M1 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # four-bit floats, 0 once
-MXFP4 = NumberFormat(name="mxfp4", bits=4, group=32, levels=E2M1, steps="float8_e8m0fnu")
-NVFP4 = NumberFormat(name="nvfp4", bits=4, group=16, levels=E2M1, steps="float8_e4m3fn", fit="shared")
+FP4_MX = InputRounding(kind="fp", bits=4, group=32, steps="float8_e8m0fnu")
+FP4_NV = InputRounding(kind="fp", bits=4, group=16, steps="float8_e4m3fn")
+FP8_TOKEN, INT8_TOKEN = InputRounding(kind="fp", bits=8), InputRounding(kind="int", bits=8)
+MXFP4 = NumberFormat(name="mxfp4", bits=4, group=32, levels=E2M1, steps="float8_e8m0fnu", inputs=FP4_MX)
+NVFP4 = NumberFormat(name="nvfp4", bits=4, group=16, levels=E2M1, steps="float8_e4m3fn", fit="shared", inputs=FP4_NV)
 _HALF = [m / 8 * 2**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][1:-1]
 E4M3 = (*(-level for level in reversed(_HALF)), 0.0, *_HALF)  # eight-bit floats to 448, without not-a-number, 0 once
-FP8 = NumberFormat(name="fp8", bits=8, levels=E4M3)
+FP8 = NumberFormat(name="fp8", bits=8, levels=E4M3, inputs=FP8_TOKEN)
 FLOATS: tuple[NumberFormat, ...] = (MXFP4, NVFP4, FP8)  # formats with tables of levels
 BY_NAME: dict[str, NumberFormat] = {each.name: each for each in (*TYPES.values(), *FLOATS, ENTROPY_CODED_FORMAT)}
 
@@ -173,7 +207,8 @@ def integers(bits: int, group: int | None, *, symmetric: bool = True, minimum: b
     kind = "-min" if minimum else "" if symmetric else "-asym"
     name = f"int{bits}-{'row' if group is None else f'g{group}'}{kind}"
     if not minimum:
-        return NumberFormat(name=name, bits=bits, group=group, symmetric=symmetric)
+        inputs = INT8_TOKEN if name == INT8 else None
+        return NumberFormat(name=name, bits=bits, group=group, symmetric=symmetric, inputs=inputs)
     if group is None:
         raise RecipeError(f"{name}: only groups have a minimum. Use --group-size 32, 64 or 128.")
     return BlockFormat(name=name, bits=bits, group=group, columns=group, m=1, symmetric=False)
@@ -191,7 +226,8 @@ def number_format(name: str) -> NumberFormat:
 
 
 def find_format(name: str) -> NumberFormat | None:
-    """Return the format of this name, or None."""
+    """Return the format of this name, or None; "int8" is the one that runtimes multiply with inputs in 8 bits."""
+    name = INT8 if name == "int8" else name
     if (parts := re.fullmatch(r"int([2-8])-(?:row|g([1-9][0-9]{0,8}))(-asym|-min)?", name)) is not None:
         group, minimum = int(parts[2]) if parts[2] else None, parts[3] == "-min"
         if group is not None or not minimum:

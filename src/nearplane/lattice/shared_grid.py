@@ -57,18 +57,18 @@ class SharedGrid(Grid):
 
 
 def divisor_of(peak: float, highest: float) -> float:
-    """Return the divisor of weights of at most this magnitude, in float32: `448 * highest / peak`, and 1 for zeros.
+    """Return the divisor of numbers of at most this magnitude, in float32: `448 * highest / peak`, and 1 for zeros.
 
     Args:
-        peak: Largest magnitude of a weight among all matrices that share the divisor.
+        peak: Largest magnitude, for weights among all matrices that share the divisor.
         highest: Largest level.
 
     Raises:
-        NumericalError: The weights are too small or too large for float32.
+        NumericalError: The numbers are too small or too large for float32.
     """
     divisor = float(torch.tensor(LARGEST * highest / peak if peak else 1.0, dtype=torch.float32))
     if not 0 < divisor < float("inf"):
-        raise NumericalError(f"The largest weight is {peak:.3g}, whose global scale does not fit float32.")
+        raise NumericalError(f"The largest magnitude is {peak:.3g}, whose global scale does not fit float32.")
     return divisor
 
 

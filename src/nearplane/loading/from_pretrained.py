@@ -49,6 +49,7 @@ from nearplane.loading.dense_network import (
     make_places,
 )
 from nearplane.loading.packed_linear import PackedLinear
+from nearplane.loading.rounded_layers import round_inputs, rounded_layers
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.conversion import renamed
 from nearplane.models.pretrained import empty_network, network_of
@@ -77,12 +78,14 @@ def load(
     device: torch.device | str = "auto",
     packed: bool = True,
     check: bool = True,
+    activations: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a model: a checkpoint of nearplane in any format, or any folder of safetensors that transformers loads.
 
     Grids are decoded to `dtype`. Those of compressed-tensors stay packed if transformers decodes them to `dtype` and
-    the model is not an encoder with a decoder.
+    the model is not an encoder with a decoder. Where runtimes round the inputs of layers (`quantize --activations`), the
+    weights alone are loaded and inputs are not rounded, unless `activations` asks for it.
 
     Args:
         source: A folder, a hub id, or a .gguf file of an architecture that nearplane writes.
@@ -90,6 +93,7 @@ def load(
         device: Device as in `Device.named`; "auto" is the GPU if there is one.
         packed: Whether native weights stay packed, half a byte or a byte each; else they are decoded to `dtype`.
         check: Whether the files are compared with the hashes in the run record, if there is one.
+        activations: Whether the network rounds the inputs of its layers as runtimes do.
         trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
@@ -109,7 +113,9 @@ def load(
     two_stacks = config.get("is_encoder_decoder") is True  # called part by part, so that nothing can stay packed
     if dtype == "auto":
         compute_dtype = getattr(torch, str(config.get("dtype")), None)
-    dense = grid_format and (two_stacks or not FORMATS[str(method)].layers.stays_packed(quantization, compute_dtype))
+    dense = grid_format and (
+        activations or two_stacks or not FORMATS[str(method)].layers.stays_packed(quantization, compute_dtype)
+    )
     if dense:
         model = dense_network(folder, dtype=dtype, check=check, trust_remote_code=trust_remote_code)
     else:
@@ -121,6 +127,8 @@ def load(
             _check_packed(model, folder)
     if not packed and isinstance(getattr(model, "hf_quantizer", None), NearplaneQuantizer):
         model = model.dequantize(model.dtype)
+    if activations:
+        round_inputs(rounded_layers(model, folder), model)
     return model.to(Device.named(device).place)
 
 

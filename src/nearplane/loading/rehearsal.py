@@ -30,9 +30,9 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from nearplane.errors import RecipeError, first_line
-from nearplane.formats.layer_format import GridFormat
+from nearplane.formats.layer_format import GridFormat, LayerFormat
 from nearplane.formats.mlx import MODEL_TYPES
-from nearplane.formats.table import FORMATS
+from nearplane.formats.table import FORMATS, format_of
 from nearplane.lattice.number_formats import NumberFormat
 from nearplane.loading.gptq_rules import EXPERTS_BY_GPTQMODEL, GPTQMODEL_ONLY_TYPES, RULES, Described
 from nearplane.models.ignored import pattern_of
@@ -151,7 +151,7 @@ def _refuse_unlike_experts(model: Model, recipe: Recipe) -> None:
         )
 
 
-def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> dict[str, Tensor]:
+def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer], layout: LayerFormat) -> dict[str, Tensor]:
     """Return all tensors of the checkpoint that will be written, on the meta device."""
     quantized = {name for layer in layers for name in layer.copies(model.weights)}
     reader = model.reader
@@ -160,7 +160,6 @@ def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> dict[st
         for name in reader.names()
         if name not in quantized
     }
-    layout = FORMATS[str(recipe.format)].layers
     assert isinstance(layout, GridFormat), "the shapes of entropy-coded layers are known only after solving"
     for layer in layers:
         format = recipe.scheme_of(layer.name).number_format
@@ -192,7 +191,8 @@ def _faulty_layer(fault: Fault, layers: Sequence[Layer]) -> Layer | None:
 
 def faults(model: Model, recipe: Recipe, configure: Configure, layers: Sequence[Layer]) -> list[Fault]:
     """Return the faults of loading the original model with these layers quantized on grids."""
-    config, tensors = configure(recipe, layers), tensors_of(model, recipe, layers)
+    config = configure(recipe, layers)
+    tensors = tensors_of(model, recipe, layers, format_of(config).layers)
     shared = {id(part): part for part in model.configs()}
     network: PreTrainedModel = deepcopy(model.network, dict(shared))
     with quiet():

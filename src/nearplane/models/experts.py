@@ -155,7 +155,11 @@ class ExpertLayer(Layer):
         """Call `see(layer, output)` whenever this expert has run, with all outputs of the slice."""
         return self._watch((self.side, self.expert), lambda output: see(self, output))
 
-    def _watch(self, key: Any, call: Callable[[Any], None]) -> RemovableHandle:
+    def replacing(self, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
+        """Let this side of this expert multiply `change(rows)`; matrices that share the rows must agree on it."""
+        return self._watch((self.side, self.expert, "rows"), change)
+
+    def _watch(self, key: Any, call: Callable[[Any], Any]) -> RemovableHandle:
         module: Any = self.module
         assert hasattr(module, "watched"), "only experts of blocks in memory are observed"
         callbacks = module.watched.setdefault(key, OrderedDict())
@@ -258,7 +262,7 @@ def make_observable(root: nn.Module) -> None:
         layout, stack = layout_of(module), cast(Any, module)
         if layout is None or hasattr(module, "watched"):
             continue
-        stack.watched = {}  # {side, or (side, expert): observers}
+        stack.watched = {}  # {side, or (side, expert): observers; (side, expert, "rows"): what replaces its rows}
         if layout.called_with == "rows":
             stack.forward = MethodType(forward_of_rows, module)
             continue
@@ -322,7 +326,10 @@ def _expert_outputs(self: Any, routed_input: Routed) -> list[Tensor]:
         with torch._C.DisableTorchFunction():
             for expert in range(len(weight)):
                 W, b = weight[expert], None if bias is None else bias[expert]
-                outputs.append(linear(routed.rows(expert), W.T if layout.transposed else W, b))
+                rows = routed.rows(expert)
+                for change in [*self.watched.get((side, expert, "rows"), {}).values()][:1]:
+                    rows = change(rows)
+                outputs.append(linear(rows, W.T if layout.transposed else W, b))
         for expert, output in enumerate(outputs):
             for see in (*self.watched.get((side, expert), {}).values(),):
                 see(output)

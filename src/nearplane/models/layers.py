@@ -122,8 +122,20 @@ class Layer:
     def before(self, see: Callable[[Layer, Tensor], None]) -> RemovableHandle:
         """Call `see(layer, input)` whenever the layer is about to run, until the handle is removed."""
         return self.module.register_forward_pre_hook(
-            lambda module, args, kwargs: see(self, args[0] if args else kwargs["input"]), with_kwargs=True
+            lambda module, args, kwargs: see(self, args[0] if args else kwargs["input"]), prepend=True, with_kwargs=True
         )
+
+    def replacing(self, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
+        """Let the layer multiply `change(input)`, until the handle is removed; `before` gives the input itself."""
+
+        def replaced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x = args[0] if args else kwargs["input"]
+            x[..., :0]  # torch function modes see that the input is used; the original network has no further operation
+            with torch._C.DisableTorchFunction():
+                changed = change(x)
+            return ((changed, *args[1:]), kwargs) if args else (args, kwargs | {"input": changed})
+
+        return self.module.register_forward_pre_hook(replaced, with_kwargs=True)
 
     def after(self, see: Callable[[Layer, Tensor], None]) -> RemovableHandle:
         """Call `see(layer, output)` whenever the layer has run."""

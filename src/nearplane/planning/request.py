@@ -200,6 +200,7 @@ def quantization_config(
         },
         embeddings=recipe.scheme.dense_ends,
         pre=recipe.pre,
+        activations=recipe.activations,
         version=version("nearplane"),
     )
     return FORMATS[str(recipe.format)].config.describe(network)

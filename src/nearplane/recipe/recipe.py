@@ -13,8 +13,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from nearplane.errors import RecipeError
+from nearplane.lattice.number_formats import FLOATS, InputRounding
 from nearplane.recipe.patterns import compiled, fault_of
-from nearplane.recipe.scheme import FILE_FORMATS, Allocation, FileFormat, Format, names_of, spelled_out
+from nearplane.recipe.scheme import FILE_FORMATS, Activations, Allocation, FileFormat, Format, names_of, spelled_out
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, scheme_of
 from nearplane.recipe.spellings import translated
 from nearplane.system.arguments import check_fields, described, within
@@ -124,6 +125,8 @@ class Recipe:
         layers: Different schemes for layers that match a pattern; the first match counts.
         format: Format of the checkpoint. Default: nearplane with a rate or size, gguf with a grid of llama.cpp, else
             compressed-tensors.
+        activations: Numbers to which runtimes round the inputs of the quantized layers, which the targets then make up for. int8
+            goes with --grid int8, fp8 with --grid fp8, and fp4 with --grid nvfp4 and mxfp4. none: inputs are not rounded.
         ignore: Regular expressions; layers in whose full name one of them is found are not quantized.
         allocate: Distribution of bits over layers. uniform: the same for all. slope: more for layers where a pass
             before the quantization measures a larger effect. Default: slope with a fraction of bits or measured types of
@@ -139,6 +142,7 @@ class Recipe:
     calibration: Calibration = field(default_factory=Calibration)
     layers: tuple[LayerScheme, ...] = ()
     format: Format | None = None
+    activations: Activations = "none"
     ignore: tuple[str, ...] = ()
     allocate: Allocation | None = None
     max_loss: float | None = None
@@ -149,7 +153,9 @@ class Recipe:
         for name in ("layers", "ignore"):
             if isinstance(several := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(several))
-        check_fields(self, "scheme", "calibration", "layers", "format", "ignore", "allocate", "tune", "pre")
+        check_fields(
+            self, "scheme", "calibration", "layers", "format", "ignore", "allocate", "tune", "pre", "activations"
+        )
         if self.format is None:
             minimum = getattr(self.scheme, "minimum", False)
             object.__setattr__(self, "format", "mlx" if minimum else self.scheme.FORMATS[0])
@@ -179,6 +185,8 @@ class Recipe:
             )
         for pattern in self.ignore:
             check_pattern("ignore", pattern)
+        if self.activations != "none":
+            self._check_activations()
 
     @property
     def files(self) -> FileFormat:
@@ -206,6 +214,46 @@ class Recipe:
                 f"Readers of {self.format} expect embeddings and head unquantized. Leave out --include-embeddings and "
                 f"--include-head, or use --rate or --format mlx."
             )
+
+    @property
+    def input_rounding(self) -> InputRounding | None:
+        """How runtimes round the inputs of all quantized layers; None if they do not."""
+        return None if self.activations == "none" else self.scheme.number_format.inputs
+
+    def _check_activations(self) -> None:
+        """Refuse activations that no reader multiplies such weights with.
+
+        Raises:
+            RecipeError: The weights, the format or another option do not go with them; the message says what does.
+        """
+        given = f"--activations {self.activations}"
+        if not self.files.rounds_inputs:
+            raise RecipeError(
+                f"{given} is for compressed-tensors, but the format is {self.format}. Leave out one of them."
+            )
+        names = ["int8"] if self.activations == "int8" else []
+        names += [each.name for each in FLOATS if each.inputs is not None and each.inputs.name == self.activations]
+        for scheme in (self.scheme, *(each.scheme for each in self.layers)):
+            if getattr(scheme, "group_size", None) == "auto" or self.allocate == "slope":
+                found, inputs = "other integers", None
+            else:
+                found, inputs = scheme.number_format.name, scheme.number_format.inputs
+            if inputs is None or inputs.name != self.activations:
+                advice = "none" if inputs is None else inputs.name
+                raise RecipeError(
+                    f"{given} is for --grid {' or '.join(names)}, but weights are {found}, and no reader multiplies these two. Use "
+                    f"such a grid, or --activations {advice}."
+                )
+            if inputs != self.scheme.number_format.inputs:
+                raise RecipeError(
+                    f"{given} rounds the inputs of {found} otherwise than those of {self.scheme.number_format.name}. Use one "
+                    f"--grid for all layers, or --activations none."
+                )
+            if inputs.global_scale and not scheme.calibrated:
+                raise RecipeError(
+                    f"{given} with {found} needs calibration, which measures the largest input of each layer, but solver "
+                    f"{scheme.solver!r} uses none."
+                )
 
     def _check_blocks(self, scheme: BlockScheme) -> None:
         """Refuse a grid together with a size, and an allocation that does not fit the scheme.
@@ -331,7 +379,16 @@ def merged_options(options: Mapping[str, Any], changes: Mapping[str, Any]) -> di
     return {name: value for name, value in options.items() if name not in dropped} | dict(changes)
 
 
-RECIPE_FIELDS = {"format", "ignore", "allocate", "max_loss", "tune", "pre"}  # plain fields of a recipe, not dataclasses
+# plain fields of a recipe, not dataclasses
+RECIPE_FIELDS = {
+    "format",
+    "ignore",
+    "allocate",
+    "max_loss",
+    "tune",
+    "pre",
+    "activations",
+}
 
 
 def translated_options(spellings: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ Order = Literal["natural", "activation", "pivoted"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best"]
 Format = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "mlx", "gguf", "nearplane"]
 Allocation = Literal["uniform", "slope"]
+Activations = Literal["none", "int8", "fp8", "fp4"]
 
 BEAM = 8  # candidates of a row; docs/log.md has the measurements behind this and the defaults of `schemes.py`
 DEFAULT_GROUP_SIZES = (128, 64, 32, 16)  # default group sizes to try; kernels take no smaller ones
@@ -41,6 +42,7 @@ class FileFormat:
         needs: Packages that this library needs besides itself.
         by_vllm: Beginnings of the number formats in such files that every vLLM since 0.9 (May 2025) loads; newer ones load
             more. Empty: vLLM does not read the format.
+        rounds_inputs: Whether files can ask runtimes to round the inputs of layers.
     """
 
     any_network: bool = False
@@ -53,11 +55,16 @@ class FileFormat:
     library: str = "transformers"
     needs: str = ""
     by_vllm: tuple[str, ...] = ()
+    rounds_inputs: bool = False
 
 
 FILE_FORMATS: dict[str | None, FileFormat] = {
     "compressed-tensors": FileFormat(
-        any_network=True, one_grid_for_experts=True, steps_of_model=True, by_vllm=("int4", "int8", "fp8", "nvfp4")
+        any_network=True,
+        one_grid_for_experts=True,
+        steps_of_model=True,
+        rounds_inputs=True,
+        by_vllm=("int4", "int8", "fp8", "nvfp4"),
     ),
     "gptq": FileFormat(by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=("int",)),
     "gptq_v2": FileFormat(by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=("int",)),

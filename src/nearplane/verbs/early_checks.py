@@ -120,6 +120,11 @@ def check_recipe(recipe: Recipe, called: str) -> None:
             f"{called} cannot be tuned: its embeddings or head are entropy-coded, which is not supported yet. Quantize without "
             f"--include-embeddings and --include-head."
         )
+    if recipe.activations != "none":
+        raise RecipeError(
+            f"{called} cannot be tuned: runtimes round its activations to {recipe.activations}, which tuning does not. Quantize "
+            f"with --activations none."
+        )
     for scheme in (recipe.scheme, *(each.scheme for each in recipe.layers)):
         if not scheme.tunable:
             raise RecipeError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from nearplane.calibration.given import Given, refuse_tokenizer
 from nearplane.calibration.texts import check_start, check_vocabulary
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.loading.dense_network import dense_network
+from nearplane.loading.rounded_layers import RoundedLayers, rounded_layers
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import InputKind
 from nearplane.models.pretrained import tokenizer_of
@@ -67,6 +68,7 @@ class Evaluation:
         llama_cpp: Figures of `llama-perplexity`, only by this protocol.
         lm_eval, lm_eval_original: Perplexities of lm-eval of the model and of the original, only by this protocol.
         words, bytes, documents: Sizes of the text, by which lm-eval divides; 0 for other protocols.
+        computed: The same of the network that rounds inputs as runtimes do; None unless asked for.
     """
 
     perplexity: float | None = None
@@ -90,6 +92,7 @@ class Evaluation:
     words: int = 0
     bytes: int = 0
     documents: int = 0
+    computed: Evaluation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +117,7 @@ def evaluate(
     samples: int | None = None,
     against: str | Path | PreTrainedModel | None = None,
     floor: bool = False,
+    activations: bool = False,
     device: str = "auto",
     trust_remote_code: bool = False,
     progress: Progress = silent,
@@ -136,6 +140,7 @@ def evaluate(
         samples: Number of windows, or for lm-eval of documents, from the beginning of the text. None: all.
         against: The original model.
         floor: Whether to measure the divergence of the original in its own dtype from itself in float32, too.
+        activations: Whether to measure a second time with inputs rounded as runtimes do; see `quantize`.
 
     Raises:
         CalibrationError: The text is missing, empty or shorter than one window.
@@ -148,6 +153,7 @@ def evaluate(
         samples=samples,
         against=against,
         floor=floor,
+        activations=activations,
         device=device,
         trust_remote_code=trust_remote_code,
         progress=progress,
@@ -165,6 +171,7 @@ class EvaluationOptions:
     samples: int | None = None
     against: str | Path | PreTrainedModel | None = None
     floor: bool = False
+    activations: bool = False
     device: str = "auto"
     trust_remote_code: bool = False
     progress: Progress = silent
@@ -179,12 +186,14 @@ class PreparedTexts:
         names: Names of the texts.
         scored: Windows of the texts.
         options: Options of the evaluation.
+        rounded: Layers of the model whose inputs runtimes round; empty unless asked for.
     """
 
     outlines: Sequence[Outline]
     names: Sequence[str]
     scored: Sequence[ScoredText]
     options: EvaluationOptions
+    rounded: RoundedLayers
 
     def measure(self) -> list[Measured]:
         """Read the models, and measure them on each text by itself; the floor is measured on the first."""
@@ -194,9 +203,20 @@ class PreparedTexts:
         floors: list[Floor | None] = [None] * len(self.scored)
         if options.floor and len(networks) > 1 and not outlines[0].embeds:
             floors[0] = measured_floor(networks[1], self.scored[0], place, trust, options.progress)
-        return [
+        measured = [
             _measured(networks, part, name, options.protocol, floor, options.progress)
             for part, name, floor in zip(self.scored, self.names, floors, strict=True)
+        ]
+        if not options.activations:
+            return measured
+        networks[0].rounded = self.rounded
+        computed = [
+            _measured(networks, part, name, options.protocol, None, options.progress)
+            for part, name in zip(self.scored, self.names, strict=True)
+        ]
+        return [
+            replace(alone, evaluation=replace(alone.evaluation, computed=both.evaluation))
+            for alone, both in zip(measured, computed, strict=True)
         ]
 
 
@@ -213,7 +233,13 @@ def prepare_texts(
     outlines = [Outline.of(each, trust_remote_code=trust) for each in (model, against) if each is not None]
     for each in given:
         _check_taken(outlines, InputKind.TEXT if each is None else each.kind, protocol)
-    outline = outlines[0]
+    outline, layers = outlines[0], RoundedLayers()
+    if options.activations:
+        if outline.folder is None:
+            raise RecipeError(
+                "A model object runs as it is, so activations=True needs the folder of a checkpoint instead."
+            )
+        layers = rounded_layers(outline.network, outline.folder)
     if outline.folder is not None and any(each is None or each.tokens is None for each in given):
         tokenizer = tokenizer_of(outline.folder, trust_remote_code=trust)
     scored = [_scored(outlines, tokenizer, text, each, options) for text, each in zip(texts, given, strict=True)]
@@ -225,7 +251,7 @@ def prepare_texts(
             raise ModelError(
                 f"{original.name} has {original.vocabulary} tokens, but {outline.name} {outline.vocabulary}. Pass the original."
             )
-    return PreparedTexts(outlines, [_name(text) for text in texts], scored, options)
+    return PreparedTexts(outlines, [_name(text) for text in texts], scored, options, layers)
 
 
 def _name(text: Text) -> str:

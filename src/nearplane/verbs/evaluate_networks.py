@@ -31,6 +31,7 @@ from nearplane.errors import ModelError
 from nearplane.formats.layer_format import read_config
 from nearplane.formats.stored import DecodedReader, quantization_of, reader_of
 from nearplane.loading.dense_network import dense_network, stacks_of, stored_transposed, weight_shapes
+from nearplane.loading.rounded_layers import RoundedLayers, round_inputs
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import (
     InputKind,
@@ -43,7 +44,7 @@ from nearplane.models.kinds import (
     main_input,
     read_out,
 )
-from nearplane.models.model import Model, open_model, positions_of
+from nearplane.models.model import NOT_IN_MEMORY, Block, Model, open_model, positions_of
 from nearplane.models.pretrained import empty_network
 from nearplane.recipe.sizes import size_text
 from nearplane.system.device import Device
@@ -129,12 +130,13 @@ class Network(ABC):
         outline: Description of the network before its weights are read.
         device: Device that it runs on.
         width: Width of the hidden states that are kept in memory for a chunk of windows; 0 if none are.
+        rounded: Layers that multiply rounded inputs while it predicts; empty: none do.
     """
 
     width: int = 0
 
     def __init__(self, outline: Outline, device: torch.device) -> None:
-        self.outline, self.device = outline, device
+        self.outline, self.device, self.rounded = outline, device, RoundedLayers()
 
     @abstractmethod
     def shapes(self) -> list[tuple[int, int]]:
@@ -170,7 +172,8 @@ class Held(Network):
                 module.training = False
             body = None if self.outline.embeds else self._body(windows[:1].to(self.device))
             run = self._whole if body is None else partial(self._head_apart, body)
-            yield lambda index: run(parts[index].to(self.device))
+            with round_inputs(self.rounded, self.network):
+                yield lambda index: run(parts[index].to(self.device))
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -245,7 +248,7 @@ class Streamed(Network):
         parts = windows.split(batch)
         stream = skeleton(self.model, parts, device=device, dtype=dtype)
         for block in self.model.blocks:
-            with torch.no_grad(), block.on(device, dtype, original=False):
+            with torch.no_grad(), block.on(device, dtype, original=False), self._rounded(block):
                 for index, hidden in enumerate(stream.quantized):
                     stream.quantized[index] = checked_finite(
                         stream.forward(block, block.quantized, index, hidden), block
@@ -266,6 +269,10 @@ class Streamed(Network):
             if run is whole and not self.outline.embeds:
                 log.info(NOT_APART, self.outline.name)
             yield lambda index: run(parts[index], stream.quantized[index])
+
+    def _rounded(self, block: Block) -> ExitStack:
+        assert block.quantized is not None, NOT_IN_MEMORY
+        return round_inputs(self.rounded, block.quantized, f"{block.name}.")
 
 
 def same_in_parts(read: Readout, logits: Tensor) -> bool:

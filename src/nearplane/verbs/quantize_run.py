@@ -79,12 +79,12 @@ class Run:
         Returns:
             The layers; None if they must be solved again at other rates, as the last layers under a --size may be.
         """
-        packed = [self._packed(each) for each in solved]
+        packed = [self._packed(each, stage.input_scales.get(each.layer.name)) for each in solved]
         return self.ledger.accepted(packed, stage.rest) if packed else packed
 
-    def _packed(self, solved: Solved) -> Solved:
+    def _packed(self, solved: Solved, input_scale: float | None) -> Solved:
         name = solved.layer.written(self.model.weights)
-        tensors = self._container.add(name, solved.matrix)
+        tensors = self._container.add(name, solved.matrix, input_scale=input_scale)
         return solved._replace(record=with_tensors(solved.record, name, tensors.bytes, tensors.checksum))
 
     def add(self, stage: Stage, packed: Sequence[Solved]) -> None:

@@ -124,7 +124,9 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
     recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
     known = {layer.stored: layer for layer in record.layers}
     format = FORMATS[str(recipe.format)]
-    described = format.config.describe(Quantized(scheme=recipe.scheme, quantized=list(known), version=""))
+    described = format.config.describe(
+        Quantized(scheme=recipe.scheme, quantized=list(known), activations=recipe.activations, version="")
+    )
     if stored.layers != format.layers.configured(described):
         yield Fault(where=CONFIG, what=f"its quantization_config is not that of {recipe.format} with this recipe")
     for name, text in stored.repeated_files().items():  # some programs read this copy first

@@ -47,6 +47,7 @@ def along_both_networks(
     windows: Windows,
     progress: Progress,
     measure: Callable[[Layer, Inputs, LayerRecord], tuple[Tensor | None, Measured]],
+    input_scales: dict[str, float] | None = None,
 ) -> list[Measured]:
     """Pass windows through the original and the quantized network, and return the measurement of every layer.
 
@@ -55,6 +56,7 @@ def along_both_networks(
         windows: Calibration windows.
         progress: Display that wraps the iterator over layers.
         measure: Function that returns the weights that later layers see (None: the original's) and a measurement.
+        input_scales: Receives {layer name: global scale of its rounded inputs}, where there are such.
     """
     model, record, entries = (saved.model, saved.record, {layer.name: layer for layer in saved.record.layers})
     moments = moments_of_embeddings(model, saved.recipe.scheme, windows.fitted, saved.device)
@@ -70,6 +72,8 @@ def along_both_networks(
             stage.write(values for values, _ in measured)
             results += [each for _, each in measured]
             count(len(measured))
+            if input_scales is not None:
+                input_scales |= stage.input_scales
             del measured
     return results
 
@@ -98,8 +102,16 @@ def losses_again(
             faults.append(Fault(where=layer.name, what="weights of inputs that were always 0 are not 0"))
         return matrix.decode(), True
 
-    if not all(along_both_networks(saved, windows, progress, measure)):
+    scales: dict[str, float] = {}
+    if not all(along_both_networks(saved, windows, progress, measure, scales)):
         return False
+    for entry in saved.record.layers:
+        stored = saved.stored.inputs(entry.stored)
+        if stored is not None and not _same(scales.get(entry.name), stored[1], tolerance):
+            what = (
+                f"the global scale of its inputs is {_short(scales.get(entry.name))}, the file has {_short(stored[1])}"
+            )
+            faults.append(Fault(where=entry.name, what=what))
     faults += _held_out_again(saved, tolerance)
     return True
 

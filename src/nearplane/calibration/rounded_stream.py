@@ -1,0 +1,55 @@
+"""Rounding of inputs in the quantized network, as runtimes do it, so that targets make up for it.
+
+Modules of the quantized copy of a block multiply rounded inputs. Observers see inputs before that and round them alike. A
+global scale is measured at the stage of its layers, over the calibration windows; until then their inputs pass unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from torch import Tensor
+
+from nearplane.lattice.number_formats import E2M1, InputRounding
+from nearplane.lattice.rounded_inputs import rounded
+from nearplane.lattice.shared_grid import divisor_of
+from nearplane.models.layers import Layer
+
+
+class RoundedStream:
+    """Rounding of the inputs of all quantized layers.
+
+    Args:
+        how: The numbers to which inputs are rounded.
+
+    Attributes:
+        scales: {layer name: global scale of its inputs}, as far as they are measured; empty if they have none.
+    """
+
+    def __init__(self, how: InputRounding) -> None:
+        self.how, self.scales = how, dict[str, float]()
+
+    def rounded(self, name: str, x: Tensor) -> Tensor:
+        """Return inputs (..., in) of a layer as the runtime multiplies them; unchanged before their scale is measured."""
+        if self.how.global_scale and name not in self.scales:
+            return x
+        return rounded(x, self.how, self.scales.get(name))
+
+    def measures(self, group: Iterable[Layer]) -> bool:
+        """Return whether layers that share an input still need a global scale."""
+        return self.how.global_scale and any(layer.name not in self.scales for layer in group)
+
+    def measured(self, group: Iterable[Layer], peak: float) -> None:
+        """Set the global scale of layers that share an input, which has this largest magnitude."""
+        self.scales |= dict.fromkeys((layer.name for layer in group), divisor_of(peak, E2M1[-1]))
+
+    @contextmanager
+    def within(self, layers: Iterable[Layer]) -> Iterator[None]:
+        """Let these layers multiply rounded inputs in this context."""
+        with ExitStack() as hooks:
+            for layer in layers:
+                hooks.enter_context(layer.replacing(partial(self.rounded, layer.name)))
+            yield
+        self.scales.clear()
