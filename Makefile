@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 PEERS ?= build/peers
 LLAMA ?= build/llama
+MLX ?= build/mlx
 EVAL ?= build/eval
 ASSETS ?= ../shared/assets
 ROUNDS ?= 3
@@ -16,7 +17,7 @@ KERNELS := $(shell find src/nearplane/lattice src/nearplane/coding src/nearplane
 test nightly: export NUMBA_CACHE_DIR ?= $(CURDIR)/build/numba/$(shell cat $(KERNELS) | cksum | tr ' ' -)
 export OMP_WAIT_POLICY ?= PASSIVE   # threads that wait do not spin: on a busy machine that is several times faster
 
-.PHONY: demo test nightly test-llama test-eval bench bench-check bench-peers bench-tables bench-gguf fingerprint clean
+.PHONY: demo test nightly test-llama test-mlx test-eval bench bench-check bench-peers bench-tables bench-gguf fingerprint clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/nearplane demo
@@ -40,6 +41,10 @@ nightly: $(VENV)/.tested-with   # what `make test` leaves out; 500 problems for 
 test-llama: $(LLAMA)/.installed   # GGUF files in llama.cpp itself, which pip builds first: about six minutes
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(LLAMA)/bin/python -m pytest tests/journeys/test_llama_cpp.py -m nightly
+
+test-mlx: $(MLX)/.installed   # folders for MLX in mlx_lm itself, on the CPU
+	$(MLX)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(MLX)/bin/python -m pytest tests/journeys/test_mlx.py -m nightly
 
 test-eval: $(EVAL)/.installed   # tasks of lm-eval from local files, beside its own command line; no network
 	$(EVAL)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
@@ -73,6 +78,12 @@ $(LLAMA)/.installed:
 	$(PYTHON) -m venv $(LLAMA)
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)"
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet ".[gguf]" pytest hypothesis sentencepiece protobuf llama-cpp-python==0.3.36 "$(TORCH)"
+	touch $@
+
+$(MLX)/.installed:
+	$(PYTHON) -m venv $(MLX)
+	$(MLX)/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)"
+	$(MLX)/bin/python -m pip --disable-pip-version-check install --quiet . pytest hypothesis "mlx[cpu]==0.32.4" mlx-lm==0.32.2 "$(TORCH)"
 	touch $@
 
 $(EVAL)/.installed: pyproject.toml

@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 LONG_LINE = 120  # characters
 MAX_PARAMETERS = 6
 MAX_BODY = 60  # lines
-FORMAT_NAMES = {"gptq", "gptq_v2", "compressed-tensors", "gguf", "nearplane"}
+FORMAT_NAMES = {"gptq", "gptq_v2", "awq", "mlx", "compressed-tensors", "gguf", "nearplane"}
 AMBIGUOUS = {"nearplane"}  # also the name of the package: a format only where the other side of a comparison says so
 ENDS = (
     "__init__",

@@ -40,6 +40,9 @@ WAYS = {
     "rate, embeddings and head": dict(rate=3.0, include_embeddings=True, include_head=True),
     "size": dict(size="270kB"),
     "blocks of llama.cpp, embeddings too": dict(grid="q4_0"),
+    "MLX, widths by slope, embeddings and head": dict(
+        bits=3.5, group_size=32, format="mlx", include_embeddings=True, include_head=True
+    ),
     "rounded to nearest": dict(bits=4, group_size=16, solver="round-to-nearest"),
 }
 EXPERT_WAYS = {

@@ -39,6 +39,7 @@ WAYS = {
         "llama of two blocks",
         {"bits": 2, "group_size": 16, "symmetric": False, "format": "gptq_v2", "correct": False},
     ),
+    "mlx": ("llama", {"bits": 2, "group_size": 32, "format": "mlx", "include_embeddings": True}),
     "llama.cpp": ("llama", {"grid": "q4_0", "embeddings": "f32"}),
     "llama.cpp, embeddings and head": ("llama", {"grid": "q4_0"}),
     "llama.cpp, one matrix for both": ("qwen3", {"grid": "q4_0", "embeddings": "q8_0"}),

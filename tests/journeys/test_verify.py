@@ -34,6 +34,9 @@ WAYS = {  # every format; grids of every kind, and every way to solve, at least 
     "gptq_v2, names without a prefix": (
         "gpt2 renamed", {"bits": 2, "group_size": 16, "symmetric": False, "format": "gptq_v2"},
     ),
+    "mlx, mixed widths and ends": (
+        "llama of one block", {"bits": 3.5, "group_size": 32, "format": "mlx", "include_embeddings": True, "include_head": True},
+    ),
     "nearplane": ("llama", {"rate": 3.0}),
     "nearplane, tied ends": ("qwen3", {"rate": 3.0, "include_embeddings": True, "include_head": True}),
     "nearplane, ends": ("llama of one block", {"rate": 3.0, "include_embeddings": True, "include_head": True}),

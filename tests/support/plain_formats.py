@@ -1,4 +1,4 @@
-"""Read folders of safetensors with plain NumPy, as their formats say: packed integers, GPTQ, 4-bit floats, fp8, and dense tensors.
+"""Read folders of safetensors with plain NumPy, as their formats say: packed integers, GPTQ, MLX, 4-bit floats, fp8, and dense.
 
 An independent reader for files that nobody signed: whatever their bytes are, this is what they decode to. It imports nothing of
 nearplane, checks little, and raises any error at all where a file makes no sense.
@@ -33,7 +33,7 @@ def _eight(byte: int) -> float:
 
 
 EIGHTS = np.array([_eight(byte) for byte in range(256)], np.float32)
-CODED = (".weight_packed", ".qweight")
+CODED = (".weight_packed", ".qweight", ".scales")
 
 
 class UnsureError(Exception):
@@ -84,6 +84,8 @@ def decoded(folder: Path) -> dict[str, Raw]:
     """
     config = json.loads((folder / "config.json").read_text())
     how, stored = config.get("quantization_config"), raw_tensors(folder)
+    if (own := config.get("quantization")) is not None:  # the entry that MLX reads
+        return _layers(stored, CODED[2], lambda layer, parts: _mlx(parts, own | own.get(layer, {})))
     if how is None:
         return stored
     with np.errstate(all="ignore"):
@@ -104,6 +106,7 @@ def _layers(stored: Mapping[str, Raw], key: str, decode: Any) -> dict[str, Raw]:
     ends = {
         CODED[0]: (key, ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
         CODED[1]: (key, ".qzeros", ".scales", ".g_idx"),
+        CODED[2]: (key, ".weight", ".biases"),
     }[key]
     dense = dict(stored)
     for layer in [name.removesuffix(key) for name in stored if name.endswith(key)]:
@@ -155,6 +158,14 @@ def _gptq(parts: Mapping[str, Raw], how: Mapping[str, Any]) -> NDArray[np.float3
     zeros = _bits(parts["qzeros"].values, bits, steps.shape[1]) + (1 if version == "gptq" else 0)
     codes = _bits(parts["qweight"].values.T, bits, len(group))  # (out, in)
     return np.ascontiguousarray(steps[group].T * (codes.T - zeros[group]).T.astype(np.float32))
+
+
+def _mlx(parts: Mapping[str, Raw], how: Mapping[str, Any]) -> NDArray[np.float32]:
+    if how.get("mode", "affine") != "affine":
+        raise UnsureError(how["mode"])
+    bits, size, step, minimum = how["bits"], how["group_size"], parts["scales"].floats(), parts["biases"].floats()
+    codes = _bits(parts["weight"].values, bits, step.shape[1] * size).astype(np.float32)
+    return np.repeat(step, size, 1) * codes + np.repeat(minimum, size, 1)
 
 
 def _eights(stored: Mapping[str, Raw], size: tuple[int, int]) -> dict[str, Raw]:

@@ -33,10 +33,10 @@ BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 KINDS = ("Linear", "Embedding")
 MODEL_TYPES = (  # model types that mlx_lm 0.32.2 loads and computes as transformers does, see tests/journeys/test_mlx.py
-    "cohere dots1 ernie4_5 gemma gemma2 gemma3_text glm4 gpt_bigcode granite granitemoe helium hunyuan_v1_dense internlm3 "
-    "iquestcoder laguna llama ministral3 mistral mixtral nemotron olmo2 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe "
-    "seed_oss smollm3 stablelm starcoder2"
-).split()
+    "cohere", "dots1", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_bigcode", "granite", "granitemoe", "helium",
+    "hunyuan_v1_dense", "internlm3", "iquestcoder", "laguna", "llama", "ministral3", "mistral", "mixtral", "nemotron", "olmo2",
+    "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.formats.gguf.gguf_layers import pack, unpack
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import TYPES, BlockType
+from nearplane.lattice.number_formats import TYPES, BlockFormat, BlockType, integers
 from nearplane.lattice.polish import State, descend
 from nearplane.lattice.solvers import round_to_nearest
 from nearplane.lattice.superblock import SuperGrid
@@ -35,8 +35,8 @@ def hessian() -> Tensor:
     return X.T @ X / len(X) + 0.02 * torch.eye(512)
 
 
-def fitted(kind: BlockType, W: Tensor) -> SuperGrid:
-    return fit_blocks(kind, W, torch.ones(W.shape[1]))
+def fitted(kind: BlockFormat, W: Tensor, storage: torch.dtype = torch.float16) -> SuperGrid:
+    return fit_blocks(kind, W, torch.ones(W.shape[1]), storage)
 
 
 @KINDS
@@ -79,7 +79,7 @@ def test_zeros_tiny_and_large_weights_have_finite_values(kind: BlockType, W: Ten
 
 @KINDS
 def test_weights_too_large_for_16_bits_are_refused(kind: BlockType, W: Tensor) -> None:
-    with pytest.raises(NumericalError, match="does not fit 16-bit floating point"):
+    with pytest.raises(NumericalError, match=r"does not fit torch\.float16"):
         fitted(kind, W * 1e12)
 
 
@@ -87,13 +87,31 @@ def test_weights_too_large_for_16_bits_are_refused(kind: BlockType, W: Tensor) -
 def test_fitting_lowers_the_loss_by_what_it_says(kind: BlockType, W: Tensor, H: Tensor) -> None:
     W, H = W.double(), H.double()
     matrix = round_to_nearest(W, fitted(kind, W).to(torch.float64))
-    found, gained = descend(W, matrix, H, sweeps=2, fit=SuperFit(matrix.grid, kind))
+    found, gained = descend(W, matrix, H, sweeps=2, fit=SuperFit(matrix.grid, kind, torch.float16))
     before, after = (((E @ H) * E).sum(1) for E in (W - matrix.decode(), W - found.decode()))
     torch.testing.assert_close(after - before, gained, rtol=1e-9, atol=1e-12)
     assert bool((gained <= 0).all())
     assert float(after.sum()) < 0.8 * float(before.sum())
     single = found.grid.to(torch.float32)
     assert pack(kind, type(found)(codes=found.codes, grid=single)).shape == (24, 512 // kind.columns * kind.bytes)
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("format", [integers(3, 64, minimum=True), integers(8, 32, minimum=True)], ids=lambda f: f.name)
+def test_steps_and_minima_are_stored_in_the_dtype_of_the_model(
+    format: BlockFormat, storage: torch.dtype, W: Tensor, H: Tensor
+) -> None:
+    """Of integers with a minimum, before and after the fit; the values are `step * code + minimum` in float32."""
+    matrix = round_to_nearest(W + 0.05, fitted(format, W + 0.05, storage))
+    found, gained = descend(W + 0.05, matrix, H, sweeps=2, fit=SuperFit(matrix.grid, format, storage))
+    assert float(gained.sum()) < 0
+    for grid in (matrix.grid, found.grid):
+        assert isinstance(grid, SuperGrid)
+        for part in (grid.d, grid.dmin):
+            assert part is not None
+            assert torch.equal(part.to(storage).float(), part)
+        step, minimum = (each.repeat_interleave(format.group, 1) for each in (grid.d, -part))
+        assert torch.equal(grid.decode(found.codes), step * found.codes + minimum)
 
 
 @KINDS
@@ -103,7 +121,7 @@ def test_steps_alone_come_to_a_least_square(kind: BlockType, W: Tensor, H: Tenso
     right = round_to_nearest(W, fitted(kind, W).to(torch.float64))
     wrong = right.grid.with_parts({"d": (right.grid.d * 1.1).half().double()})
     matrix = type(right)(codes=right.codes, grid=wrong)
-    fit = SuperFit(wrong, kind)
+    fit = SuperFit(wrong, kind, torch.float16)
     found = _only_steps(W, matrix, H, fit)
     losses = [float((((W - values) @ H) * (W - values)).sum()) for values in (right.decode(), matrix.decode(), found)]
     assert losses[2] - losses[0] < 0.05 * (losses[1] - losses[0])

@@ -14,7 +14,7 @@ KINDS = ("q4_0", "q5_1", "q2_k", "q3_k", "q4_k", "q6_k")
 
 def matrix_of(generator, kind):
     W = torch.randn(6, 512, generator=generator) * 0.02
-    return W, round_to_nearest(W, fit_blocks(TYPES[kind], W, torch.ones(512)))
+    return W, round_to_nearest(W, fit_blocks(TYPES[kind], W, torch.ones(512), torch.float16))
 
 
 def shake(tuned, generator, size=1.0):
@@ -26,7 +26,7 @@ def shake(tuned, generator, size=1.0):
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_those_of_the_file(generator, kind):
     _, start = matrix_of(generator, kind)
-    tuned = TunedBlocks(start, codes=TYPES[kind].bits < 4)
+    tuned = TunedBlocks(start, torch.float16, codes=TYPES[kind].bits < 4)
     assert tuned.matrix().same_as(start)
     shake(tuned, generator, 4.0)
     found = tuned.matrix()
@@ -41,7 +41,7 @@ def test_values_are_those_of_the_file(generator, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_without_rounding(generator, kind):
     W, start = matrix_of(generator, kind)
-    tuned = TunedBlocks(start, codes=True)
+    tuned = TunedBlocks(start, torch.float16, codes=True)
     tuned.lean(W)
     assert tuned.matrix().same_as(start)
     G = torch.randn(W.shape, generator=generator)
@@ -58,7 +58,7 @@ def test_gradients_are_those_without_rounding(generator, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_and_files_bring_back_what_was(generator, kind):
     _, start = matrix_of(generator, kind)
-    tuned = TunedBlocks(start, codes=True)
+    tuned = TunedBlocks(start, torch.float16, codes=True)
     shake(tuned, generator, 3.0)
     state, kept = tuned.state(), tuned.matrix()
     shake(tuned, generator, 3.0)
@@ -72,7 +72,7 @@ def test_states_and_files_bring_back_what_was(generator, kind):
 def test_steps_stay_finite_and_keep_their_signs(generator):
     _, start = matrix_of(generator, "q4_k")
     for far in (-200.0, 200.0):
-        tuned = TunedBlocks(start)
+        tuned = TunedBlocks(start, torch.float16)
         with torch.no_grad():
             tuned.trained()["steps"].fill_(far)
         grid = tuned.matrix().grid
