@@ -170,3 +170,39 @@ def test_rounding_to_nearest_is_not_measured_unless_asked_for():
     nearest = RateScheme(rate=3, solver="round-to-nearest")
     assert Recipe(scheme=nearest).allocate == "uniform"
     assert Recipe(scheme=RateScheme(rate=3)).allocate == "slope"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"grid": "int8", "activations": "fp8"},
+            "--activations fp8 is for --grid fp8, but weights are int8-row, .* int8",
+        ),
+        ({"grid": "fp8", "activations": "int8"}, "--activations int8 is for --grid int8, but weights are fp8, .* fp8"),
+        ({"grid": "fp8", "activations": "fp4"}, "fp4 is for --grid mxfp4 or nvfp4, but weights are fp8"),
+        ({"bits": 8, "activations": "int8"}, "but weights are other integers.*--activations none"),
+        ({"bits": 7.5, "group_size": None, "activations": "int8"}, "but weights are other integers"),
+        (
+            {"rate": 4, "activations": "int8"},
+            "--activations int8 is for compressed-tensors, but the format is nearplane",
+        ),
+        ({"grid": "int8", "format": "gptq", "activations": "int8"}, "but the format is gptq"),
+        ({"grid": "nvfp4", "layers": {"a": {"grid": "mxfp4"}}, "activations": "fp4"}, "otherwise than those of nvfp4"),
+        ({"grid": "nvfp4", "solver": "round-to-nearest", "activations": "fp4"}, "with nvfp4 needs calibration"),
+        ({"grid": "int8", "activations": "int4"}, "activations"),
+    ],
+)
+def test_activations_that_no_reader_multiplies_with_the_weights_are_refused(options, said):
+    with pytest.raises(RecipeError, match=said):
+        Recipe.from_spellings(**options)
+
+
+@pytest.mark.parametrize(
+    ("grid", "activations"), [("int8", "int8"), ("fp8", "fp8"), ("nvfp4", "fp4"), ("mxfp4", "fp4")]
+)
+def test_activations_stay_in_the_json_of_a_recipe(grid, activations):
+    recipe = Recipe.from_spellings(grid=grid, activations=activations)
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    assert recipe.input_rounding.name == activations
+    assert Recipe.from_spellings(grid=grid).input_rounding is None
