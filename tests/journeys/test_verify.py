@@ -134,12 +134,12 @@ def test_what_was_written_holds(checkpoint_of, way):
     assert not alone.measured
     assert measured.measured
     assert measured.layers == len(measured.record.layers) == len(dict(read_matrices(folder)))
-    assert measured.files == sum(path.is_file() for path in folder.rglob("*"))
+    assert measured.files == sum(path.is_file() for path in folder.rglob("*")) - 1  # users may change the card
 
 
 def test_the_summary_is_one_sentence(checkpoint_of):
     folder, original = checkpoint_of("compressed-tensors")
-    files = sum(path.is_file() for path in folder.iterdir())
+    files = sum(path.is_file() for path in folder.iterdir()) - 1  # users may change the card
     assert verify(folder).summary() == (
         f"{files} files and 7 layers checked: no faults; losses were not measured (this needs --against)"
     )

@@ -27,7 +27,7 @@ from nearplane.lattice.number_formats import find_format
 from nearplane.recipe.scheme import Order
 from nearplane.record.record import LayerRecord, RunRecord, digest_of, one_line, read_record
 from nearplane.system.files import sha256
-from nearplane.system.paths import RECORD
+from nearplane.system.paths import CARD, RECORD
 from nearplane.system.safetensors_files import INDEX, checksum, index_text
 
 CIRCUMSTANCES = {
@@ -122,7 +122,8 @@ CRUDE: Mapping[str, Alter] = {
 
 
 def _some_file(folder: Path, rng: random.Random) -> Path:
-    return rng.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+    paths = (path for path in folder.rglob("*") if path.name != CARD)  # which users may change
+    return rng.choice(sorted(path for path in paths if path.is_file() and path.stat().st_size))
 
 
 # ── forged: every hash is made to fit ──
@@ -342,9 +343,11 @@ def rehash(folder: Path) -> None:
 def sign(folder: Path, record: RunRecord) -> None:
     """Write the record of a folder with the hashes and sizes of its files as they are now, and its digest."""
     names = [
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.name != RECORD
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in (RECORD, CARD)
     ]
-    others = sum((folder / name).stat().st_size for name in names)
+    others = sum((folder / name).stat().st_size for name in names) + record.card
     record = replace(
         record,
         files={name: sha256(folder / name) for name in sorted(names)},
