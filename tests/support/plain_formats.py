@@ -96,6 +96,8 @@ def decoded(folder: Path) -> dict[str, Raw]:
                 return _layers(stored, CODED[0], lambda layer, parts: _compressed(parts, _scheme(how, layer)))
             case "gptq":
                 return _layers(stored, CODED[1], lambda _, parts: _gptq(parts, how))
+            case "awq":
+                return _layers(stored, CODED[1], lambda _, parts: _awq(parts))
     raise UnsureError(str(how.get("quant_method")))
 
 
@@ -155,6 +157,16 @@ def _gptq(parts: Mapping[str, Raw], how: Mapping[str, Any]) -> NDArray[np.float3
     zeros = _bits(parts["qzeros"].values, bits, steps.shape[1]) + (1 if version == "gptq" else 0)
     codes = _bits(parts["qweight"].values.T, bits, len(group))  # (out, in)
     return np.ascontiguousarray(steps[group].T * (codes.T - zeros[group]).T.astype(np.float32))
+
+
+def _awq(parts: Mapping[str, Raw]) -> NDArray[np.float32]:
+    steps = parts["scales"].floats()  # (groups, out)
+    codes, zeros = (_bits(parts[part].values, 4, steps.shape[1]) for part in ("qweight", "qzeros"))
+    place = (
+        np.arange(steps.shape[1]).reshape(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].reshape(-1)
+    )  # of outputs in their words
+    group = np.arange(len(codes)) // (len(codes) // len(steps))
+    return np.ascontiguousarray((steps[group] * (codes - zeros[group])[:, place].astype(np.float32)).T)
 
 
 def _eights(stored: Mapping[str, Raw], size: tuple[int, int]) -> dict[str, Raw]:
