@@ -98,6 +98,8 @@ def decoded(folder: Path) -> dict[str, Raw]:
                 return _layers(stored, CODED[0], lambda layer, parts: _compressed(parts, _scheme(how, layer)))
             case "gptq":
                 return _layers(stored, CODED[1], lambda _, parts: _gptq(parts, how))
+            case "awq":
+                return _layers(stored, CODED[1], lambda _, parts: _awq(parts))
     raise UnsureError(str(how.get("quant_method")))
 
 
@@ -166,6 +168,16 @@ def _mlx(parts: Mapping[str, Raw], how: Mapping[str, Any]) -> NDArray[np.float32
     bits, size, step, minimum = how["bits"], how["group_size"], parts["scales"].floats(), parts["biases"].floats()
     codes = _bits(parts["weight"].values, bits, step.shape[1] * size).astype(np.float32)
     return np.repeat(step, size, 1) * codes + np.repeat(minimum, size, 1)
+
+
+def _awq(parts: Mapping[str, Raw]) -> NDArray[np.float32]:
+    steps = parts["scales"].floats()  # (groups, out)
+    codes, zeros = (_bits(parts[part].values, 4, steps.shape[1]) for part in ("qweight", "qzeros"))
+    place = (
+        np.arange(steps.shape[1]).reshape(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].reshape(-1)
+    )  # of outputs in their words
+    group = np.arange(len(codes)) // (len(codes) // len(steps))
+    return np.ascontiguousarray((steps[group] * (codes - zeros[group])[:, place].astype(np.float32)).T)
 
 
 def _eights(stored: Mapping[str, Raw], size: tuple[int, int]) -> dict[str, Raw]:

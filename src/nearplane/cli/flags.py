@@ -109,12 +109,13 @@ def refuse_mixed(words: Sequence[str]) -> None:
         RecipeError: The command line has flags of two kinds.
     """
     given = [word.split("=")[0].replace("--no-", "--") for word in words]
+    kinds = [{f"--{name.replace('_', '-')}" for name in names_of(kind)} for kind in PURPOSES]
     for first, second in combinations(PURPOSES, 2):
         one, other = (
             next((word for word in given if word in {f"--{name.replace('_', '-')}" for name in alone}), None)
             for alone in (names_of(first) - names_of(second), names_of(second) - names_of(first))
         )
-        if one is not None and other is not None:
+        if one is not None and other is not None and not any({one, other} <= kind for kind in kinds):
             raise RecipeError(f"{one} is {PURPOSES[first]}, {other} is {PURPOSES[second]}. Leave out one of them.")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from nearplane.errors import FormatError
 from nearplane.formats.beside import CONFIG
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import BlockType, InputRounding, NumberFormat, integers
+from nearplane.lattice.number_formats import InputRounding, NumberFormat, integers
 from nearplane.lattice.superblock import on_one_level
 from nearplane.recipe.patterns import compiled, fault_of
 from nearplane.recipe.scheme import Scheme
@@ -102,13 +102,13 @@ class LayerFormat(ABC):
     def held(self, matrix: QuantizedMatrix[Any], format: NumberFormat) -> Held:
         """Return a matrix of another file on the grid by which this format holds its values; `check` and `pack` decide.
 
-        By default codes and steps stay as they are. A format with other grids overrides this.
+        By default codes and steps stay as they are, as plain integers. A format with other grids overrides this.
 
         Args:
             matrix: The matrix, with groups of neighbouring inputs.
             format: Number format of the matrix in the other file.
         """
-        if isinstance(format, BlockType):
+        if format.levels is None:
             format = integers(format.bits, format.group, symmetric=format.symmetric)
         return Held(on_one_level(matrix), format)
 

@@ -5,6 +5,7 @@ Dense weights are decoded one tensor at a time. Integers are moved by `export_in
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from nearplane.system.safetensors_files import ShardWriter
 from nearplane.verbs.early_checks import DENSE, check_export
 from nearplane.verbs.export_integers import move_integers
 
+log = logging.getLogger("nearplane")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD = 2 * 10**9  # bytes of tensors in a file, at most, unless one tensor is larger
 
@@ -85,8 +87,7 @@ def export(
         for shard in _shards(tensors, DTYPES[dtype]):
             writer.write(shard)
         copy_beside(source, place.folder, trust_remote_code=trust_remote_code)
-        if (source / RECORD).is_file():
-            write_card(place.folder, read_record(source), source, dense=dtype)
+        _write_card(place.folder, source, dtype)
         try:
             (place.folder / CONFIG).write_text(json_text(_dense(read_config(source), dtype)))
             writer.finish()
@@ -94,6 +95,18 @@ def export(
             (place.folder / CONFIG).unlink(missing_ok=True)
             raise
     return writer.size
+
+
+def _write_card(folder: Path, source: Path, dtype: str) -> None:
+    """Write a model card from the run record of the source, unless there is none or its version cannot be read."""
+    if not (source / RECORD).is_file():
+        return
+    try:
+        record = read_record(source)
+    except FormatError as error:
+        log.warning(f"The export has no model card, because {error}")
+        return
+    write_card(folder, record, source, dense=dtype)
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:

@@ -199,7 +199,7 @@ def _held(stored: Stored, name: str, layers: LayerFormat) -> Held:
         raise FormatError(f"{name}: its groups are not runs of neighbouring inputs (act-order).")
     held = layers.held(matrix, number_format)
     if not torch.equal(held.matrix.decode().float(), matrix.decode().float()):
-        raise FormatError(f"{name}: {held.format.name} has other values.")
+        raise FormatError(f"{name}: {held.format.name} does not hold its values.")
     return held
 
 

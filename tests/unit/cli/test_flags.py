@@ -14,7 +14,7 @@ from nearplane.recipe.recipe import Calibration
 from nearplane.recipe.scheme import names_of
 
 SHOWN = (  # groups in the order of the help, and their flags
-    ("Everyday", ("bits", "group-size", "symmetric", "grid", "embeddings", "format")),
+    ("Everyday", ("bits", "group-size", "symmetric", "grid", "embeddings", "format", "activations")),
     ("Entropy-coded, instead of --bits", ("size", "rate", "include-head", "include-embeddings")),
     ("GGUF, for llama.cpp", ("pre",)),
     ("Calibration text", ("calibration", "samples", "seqlen", "rare-experts")),
@@ -115,7 +115,7 @@ def test_layers_of_a_size_have_types():
             ["--grid", "q4_k", "--rate", "3"],
             "--grid is for weights on a named grid, --rate is for entropy-coded weights",
         ),
-        (["--include-head", "--polish", "3"], "--polish is for weights on a fixed grid, --include-head"),
+        (["--rate", "3", "--polish", "3"], "--polish is for weights on a fixed grid, --rate"),
     ],
 )
 def test_flags_of_both_kinds_are_refused(words, said):
