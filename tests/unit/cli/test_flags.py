@@ -15,10 +15,10 @@ from nearplane.recipe.scheme import names_of
 
 SHOWN = (  # groups in the order of the help, and their flags
     ("Everyday", ("bits", "group-size", "symmetric", "grid", "embeddings", "format", "activations")),
-    ("Entropy-coded, instead of --bits", ("size", "rate", "include-head", "include-embeddings")),
+    ("Entropy-coded, instead of --bits", ("size", "rate")),
     ("GGUF, for llama.cpp", ("pre",)),
     ("Calibration text", ("calibration", "samples", "seqlen", "rare-experts")),
-    ("Layer by layer", ("allocate", "layer", "ignore", "max-loss")),
+    ("Layer by layer", ("include-head", "include-embeddings", "allocate", "layer", "ignore", "max-loss")),
     (
         "Solver: the defaults gave the best results",
         ("solver", "beam", "polish", "rounds", "order", "damp", "correct", "tune"),

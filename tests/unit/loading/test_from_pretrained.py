@@ -306,8 +306,8 @@ def test_an_export_gets_in_no_ones_way(folder: Callable[[str], Path], tmp_path: 
         nearplane.export(out.parent / "source", tmp_path / "dense")
     with pytest.raises(ModelError, match="does not exist"):
         nearplane.export(tmp_path / "nowhere", tmp_path / "dense")
-    with pytest.raises(RecipeError, match=r"--format gguf: .* nearplane quantize --format gguf"):
-        nearplane.export(out, tmp_path / "dense", format="gguf")
+    with pytest.raises(RecipeError, match=r"--format is 'onnx', which export does not write; expected safetensors, "):
+        nearplane.export(out, tmp_path / "dense", format="onnx")
     assert not (tmp_path / "dense").exists()
 
 
