@@ -40,7 +40,10 @@ def test_defaults_follow_from_what_is_given():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"bits": 3, "rows": "equal"}, "rows is 'equal', but only entropy-coded weights have this option; use --rate or --size"),
+        (
+            {"bits": 3, "rows": "equal"},
+            "rows is 'equal', but only entropy-coded weights have this option; use --rate or --size",
+        ),
         (
             {"rate": 3, "bits": 3},
             "bits is 3, but entropy-coded weights have no fixed grid; leave out this option, or --rate",
