@@ -139,10 +139,8 @@ def test_a_rope_that_transformers_nests_is_also_where_mlx_reads_it(tmp_path):
 def test_what_mlx_does_not_hold_is_refused(family, options, message, tmp_path):
     sizes = {"num_experts": 2, "moe_intermediate_size": 32} if family == "qwen3_moe" else {}
     save_tiny(tmp_path / "model", family, torch.float32, **(SIZES | sizes if family not in ("gpt2", "opt") else {}))
+    words = {name: value for name, value in RTN.items() if "grid" not in options or name not in ("bits", "group_size")}
     with pytest.raises(RecipeError, match=message):
-        words = {
-            name: value for name, value in RTN.items() if "grid" not in options or name not in ("bits", "group_size")
-        }
         nearplane.quantize(tmp_path / "model", tmp_path / "out", **words | options)
     assert not (tmp_path / "out").exists()
 

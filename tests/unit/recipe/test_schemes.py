@@ -41,8 +41,8 @@ def test_defaults_follow_from_what_is_given():
     ("options", "said"),
     [
         (
-            {"include_head": True},
-            "include_head is True, but only entropy-coded weights have this option; use --rate or --size",
+            {"rows": "equal"},
+            "rows is 'equal', but only entropy-coded weights have this option; use --rate or --size",
         ),
         ({"bits": 3, "rows": "equal"}, "rows is 'equal', but only entropy-coded weights have this option"),
         (
