@@ -66,9 +66,11 @@ class GridScheme(Scheme):
             solved once more on the fitted steps, and each row keeps the better of the two results. Default: 3.
         two_sided: Whether rows compensate each other's errors too, weighted by the network's gradients, and not only columns.
             Needs a backward pass. No bound of a sweep holds for such codes.
-        include_head: Whether the output embeddings (head) are quantized too, after all other layers.
+        include_head: Whether the output embeddings (head) are quantized too, after all other layers. Needs --rate, --size or
+            --format mlx.
         include_embeddings: Whether the input embeddings are quantized too, before the blocks, which then compensate the loss. A
-            head that is tied to the embeddings is included by either option. Both always get the average rate.
+            head that is tied to the embeddings is included by either option. Both always get the average rate. Needs --rate,
+            --size or --format mlx.
     """
 
     grid: str | None = None
@@ -298,9 +300,11 @@ class RateScheme(Scheme):
         rate: Bits per quantized weight in the file, 0.5 to 7, with every byte of the layers' tensors counted; for example 3.5.
         size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used
             instead of --rate. With --format gguf, each layer gets a type of llama.cpp, chosen by measuring.
-        include_head: Whether the output embeddings (head) are quantized too, after all other layers.
+        include_head: Whether the output embeddings (head) are quantized too, after all other layers. Needs --rate, --size or
+            --format mlx.
         include_embeddings: Whether the input embeddings are quantized too, before the blocks, which then compensate the loss. A
-            head that is tied to the embeddings is included by either option. Both always get the average rate.
+            head that is tied to the embeddings is included by either option. Both always get the average rate. Needs --rate,
+            --size or --format mlx.
         rows: Steps of rows: sensitivity gives finer steps to rows to whose errors the network is more sensitive; equal does not.
     """
 

@@ -69,6 +69,7 @@ def fields_of(part):
         (("--grid", "q4_k", "--embeddings", "bf16"), BlockScheme("q4_k", embeddings="bf16")),
         (("--grid", "q3_k_m", "--polish", "2", "--order", "natural"), BlockScheme("q3_k_m", polish=2, order="natural")),
         (("--rate", "2.5"), RateScheme(rate=2.5)),
+        (("--bits", "3", "--include-head"), GridScheme(bits=3, include_head=True)),
         (("--size", "3.1GB", "--include-head", "--beam", "2"), RateScheme(size="3.1GB", include_head=True, beam=2)),
         (("--damp", "0.1", "--rate", "3", "--solver", "nearest-plane"), RateScheme(rate=3, damp=0.1, solver="nearest-plane")),
     ],
@@ -116,6 +117,10 @@ def test_layers_of_a_size_have_types():
             "--grid is for weights on a named grid, --rate is for entropy-coded weights",
         ),
         (["--rate", "3", "--polish", "3"], "--polish is for weights on a fixed grid, --rate"),
+        (
+            ["--include-head", "--embeddings", "f16"],
+            "--include-head is for weights on a fixed grid, --embeddings is for",
+        ),
     ],
 )
 def test_flags_of_both_kinds_are_refused(words, said):
