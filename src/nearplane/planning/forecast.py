@@ -151,6 +151,7 @@ def shapes_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str
         descents=(getattr(scheme, "rounds", None) or 0) + (getattr(scheme, "polish", None) or 0),
         probe=probe,
         backward=backward,
+        rounded=recipe.activations != "none",
     )
 
 

@@ -26,6 +26,7 @@ FINITE_BYTES = 10  # per float64 number that is checked to be finite: absolute v
 BEAM_BYTES = 128 << 20  # maximum for the targets, their copies and the codes of a beam
 LOGITS_COPIES = 6  # of a window's logits in the backward pass: logits, probabilities, gradients, each with a temporary
 COMPARED_COPIES = 5  # of logits when predictions are compared: both log-probabilities, exp, difference, product
+ROUNDING_COPIES = 5  # of the input of a layer, while it is rounded
 BACKWARD_COPIES = 3  # of a forward pass's largest activations, which a backward pass keeps
 
 
@@ -88,6 +89,7 @@ class Shapes:
         descents: Number of passes of coordinate descent over the codes of a layer.
         probe: Work of the probe before the first layer; None: no probe.
         backward: Tokens of the backward pass; 0: no backward pass.
+        rounded: Whether the quantized network rounds the inputs of its layers.
     """
 
     blocks: tuple[Blocks, ...]
@@ -103,6 +105,7 @@ class Shapes:
     descents: int = 0
     probe: Extent | None = None
     backward: int = 0
+    rounded: bool = False
 
     @property
     def all_windows(self) -> int:
@@ -243,7 +246,10 @@ def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterato
             SINGLE
             * setting.batch
             * shapes.seqlen
-            * (n * (streams + split) + 4 * split * max(out for out, _ in group.layers))
+            * (
+                n * (streams + split + ROUNDING_COPIES * shapes.rounded)
+                + 4 * split * max(out for out, _ in group.layers)
+            )
         )
         lost, crossed = split * sum(out * columns for out, columns in group.lost), split * _crossed(group)
         sums = n * n * DOUBLE * (streams + 2 * crossed) + 2 * DOUBLE * lost

@@ -38,6 +38,7 @@ def remarks(record: RunRecord) -> Iterator[str]:
         return
     sentences = (
         _types,
+        _activations,
         _smaller_groups,
         _wide_steps,
         by_source,
@@ -224,6 +225,15 @@ def _types(record: RunRecord) -> Iterator[str]:
             return
 
 
+def _activations(record: RunRecord) -> Iterator[str]:
+    """Yield a line if runtimes round the inputs of layers."""
+    if (activations := record.recipe.activations) != "none":
+        yield (
+            f"runtimes round the inputs of these layers to {activations}, which loses more than the weights alone and which the "
+            f"targets take into account; nearplane evaluate --activations measures both"
+        )
+
+
 def _wide_steps(record: RunRecord) -> Iterator[str]:
     """Yield a line if steps are stored in 32 bits, as they are where the model is stored in float32."""
     layer = record.layers[0]
@@ -263,7 +273,9 @@ def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
     folder = typed(out)
     if record.tokens:
         original = typed(record.source)
-        yield f"how far predictions are from the original's: nearplane evaluate {folder} --against {original} --text TEXT"
+        rounded = "" if record.recipe.activations == "none" else " --activations"
+        command = f"nearplane evaluate {folder} --against {original}{rounded} --text TEXT"
+        yield f"how far predictions are from the original's: {command}"
     yield f"figures of every layer: nearplane inspect {folder}"
     path = out / "config.json"
     config = read_object(path, expected="Expected the config of a model") if path.is_file() else {}
