@@ -244,6 +244,8 @@ class RunRecord:
             for name in names:
                 if not part[name]:
                     del part[name]
+        if fields["recipe"]["activations"] == "none":
+            del fields["recipe"]["activations"]
         return fields
 
     def embedded(self) -> RunRecord:
