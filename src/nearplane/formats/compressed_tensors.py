@@ -15,17 +15,18 @@ from torch import Tensor
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Format
 from nearplane.formats.fp4_packed import MXFP4Packed, NVFP4Packed
-from nearplane.formats.fp8_packed import FP8Packed
+from nearplane.formats.fp8_packed import FP8BlockPacked, FP8Packed, MXFP8Packed
 from nearplane.formats.integers import expect, object_of, of_kind
 from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized, matches
 from nearplane.formats.packed_integers import PackQuantized
 from nearplane.formats.packing import Packing, refuse_unknown
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat
-from nearplane.lattice.shared_grid import SharedGrid
 
 MIXED_FORMAT = "mixed-precision"  # `format` of a config whose layers have several packings
-PACKINGS: tuple[Packing, ...] = (PackQuantized(), MXFP4Packed(), NVFP4Packed(), FP8Packed())
+PACKINGS: tuple[Packing, ...] = (
+    PackQuantized(), MXFP4Packed(), NVFP4Packed(), FP8Packed(), FP8BlockPacked(), MXFP8Packed()
+)  # fmt: skip
 
 
 def packing_of(format: NumberFormat | Grid) -> Packing:
@@ -35,10 +36,8 @@ def packing_of(format: NumberFormat | Grid) -> Packing:
 
 def _held(format: NumberFormat | Grid, by: NumberFormat) -> bool:
     """Return whether a number format, or a grid of one, has the levels of another and stores its steps alike."""
-    if isinstance(format, NumberFormat):
-        return format.levels == by.levels and format.global_scale == by.global_scale
-    levels = None if format.levels is None else tuple(format.levels.tolist())
-    return levels == by.levels and isinstance(format, SharedGrid) == by.global_scale
+    levels = tuple(format.levels.tolist()) if isinstance(format.levels, Tensor) else format.levels
+    return (levels, format.fit) == (by.levels, by.fit)
 
 
 class CompressedTensors(GridFormat):
@@ -129,20 +128,21 @@ class Config(ConfigFile):
         """Return the number format of a layer's group."""
         scheme = _group(config, name)
         weights = object_of("compressed-tensors: weights", scheme.get("weights"))
-        packings = {each.FORMAT: each for each in PACKINGS}
         format = config.get("format")
         if format == MIXED_FORMAT:
             format = scheme.get("format")
         refuse_unknown(
             {
-                "format": (format, set(packings)),
+                "format": (format, {each.FORMAT for each in PACKINGS}),
                 "quantization_status": (config.get("quantization_status"), {"compressed"}),
                 "input_activations": (scheme.get("input_activations"), {None}),
                 "output_activations": (scheme.get("output_activations"), {None}),
                 "kv_cache_scheme": (config.get("kv_cache_scheme"), {None}),
             }
         )
-        return packings[str(format)].number_format(weights)
+        candidates = [each for each in PACKINGS if format == each.FORMAT]
+        strategy = weights.get("strategy")
+        return next((each for each in candidates if strategy == each.STRATEGY), candidates[0]).number_format(weights)
 
 
 FORMAT = Format(CompressedTensors(), Config())
