@@ -27,7 +27,7 @@ SIZES = {  # what fields of these names become, where a config has them
     1: "n_shared_experts n_group topk_group eos_token_id",
 }
 SMALL = {name: size for size, names in SIZES.items() for name in names.split()} | dict(
-    vocab_size=VOCABULARY, pad_token_id=2, bos_token_id=0
+    vocab_size=VOCABULARY, unpadded_vocab_size=VOCABULARY, pad_token_id=2, bos_token_id=0
 )
 LATENT = dict(head_dim=16, num_key_value_heads=4, first_k_dense_replace=1)
 MIXED = dict(layer_types=["linear_attention", "full_attention"])

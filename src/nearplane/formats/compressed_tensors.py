@@ -16,7 +16,7 @@ from torch import Tensor
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Format
 from nearplane.formats.fp4_packed import MXFP4Packed, NVFP4Packed
-from nearplane.formats.fp8_packed import FP8Packed
+from nearplane.formats.fp8_packed import FP8BlockPacked, FP8Packed, MXFP8Packed
 from nearplane.formats.int8_packed import Int8Packed
 from nearplane.formats.integers import expect, object_of, of_kind
 from nearplane.formats.layer_format import INPUT_SCALE, ConfigFile, GridFormat, Quantized, matches
@@ -24,11 +24,12 @@ from nearplane.formats.packed_integers import PackQuantized
 from nearplane.formats.packing import Packing, check_inputs, inputs_object, refuse_unknown
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import InputRounding, NumberFormat
-from nearplane.lattice.shared_grid import SharedGrid
 
 MIXED_FORMAT = "mixed-precision"  # `format` of a config whose layers have several packings
 WITH_INPUTS = Int8Packed()  # of integers whose inputs are rounded, too
-PACKINGS: tuple[Packing, ...] = (PackQuantized(), MXFP4Packed(), NVFP4Packed(), FP8Packed(), WITH_INPUTS)
+PACKINGS: tuple[Packing, ...] = (
+    PackQuantized(), MXFP4Packed(), NVFP4Packed(), FP8Packed(), FP8BlockPacked(), MXFP8Packed(), WITH_INPUTS
+)  # fmt: skip
 
 
 def packing_of(format: NumberFormat | Grid, *, rounds_inputs: bool = False) -> Packing:
@@ -40,10 +41,8 @@ def packing_of(format: NumberFormat | Grid, *, rounds_inputs: bool = False) -> P
 
 def _held(format: NumberFormat | Grid, by: NumberFormat) -> bool:
     """Return whether a number format, or a grid of one, has the levels of another and stores its steps alike."""
-    if isinstance(format, NumberFormat):
-        return format.levels == by.levels and format.global_scale == by.global_scale
-    levels = None if format.levels is None else tuple(format.levels.tolist())
-    return levels == by.levels and isinstance(format, SharedGrid) == by.global_scale
+    levels = tuple(format.levels.tolist()) if isinstance(format.levels, Tensor) else format.levels
+    return (levels, format.fit) == (by.levels, by.fit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,19 +153,21 @@ class Config(ConfigFile):
         """Return the number format of a layer's group."""
         scheme = _group(config, name)
         weights = object_of("compressed-tensors: weights", scheme.get("weights"))
-        packings = {each.FORMAT: each for each in PACKINGS}
         format = config.get("format")
         if format == MIXED_FORMAT:
             format = scheme.get("format")
         refuse_unknown(
             {
-                "format": (format, set(packings)),
+                "format": (format, {each.FORMAT for each in PACKINGS}),
                 "quantization_status": (config.get("quantization_status"), {"compressed"}),
                 "output_activations": (scheme.get("output_activations"), {None}),
                 "kv_cache_scheme": (config.get("kv_cache_scheme"), {None}),
             }
         )
-        number_format = packings[str(format)].number_format(weights)
+        candidates = [each for each in PACKINGS if format == each.FORMAT]
+        strategy = weights.get("strategy")
+        packing = next((each for each in candidates if strategy == each.STRATEGY), candidates[0])
+        number_format = packing.number_format(weights)
         check_inputs(scheme.get("input_activations"), number_format.inputs)
         return number_format
 

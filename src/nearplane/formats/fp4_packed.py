@@ -22,9 +22,10 @@ from torch import Tensor
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.integers import consecutive, expect
 from nearplane.formats.layer_format import INPUT_SCALE
-from nearplane.formats.packing import Packing, refuse_unknown
+from nearplane.formats.packing import Packing, exponents, powers
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import E2M1, MXFP4, NVFP4, NumberFormat
+from nearplane.lattice.octaves import OctaveGrid
 from nearplane.lattice.shared_grid import SharedGrid
 
 JOINED = (  # last parts of the names of layers that vLLM joins to one product
@@ -34,7 +35,6 @@ JOINED = (  # last parts of the names of layers that vLLM joins to one product
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 ZERO_CODE = len(E2M1) // 2  # index of the level 0
-BIAS = 127  # of the exponents
 
 
 def apart(divisors: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -45,8 +45,9 @@ def apart(divisors: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """
     for name, divisor in divisors.items():
         module, _, last = name.rpartition(".")
-        for first in (f"{module}.{parts[0]}" for parts in JOINED if last in parts[1:]):
-            if divisors.get(first, divisor) != divisor:
+        for parts in (parts for parts in JOINED if last in parts):
+            first = next(each for part in parts if (each := f"{module}.{part}") in divisors)
+            if divisors[first] != divisor:
                 yield name, first
 
 
@@ -55,7 +56,6 @@ class FP4Packed(Packing):
 
     Attributes:
         SCALE: The dtype of `weight_scale`.
-        STRATEGY: Name in config.json of how weights share steps.
     """
 
     TYPE = "float"
@@ -63,17 +63,10 @@ class FP4Packed(Packing):
     DECODED = torch.bfloat16
     HOLDS: ClassVar[NumberFormat]
     SCALE: ClassVar[torch.dtype]
-    STRATEGY: ClassVar[str]
 
     def weights(self, format: NumberFormat, order: str) -> dict[str, Any]:
         """Return the `weights` object of the config."""
-        return super().weights(format, order) | {"strategy": self.STRATEGY, "scale_dtype": str(self.SCALE)}
-
-    def number_format(self, weights: Mapping[str, Any]) -> NumberFormat:
-        """Return the one number format, after checking that a `weights` object describes it."""
-        expected = {name: value for name, value in self.weights(self.HOLDS, "natural").items() if name != "actorder"}
-        refuse_unknown({f"weights.{name}": (weights.get(name), {value}) for name, value in expected.items()})
-        return self.HOLDS
+        return super().weights(format, order) | {"scale_dtype": str(self.SCALE)}
 
     @abstractmethod
     def scales(self, name: str, grid: Grid, out: int) -> dict[str, Tensor]:
@@ -141,20 +134,15 @@ class MXFP4Packed(FP4Packed):
     FORMAT = "mxfp4-pack-quantized"
     HOLDS = MXFP4
     SCALE = torch.uint8
-    STRATEGY = "group"
 
     def scales(self, name: str, grid: Grid, out: int) -> dict[str, Tensor]:
         """Return the exponents."""
-        step = grid.scale.expand(out, -1)
-        exponent = step.log2() + BIAS
-        if not bool(((2.0 ** (exponent - BIAS) == step) & (exponent >= 0) & (exponent < 255)).all()):
-            raise FormatError(f"{name}: a step is not a power of two from 2^-127 to 2^127.")
-        return {f"{name}.weight_scale": exponent.to(torch.uint8)}
+        return {f"{name}.weight_scale": exponents(name, grid.scale.expand(out, -1))}
 
     def grid(self, name: str, tensors: Mapping[str, Tensor], scale: Tensor, codes: dict[str, Any]) -> Grid:
         """Return the grid with these exponents."""
-        step = 2.0 ** (scale.to(torch.float32) - BIAS)
-        return Grid(scale=step, zero=torch.zeros_like(step), **codes)
+        step = powers(scale)
+        return OctaveGrid(scale=step, zero=torch.zeros_like(step), **codes)
 
 
 class NVFP4Packed(FP4Packed):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.layer_format import GridFormat
 from nearplane.lattice.number_formats import InputRounding, NumberFormat
 
+BIAS = 127  # of the exponents in E8M0
 SCALES = {torch.float16, torch.bfloat16, torch.float32}
 
 
@@ -22,6 +23,7 @@ class Packing(GridFormat):
         FORMAT: The packing's name in config.json.
         TYPE: The name of its numbers in config.json.
         HOLDS: The number format that it stores; None: integers.
+        STRATEGY: Name in config.json of how weights share steps; None: by the number format.
         WORDS_IN: Suffix of the name of the tensor with the codes.
         WORDS: Its dtype.
         DECODED: The dtype to which transformers decodes it in every network; None: the network's dtype.
@@ -32,6 +34,7 @@ class Packing(GridFormat):
     FORMAT: ClassVar[str]
     TYPE: ClassVar[str]
     HOLDS: ClassVar[NumberFormat | None] = None
+    STRATEGY: ClassVar[str | None] = None
     WORDS: ClassVar[torch.dtype]
     DECODED: ClassVar[torch.dtype | None] = None
 
@@ -41,19 +44,22 @@ class Packing(GridFormat):
             "num_bits": format.bits,
             "type": self.TYPE,
             "symmetric": format.symmetric,
-            "strategy": "group" if format.group else "channel",
+            "strategy": self.STRATEGY or ("group" if format.group else "channel"),
             "group_size": format.group,
             "actorder": None if order == "natural" else "static",
             "dynamic": False,
         }
 
-    @abstractmethod
     def number_format(self, weights: Mapping[str, Any]) -> NumberFormat:
-        """Return the number format that a `weights` object describes.
+        """Return the number format that a `weights` object describes: the one that the packing stores.
 
         Raises:
             FormatError: A field has a value that nearplane does not read.
         """
+        assert self.HOLDS is not None, "the packing of integers reads theirs"
+        expected = {name: value for name, value in self.weights(self.HOLDS, "natural").items() if name != "actorder"}
+        refuse_unknown({f"weights.{name}": (weights.get(name), {_hashed(value)}) for name, value in expected.items()})
+        return self.HOLDS
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse layers that transformers does not load: all but Linear layers of whole groups."""
@@ -109,6 +115,23 @@ def check_inputs(inputs: Any, how: InputRounding | None) -> InputRounding | None
     return how
 
 
+def exponents(name: str, step: Tensor) -> Tensor:
+    """Return steps that are powers of two as bytes.
+
+    Raises:
+        FormatError: A step is no power of two, or out of range.
+    """
+    exponent = step.log2() + BIAS
+    if not bool(((2.0 ** (exponent - BIAS) == step) & (exponent >= 0) & (exponent < 255)).all()):
+        raise FormatError(f"{name}: a step is not a power of two from 2^-127 to 2^127.")
+    return exponent.to(torch.uint8)
+
+
+def powers(scale: Tensor) -> Tensor:
+    """Return the float32 steps of bytes that `exponents` made."""
+    return torch.exp2(scale.to(torch.float32) - BIAS)
+
+
 def refuse_unknown(fields: Mapping[str, tuple[Any, set[Any]]]) -> None:
     """Refuse fields of a config with values that nearplane does not read.
 
@@ -119,6 +142,12 @@ def refuse_unknown(fields: Mapping[str, tuple[Any, set[Any]]]) -> None:
         FormatError: A value is not readable; the message names the first such field.
     """
     for option, (value, understood) in fields.items():
-        if isinstance(value, dict | list | float) or value not in understood:
+        known = _hashed(value)
+        if isinstance(known, dict | list | float) or known not in understood:
             expected = " or ".join(sorted(map(str, understood)))
             raise FormatError(f"compressed-tensors: {option} is {value!r}, expected {expected}.")
+
+
+def _hashed(value: Any) -> Any:
+    """Return a value of a config that can be in a set: a tuple instead of a list of whole numbers."""
+    return tuple(value) if isinstance(value, list) and all(type(each) is int for each in value) else value

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.number_formats import BlockFormat
+from nearplane.lattice.octaves import octaves
 from nearplane.lattice.polish import Fit, PlainFit
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.shared_grid import shared
 from nearplane.lattice.superblock_fit import SuperFit
+from nearplane.lattice.tiles import tiles
 
 GridFit = Callable[[Tensor, Tensor, Steps], tuple[Grid, Callable[[Grid], Fit]]]
 """Function from a target (out, in), a weight of each column's errors (in,), and `Steps` to a grid and its `Fit`."""
@@ -37,4 +39,6 @@ def blocks(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Call
     return grid, partial(SuperFit, kind=kind, storage=steps.stored_in)
 
 
-FITS: Mapping[str, GridFit] = {"plain": plain, "blocks": blocks, "shared": shared}
+FITS: Mapping[str, GridFit] = {
+    "plain": plain, "blocks": blocks, "shared": shared, "octaves": octaves, "tiles": tiles
+}  # fmt: skip

@@ -42,6 +42,7 @@ class Grid:
     levels: Tensor | None = None
 
     base: ClassVar[None] = None  # only a `ProductGrid` has a base step
+    fit: ClassVar[str] = "plain"  # name in `fits.FITS` of the fit that makes such grids
 
     @property
     def codebook(self) -> Codebook:

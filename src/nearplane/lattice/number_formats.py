@@ -50,6 +50,7 @@ class NumberFormat:
         name: Name of the format in commands and run records.
         bits: Bits per code; 0 where codes have no limits.
         group: Number of neighbouring weights of a row that share a step; None: one step per row.
+        rows: Number of neighbouring rows that share their steps.
         symmetric: Whether there are no zero points or minima; the codes then lie around 0.
         levels: Ascending positions of the codes 0, 1, ... in steps, from below to above 0; None: codes are positions.
         steps: Name of the torch dtype in which steps are stored; None: that of the file.
@@ -60,6 +61,7 @@ class NumberFormat:
     name: str
     bits: int
     group: int | None = None
+    rows: int = 1
     symmetric: bool = True
     levels: tuple[float, ...] | None = None
     steps: str | None = None
@@ -188,13 +190,17 @@ ENTROPY_CODED_FORMAT = NumberFormat(name="coded", bits=0)  # codes without limit
 E2M1 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # four-bit floats, 0 once
 FP4_MX = InputRounding(kind="fp", bits=4, group=32, steps="float8_e8m0fnu")
 FP4_NV = InputRounding(kind="fp", bits=4, group=16, steps="float8_e4m3fn")
+FP8_GROUP = InputRounding(kind="fp", bits=8, group=128)
+FP8_MX = InputRounding(kind="fp", bits=8, group=32, steps="float8_e8m0fnu")
 FP8_TOKEN, INT8_TOKEN = InputRounding(kind="fp", bits=8), InputRounding(kind="int", bits=8)
-MXFP4 = NumberFormat(name="mxfp4", bits=4, group=32, levels=E2M1, steps="float8_e8m0fnu", inputs=FP4_MX)
+MXFP4 = NumberFormat(name="mxfp4", bits=4, group=32, levels=E2M1, steps="float8_e8m0fnu", fit="octaves", inputs=FP4_MX)
 NVFP4 = NumberFormat(name="nvfp4", bits=4, group=16, levels=E2M1, steps="float8_e4m3fn", fit="shared", inputs=FP4_NV)
 _HALF = [m / 8 * 2**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][1:-1]
 E4M3 = (*(-level for level in reversed(_HALF)), 0.0, *_HALF)  # eight-bit floats to 448, without not-a-number, 0 once
 FP8 = NumberFormat(name="fp8", bits=8, levels=E4M3, inputs=FP8_TOKEN)
-FLOATS: tuple[NumberFormat, ...] = (MXFP4, NVFP4, FP8)  # formats with tables of levels
+FP8_BLOCK = NumberFormat(name="fp8-block", bits=8, group=128, rows=128, levels=E4M3, fit="tiles", inputs=FP8_GROUP)
+MXFP8 = NumberFormat(name="mxfp8", bits=8, group=32, levels=E4M3, steps="float8_e8m0fnu", fit="octaves", inputs=FP8_MX)
+FLOATS: tuple[NumberFormat, ...] = (MXFP4, NVFP4, FP8, FP8_BLOCK, MXFP8)  # formats with tables of levels
 BY_NAME: dict[str, NumberFormat] = {each.name: each for each in (*TYPES.values(), *FLOATS, ENTROPY_CODED_FORMAT)}
 
 

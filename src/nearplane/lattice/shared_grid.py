@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class SharedGrid(Grid):
     divisor: float
     scale: Tensor = field(init=False)
     zero: Tensor = field(init=False)
+
+    fit: ClassVar[str] = "shared"
 
     def __post_init__(self) -> None:
         scale = (self.block.float() / torch.tensor(self.divisor, dtype=torch.float32)).to(self.block.dtype)

@@ -89,6 +89,10 @@ def quantize_matrix(
     scheme = scheme.grouped([W.shape[1]])
     if scheme.mixed or W.shape[1] % scheme.number_format.run:
         raise RecipeError(f"{name}: {W.shape[1]} inputs {scheme.misfit}")
+    if len(W) % (rows := scheme.number_format.rows):
+        raise RecipeError(
+            f"{name}: {len(W)} outputs are not a multiple of the {rows} rows that share steps. Use another --grid."
+        )
     if stored.peak is None:
         stored = stored._replace(peak=float(W.abs().max()))
     try:

@@ -141,6 +141,11 @@ def check_request(model: Model, recipe: Recipe) -> None:
                 f"{layer.name} has {layer.shape[1]} inputs, not a multiple of the group size {group_size}. Use {remedy}, or leave "
                 f"it unquantized with --ignore."
             )
+        if layer.shape[0] % (rows := scheme.number_format.rows):
+            raise RecipeError(
+                f"{layer.name} has {layer.shape[0]} outputs, not a multiple of the {rows} rows that share steps. Use another "
+                f"--grid, or leave it unquantized with --ignore."
+            )
     check_budget(model, recipe)
     for path, names in _inconsistent_fusions(model, recipe).items():
         logger.warning(

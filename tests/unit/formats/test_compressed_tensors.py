@@ -345,7 +345,8 @@ def test_numbers_that_no_packing_holds_are_refused_before_work_begins() -> None:
     for levels, group in (((-1.0, 0.0, 1.0), 32), (MXFP4.levels, 64)):
         format = NumberFormat(name="other", bits=4, group=group, levels=levels)
         with pytest.raises(
-            RecipeError, match=r"layer: .* stores integers of 2 to 8 bits and mxfp4, nvfp4, fp8, not other"
+            RecipeError,
+            match=r"layer: .* stores integers of 2 to 8 bits and mxfp4, nvfp4, fp8, fp8-block, mxfp8, not other",
         ):
             FORMAT.layers.check("layer", (64, 64), "Linear", format)
     FORMAT.layers.check("layer", (64, 64), "Linear", MXFP4)

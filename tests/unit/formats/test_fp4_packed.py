@@ -25,6 +25,13 @@ from nearplane.loading.dense_network import dense_network
 from nightly import daily
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+BLOCKS = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 LAYOUT, WITH_GLOBAL_SCALE = MXFP4Packed(), NVFP4Packed()
 
 
@@ -116,11 +123,18 @@ def test_a_step_that_is_no_power_of_two_is_refused(matrix):
 
 @pytest.mark.parametrize("dtype", daily([torch.float32, torch.bfloat16], [torch.bfloat16]))
 @pytest.mark.parametrize(
-    ("grid", "rate"), [pytest.param("mxfp4", 4.25, marks=pytest.mark.nightly), ("nvfp4", 4.5), ("fp8", 8.25)]
+    ("grid", "rate", "sizes"),
+    [
+        pytest.param("mxfp4", 4.25, SIZES, marks=pytest.mark.nightly),
+        ("nvfp4", 4.5, SIZES),
+        pytest.param("fp8", 8.25, SIZES, marks=pytest.mark.nightly),
+        ("fp8-block", 8.001, BLOCKS),
+        ("mxfp8", 8.25, SIZES),
+    ],
 )
-def test_a_model_is_quantized_verified_loaded_and_read_by_transformers(tmp_path, tokens, dtype, grid, rate):
+def test_a_model_is_quantized_verified_loaded_and_read_by_transformers(tmp_path, tokens, dtype, grid, rate, sizes):
     model, out = tmp_path / "model", tmp_path / "out"
-    save_tiny(model, "llama", dtype, **SIZES)
+    save_tiny(model, "llama", dtype, **sizes)
     record = nearplane.quantize(model, out, grid=grid, calibration=tokens)
     assert {layer.format for layer in record.layers} == {grid}
     assert record.rate == pytest.approx(rate, rel=2e-3)  # a global scale takes four bytes
@@ -176,6 +190,7 @@ def test_other_scales_among_layers_that_are_joined_are_found():
     names = ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj", "b.q_proj"]
     assert list(apart(dict.fromkeys(names, 3.0) | {"a.o_proj": 5.0, "b.q_proj": 4.0})) == []
     assert list(apart(dict.fromkeys(names, 3.0) | {"a.v_proj": 5.0})) == [("a.v_proj", "a.q_proj")]
+    assert list(apart({"a.k_proj": 3.0, "a.v_proj": 5.0})) == [("a.v_proj", "a.k_proj")]  # with q unquantized
 
 
 def test_a_layer_that_the_shared_scale_would_make_zero_is_named(tmp_path, tokens):
@@ -227,6 +242,34 @@ def test_what_does_not_go_with_it_is_refused(tmp_path, tokens, options, message)
     save_tiny(tmp_path / "model", "llama", **SIZES)
     with pytest.raises(RecipeError, match=message):
         nearplane.quantize(tmp_path / "model", tmp_path / "out", grid="mxfp4", calibration=tokens, **options)
+
+
+@pytest.mark.parametrize(
+    ("grid", "sizes", "message"),
+    [
+        (
+            "nvfp4",
+            {"intermediate_size": 72},
+            r"down_proj has 72 inputs, not a multiple of the group size 16\. Use another --grid",
+        ),
+        (
+            "mxfp8",
+            {"intermediate_size": 80},
+            r"down_proj has 80 inputs, not a multiple of the group size 32\. Use another --grid",
+        ),
+        (
+            "fp8-block",
+            {"num_key_value_heads": 1},
+            r"k_proj has 64 outputs, not a multiple of the 128 rows that share steps",
+        ),
+        ("fp8-block", {"intermediate_size": 192}, r"\w+ has 192 (in|out)puts, not a multiple of the"),
+    ],
+)
+def test_widths_that_a_block_does_not_divide_are_refused_before_work_begins(tmp_path, tokens, grid, sizes, message):
+    save_tiny(tmp_path / "model", "llama", **BLOCKS | sizes)
+    with pytest.raises(RecipeError, match=message):
+        nearplane.quantize(tmp_path / "model", tmp_path / "out", grid=grid, calibration=tokens)
+    assert not (tmp_path / "out").exists()
 
 
 def test_other_weights_in_the_config_are_refused_by_name():

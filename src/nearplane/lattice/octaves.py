@@ -1,0 +1,112 @@
+"""Grids whose steps are powers of two, as MXFP4 and MXFP8 store them: their search, and their fit to codes.
+
+Least squares, rounded to a power of two, hardly ever moves a step. The fit therefore tries half and twice the step of every
+group with codes of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from nearplane.lattice.grid import Grid
+from nearplane.lattice.kernels import kernels_of
+from nearplane.lattice.kernels_torch import Columns, Tally
+from nearplane.lattice.polish import Fit, State
+from nearplane.lattice.scale import Steps
+
+WINDOW = range(1, -4, -1)  # candidates for the exponent of a step, above the smallest one that covers the weights
+LIMITS = (-126, 127)  # exponents of normal float32 numbers; files could hold -127, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OctaveGrid(Grid):
+    """A grid whose steps are powers of two."""
+
+    fit: ClassVar[str] = "octaves"
+
+
+def octaves(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Callable[[Grid], Fit]]:
+    """Choose the power of two of every group by the error of its weights; see `fits.GridFit`.
+
+    The error of a weight counts as much as the squared importance of its column, the diagonal of the Hessian.
+    """
+    book, size = steps.codebook, steps.format.group
+    assert book.levels is not None, "only formats with levels name this fit"
+    assert size is not None, "only formats with groups name this fit"
+    levels = book.levels.to(target)
+    groups = target.reshape(len(target), -1, size)
+    weight = importance.to(target).square().view(-1, size)  # (groups, size)
+    middles, peak = (levels[1:] + levels[:-1]) / 2, groups.abs().amax(-1)
+    cover = torch.where(peak > 0, peak / levels[-1], 1).log2().ceil()
+    best, least = torch.zeros_like(cover), torch.full_like(cover, torch.inf)
+    for offset in WINDOW:
+        exponent = (cover + offset).clamp_(*LIMITS)
+        step = exponent.exp2()[..., None]
+        error = levels[torch.bucketize(groups / step, middles)].mul_(step).sub_(groups).square_().mul_(weight).sum(-1)
+        better = error < least
+        best, least = torch.where(better, exponent, best), torch.where(better, error, least)
+    scale = torch.where(peak > 0, best, 0).exp2()
+    group = torch.arange(target.shape[1], device=target.device) // size
+    grid = OctaveGrid(
+        scale=scale, zero=torch.zeros_like(scale), group=group, low=book.low, high=book.high, levels=book.levels
+    )
+    return grid, lambda _: OctaveFit()
+
+
+class OctaveFit:
+    """Fit of every step by trial: a sweep over the codes of its group on half, once and twice the step."""
+
+    def fit(self, state: State, a: int, b: int, EH: Tensor) -> bool:
+        """Move steps and codes of the groups one after another; see `Fit`."""
+        group, end, changed = state.grid.group[a:b], a, False
+        for g, size in zip(*(part.tolist() for part in group.unique_consecutive(return_counts=True)), strict=True):
+            start, end = end, end + size
+            old = state.scale[g].clone()
+            codes, moves = state.codes[start:end].clone(), torch.zeros_like(state.E[start:end])
+            least = torch.zeros_like(old)
+            for factor in (1.0, 0.5, 2.0):
+                step = (old * factor).clamp(*(2.0**limit for limit in LIMITS))
+                trial = _trial(state, start, end, EH[start - a : end - a], step)
+                better = trial[2] < least
+                codes, moves = (torch.where(better, x, y) for x, y in zip(trial, (codes, moves), strict=False))
+                state.scale[g], least = torch.where(better, step, state.scale[g]), torch.where(better, trial[2], least)
+            state.fitted += least
+            state.codes[start:end] = codes
+            state.E[start:end] += moves
+            EH.addmm_(state.H[a:b, start:end], moves)
+            changed = bool((least < 0).any()) or changed
+        return changed
+
+    def grid(self, state: State, start: Grid) -> Grid:
+        """Return the grid `start` with the fitted steps."""
+        return start.with_parts({"scale": state.scale.T.to(start.scale.dtype).contiguous(), "zero": start.zero})
+
+
+def _trial(state: State, start: int, end: int, EH: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, old minus new values, and changes of the loss of rows, if columns of a group had another step.
+
+    Args:
+        state: State of the descent, not changed.
+        start, end: First column of the group, and the column after the last.
+        EH: (end - start, out) `(E H)^T` of these columns.
+        step: (out,) step to try.
+    """
+    d = state.diagonal[start:end]
+    values = state.in_steps(start, end).mul_(state.scale[state.grid.group[start]])
+    codes, moves, loss = torch.empty_like(state.codes[start:end]), torch.empty_like(values), torch.zeros_like(step)
+    columns = Columns(
+        values,
+        step[None],
+        torch.zeros_like(step)[None],
+        torch.zeros(end - start, dtype=torch.int64, device=step.device),
+        state.grid.codebook,
+    )
+    tally = Tally(d.masked_fill(d == torch.inf, 0), loss, codes.new_empty(0), moves=True)
+    target, U = EH / d[:, None] + values, (state.H[start:end, start:end] / d).triu(1)
+    kernels_of(EH).sweep(target, columns, U, codes, moves, tally)
+    return codes, moves, loss
