@@ -204,7 +204,7 @@ def test_groups_in_the_order_of_activations_are_refused(made, tmp_path):
 
 def test_formats_and_options_are_checked_first(made, tmp_path):
     out = made("gptq", bits=4, group_size=32)
-    known = "safetensors, compressed-tensors, gptq, gptq_v2, awq, gguf"
+    known = "safetensors, compressed-tensors, gptq, gptq_v2, awq, mlx, gguf"
     for options, error, message in (
         ({"format": "exl3"}, RecipeError, f"--format is 'exl3', which export does not write; expected {known}"),
         ({"format": "nearplane"}, RecipeError, "--format is 'nearplane', which export does not write"),
