@@ -148,7 +148,7 @@ def test_a_folder_with_other_files_is_refused_and_stays_as_it_is(monkeypatch, ca
     (tmp_path / "file").write_text("mine")
     for out, said in (
         (tiny[0], f"has files that nearplane {verb} did not write: config.json"),
-        (tiny[1], f"has files that nearplane {verb} did not write: config.json"),
+        (tiny[1], f"has files that nearplane {verb} did not write: README.md, config.json"),
         (tmp_path / "file", "is not a folder that can be written"),
     ):
         names = sorted(path.name for path in out.parent.rglob("*"))
