@@ -174,14 +174,17 @@ def _rescaled(matrix: QuantizedMatrix, key: str, tensors: Mapping[str, Tensor], 
         exponents[index] += step
         return replace(grid, **{part: exponents}), f"exponent {index} of {part} by {step}"
     row, group = (rng.randrange(size) for size in grid.scale.shape)
-    if grid.low == 0 and rng.random() < 0.5:
+    if grid.low == 0 and "zero" in grid.parts and rng.random() < 0.5:
         zero = grid.zero.clone()
         zero[row, group] += 1 if zero[row, group] < (grid.high or 0) else -1
         return replace(grid, zero=zero), f"zero [{row}, {group}] by one"
-    scale = grid.scale.clone()
+    name = "d" if "d" in grid.parts else "scale"
+    scale = grid.parts[name].clone()
     scale[row, group] = (scale[row, group] * 1.01).to(_storage(key, tensors)).to(scale.dtype)
-    assert scale[row, group] != grid.scale[row, group], "1 % is more than half a unit of every dtype that steps have"
-    return replace(grid, scale=scale), f"step [{row}, {group}] by 1 %"
+    assert scale[row, group] != grid.parts[name][row, group], (
+        "1 % is more than half a unit of every dtype that steps have"
+    )
+    return grid.with_parts({name: scale}), f"step [{row}, {group}] by 1 %"
 
 
 def change_tensor(folder: Path, rng: random.Random) -> Alteration:
