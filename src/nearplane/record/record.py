@@ -242,6 +242,8 @@ class RunRecord:
             for name in names:
                 if not part[name]:
                     del part[name]
+        if self.recipe.activations == "none":
+            del fields["recipe"]["activations"]
         return fields
 
     def embedded(self) -> RunRecord:
