@@ -1,6 +1,7 @@
 """Checkpoints whose inputs runtimes round: solved for it, verified, and computed as transformers simulates it."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -139,6 +140,23 @@ def test_inputs_of_experts_are_rounded_though_transformers_does_not_round_them(t
         ours = logits(network, tokens)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out), tokens), ours)
     assert not torch.equal(logits(nearplane.load(out, activations=True), tokens), ours)
+
+
+@pytest.mark.nightly
+def test_tokens_of_a_matrix_get_steps_of_their_own_though_transformers_takes_one_step_for_all(tmp_path, tokens):
+    """OPT passes tokens to fc1 and fc2 as a matrix. Kernels round token by token; the simulation in transformers does not."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    save_tiny(model, "opt", torch.float32)
+    nearplane.quantize(model, out, grid="int8", activations="int8", calibration=tokens)
+    theirs, network = logits(AutoModelForCausalLM.from_pretrained(out), tokens), nearplane.load(out)
+    assert not torch.equal(theirs, logits(nearplane.load(out, activations=True), tokens))
+
+    def of_matrices(change, x):
+        return change(x) if x.dim() == 3 else change(x.reshape(1, -1)).view_as(x)
+
+    layers = {layer: partial(of_matrices, change) for layer, change in rounded_layers(network, out).items()}
+    with round_inputs(layers, network):
+        assert torch.equal(theirs, logits(network, tokens))
 
 
 @pytest.mark.nightly

@@ -244,7 +244,7 @@ class RunRecord:
             for name in names:
                 if not part[name]:
                     del part[name]
-        if fields["recipe"]["activations"] == "none":
+        if self.recipe.activations == "none":
             del fields["recipe"]["activations"]
         return fields
 
