@@ -86,7 +86,10 @@ def llmcompressor() -> Callable[[SimpleNamespace], None]:
         else:
             form = {"type": "int", "strategy": "group"}
             weights = form | {"num_bits": task.bits, "symmetric": task.symmetric, "group_size": task.group_size}
-        weights["observer"] = {0.0: "memoryless_minmax", 1.0: "memoryless_mse"}.get(task.search, task.search)
+        search = (
+            "nvfp4_expanded_mse" if getattr(task, "scheme", "") == "NVFP4A16" else "memoryless_mse"
+        )  # the best of all
+        weights["observer"] = search if task.search else "memoryless_minmax"
         groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
         recipe = GPTQModifier(config_groups=groups, ignore=["lm_head"])
         length = len(rows[0])
