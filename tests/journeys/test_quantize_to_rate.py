@@ -42,9 +42,9 @@ def solved(small, tmp_path_factory):
     weights, add = {}, Container.add
     out = tmp_path_factory.mktemp("out") / "coded"
 
-    def seen(self, name, matrix, *more):
+    def seen(self, name, matrix, *more, **options):
         weights[name] = matrix.decode()
-        return add(self, name, matrix, *more)
+        return add(self, name, matrix, *more, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Container, "add", seen)
