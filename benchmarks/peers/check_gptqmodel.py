@@ -1,15 +1,16 @@
-"""Does gptqmodel's own reader decode our GPTQ checkpoints to exactly the weights that we decode?
+"""Does gptqmodel's own reader decode our GPTQ and AWQ checkpoints to exactly the weights that we decode?
 
     make FOLDER     a random Llama, rounded to nearest and written by nearplane        (nearplane's environment)
     export FOLDER   the weights that nearplane decodes, to FOLDER.decoded.safetensors  (nearplane's environment)
     compare FOLDER  gptqmodel's reader and dequantization against that file            (gptqmodel's environment)
 
-`export` and `compare` take any GPTQ folder. See README.md for the environments.
+`export` and `compare` take any GPTQ or AWQ folder. See README.md for the environments.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -108,12 +109,18 @@ def compare(folder: Path) -> int:
     from safetensors.torch import load_file
 
     ours = load_file(_decoded(folder))
-    model = GPTQModel.load(str(folder), backend=BACKEND.GPTQ_TORCH, device="cpu", dtype=torch.float16)
+    awq = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == "awq"
+    backend = BACKEND.AWQ_TORCH if awq else BACKEND.GPTQ_TORCH
+    model = GPTQModel.load(str(folder), backend=backend, device="cpu", dtype=torch.float16)
     unequal = total = 0
     layers = {name: module for name, module in model.model.named_modules() if isinstance(module, BaseQuantLinear)}
     for name, module in layers.items():
         with torch.no_grad():
-            theirs = module.dequantize_weight().T  # (out, in)
+            if awq:  # its kernel has no other way to the weights than a product
+                module.bias = None
+                theirs = module(torch.eye(module.in_features, dtype=torch.float16)).T
+            else:
+                theirs = module.dequantize_weight().T  # (out, in)
         unequal += int((theirs != ours[name].to(theirs.dtype)).sum())
         total += theirs.numel()
     if missing := ours.keys() - layers.keys():

@@ -123,10 +123,14 @@ def test_what_moves_is_the_same_network_with_a_true_record(case: str, model: Pat
     ],
 )
 def test_families_move(family: str, format: str, target: str, tmp_path: Path) -> None:
-    source, changes = tmp_path / "model", {"attention_bias": False} if family == "llama" else {}
-    if family in ("qwen3_moe", "mixtral"):
-        changes = {"moe_intermediate_size": 32}
-    config = config_of(family, vocab_size=TEXT_VOCABULARY, **changes)
+    needs: dict[str, dict[str, Any]] = {  # of llama.cpp
+        "llama": {"attention_bias": False},
+        "gemma3_text": {"query_pre_attn_scalar": 8},
+        "qwen3_moe": {"moe_intermediate_size": 32, "norm_topk_prob": True},
+        "mixtral": {},
+    }
+    source = tmp_path / "model"
+    config = config_of(family, vocab_size=TEXT_VOCABULARY, **needs.get(family, {}))
     random_model(config).to(torch.bfloat16).save_pretrained(source)
     add_tokenizer(source)
     words = WORDS | dict(bits=4, group_size=32, format=format, solver="round-to-nearest")

@@ -308,6 +308,8 @@ def test_an_export_gets_in_no_ones_way(folder: Callable[[str], Path], tmp_path: 
         nearplane.export(tmp_path / "nowhere", tmp_path / "dense")
     with pytest.raises(RecipeError, match=r"--format is 'onnx', which export does not write; expected safetensors, "):
         nearplane.export(out, tmp_path / "dense", format="onnx")
+    with pytest.raises(RecipeError, match=r"cannot be exported to gguf without .* is entropy-coded"):
+        nearplane.export(out, tmp_path / "dense", format="gguf")
     assert not (tmp_path / "dense").exists()
 
 
