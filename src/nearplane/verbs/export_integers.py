@@ -70,8 +70,8 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
     if FORMATS[format].layers == stored.layers:
         raise RecipeError(f"{source} has the format {format} already. Copy the folder, or choose another --format.")
     model = _opened(source, stored, trust_remote_code=trust_remote_code)
-    record = read_record(source) if (source / RECORD).is_file() else None
     trial = _tried(source, stored, model, format)
+    record = read_record(source) if (source / RECORD).is_file() else None
     model.dtype = trial.dtype  # that of steps, where they have the model's
     recipe = _recipe(record, model, format, trial.formats)
     if record is not None and isinstance(recipe.scheme, BlockScheme) and record.recipe.scheme.joins_rows:
