@@ -177,7 +177,7 @@ def test_rounding_to_nearest_is_not_measured_unless_asked_for():
     [
         (
             {"grid": "int8", "activations": "fp8"},
-            "--activations fp8 is for --grid fp8, but weights are int8-row, .* int8",
+            "--activations fp8 is for --grid fp8 or fp8-block or mxfp8, but weights are int8-row, .* int8",
         ),
         ({"grid": "fp8", "activations": "int8"}, "--activations int8 is for --grid int8, but weights are fp8, .* fp8"),
         ({"grid": "fp8", "activations": "fp4"}, "fp4 is for --grid mxfp4 or nvfp4, but weights are fp8"),
