@@ -25,11 +25,18 @@ from nearplane.system.device import Device
 from nearplane.verbs import evaluate_networks
 from nightly import daily
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-KINDS = {("int8", "int8"): torch.float32, ("fp8", "fp8"): torch.float32}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "head_dim": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+KINDS = {("int8", "int8"): torch.float32, ("fp8", "fp8"): torch.float32, ("fp8-block", "fp8"): torch.float32}
 KINDS |= {
     ("nvfp4", "fp4"): torch.bfloat16,
     ("mxfp4", "fp4"): torch.bfloat16,
+    ("mxfp8", "fp8"): torch.bfloat16,
 }  # transformers runs these in bfloat16 only
 CPU = Device(torch.device("cpu"))
 

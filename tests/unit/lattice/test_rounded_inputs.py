@@ -6,16 +6,14 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp, generate_gparam
 
-from nearplane.lattice.number_formats import E2M1, FP4_MX, FP4_NV, FP8_TOKEN, INT8_TOKEN, InputRounding
+from nearplane.lattice.number_formats import E2M1, FP4_MX, FP4_NV, FP8_GROUP, FP8_MX, FP8_TOKEN, INT8_TOKEN
 from nearplane.lattice.rounded_inputs import rounded
 from nearplane.lattice.shared_grid import divisor_of
 
-FP8_GROUPS = InputRounding(kind="fp", bits=8, group=128)
-FP8_MX = InputRounding(kind="fp", bits=8, group=32, steps="float8_e8m0fnu")
 ARGUMENTS = {
     INT8_TOKEN: {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
     FP8_TOKEN: {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
-    FP8_GROUPS: {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True},
+    FP8_GROUP: {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True},
     FP8_MX: {
         "num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True, "scale_dtype": torch.uint8
     },
