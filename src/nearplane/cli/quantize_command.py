@@ -63,7 +63,7 @@ def quantize(
             compressed-tensors (the default) is for vLLM and transformers; gptq, gptq_v2, awq and mlx are for readers of these.
             nearplane is entropy-coded (default with --rate or --size), gguf is for llama.cpp (default with --grid q4_k_m).
         activations: Numbers to which runtimes round the inputs of quantized layers: int8 (with --grid int8), fp8 (with
-            --grid fp8) or fp4 (with --grid nvfp4 or mxfp4). The solve then makes up for this rounding.
+            --grid fp8) or fp4 (with --grid nvfp4 or mxfp4). The solve then takes this rounding into account.
         layer: Options for some layers: REGEX=NAME:VALUE[,...], for example 'down_proj=bits:4,group_size:32'.
             May be repeated; the first matching pattern counts. A --rate then applies to the other layers.
         allocate: Use the same bits for every layer (uniform), or measure where more bits help most (slope).

@@ -125,7 +125,7 @@ class Recipe:
         layers: Different schemes for layers that match a pattern; the first match counts.
         format: Format of the checkpoint. Default: nearplane with a rate or size, gguf with a grid of llama.cpp, else
             compressed-tensors.
-        activations: Numbers to which runtimes round the inputs of the quantized layers, which the targets then make up for. int8
+        activations: Numbers to which runtimes round the inputs of the quantized layers; targets then take this into account. int8
             goes with --grid int8, fp8 with --grid fp8, and fp4 with --grid nvfp4 and mxfp4. none: inputs are not rounded.
         ignore: Regular expressions; layers in whose full name one of them is found are not quantized.
         allocate: Distribution of bits over layers. uniform: the same for all. slope: more for layers where a pass
