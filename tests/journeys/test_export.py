@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from checkpoints import save_part_of_the_demo
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane.cli.app import app
 from nearplane.demo import CALIBRATION
-from nearplane.errors import RecipeError
+from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.find_record import find_record
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.loading.dense_network import dense_network
 from nearplane.record.record import read_record
@@ -63,6 +65,12 @@ def test_compressed_tensors_moves_to_gptq_and_gguf(
         assert f"weights moved to {format} unchanged" in capsys.readouterr().out
     assert torch.equal(by_numpy(tmp_path / "gptq"), expected)
     assert torch.equal(by_transformers(tmp_path / "gguf", gguf_file=FILE), expected)
+    bare = copytree(tmp_path / "out", tmp_path / "bare")
+    (bare / "nearplane.json").unlink()  # as from llm-compressor
+    nearplane.export(bare, tmp_path / "again", format="gguf")
+    assert torch.equal(by_transformers(tmp_path / "again", gguf_file=FILE), expected)
+    with pytest.raises(FormatError, match="has no run record in its key"):
+        find_record(tmp_path / "again")
     losses = [layer.loss for layer in read_record(tmp_path / "out").layers]
     for format, title in (("gptq", "int4-g32"), ("gguf", "int4-g32")):
         found = nearplane.verify(tmp_path / format, against=model, calibration=CALIBRATION)

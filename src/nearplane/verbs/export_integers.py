@@ -70,13 +70,13 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
     if FORMATS[format].layers == stored.layers:
         raise RecipeError(f"{source} has the format {format} already. Copy the folder, or choose another --format.")
     model = _opened(source, stored, trust_remote_code=trust_remote_code)
+    record = _record_of(source)
     trial = _tried(source, stored, model, format)
-    record = read_record(source) if (source / RECORD).is_file() else None
     model.dtype = trial.dtype  # that of steps, where they have the model's
     recipe = _recipe(record, model, format, trial.formats)
     if record is not None and isinstance(recipe.scheme, BlockScheme) and record.recipe.scheme.joins_rows:
         log.warning(
-            "DIR has no run record: a recipe with blocks of llama.cpp cannot say that rows compensated each other."
+            "The new folder has no run record: a recipe with blocks of llama.cpp cannot say that rows compensated each other."
         )
         record = None
     grouped = recipe.grouped(layer.shape[1] for layer in model.layers)
@@ -111,6 +111,17 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
                 _moved_record(record, grouped, trial, read), lambda sealed: replace(sealed, peak_memory=peak)
             )
     return container.size
+
+
+def _record_of(source: Path) -> RunRecord | None:
+    """Return the run record of a folder; None if it has none that this version of nearplane reads."""
+    if not (source / RECORD).is_file():
+        return None
+    try:
+        return read_record(source)  # its digest has been checked
+    except FormatError as error:
+        log.warning("The new folder has no run record: %s", error)
+        return None
 
 
 def _opened(source: Path, stored: Stored, *, trust_remote_code: bool) -> Model:

@@ -215,6 +215,13 @@ def test_formats_and_options_are_checked_first(made, tmp_path):
             nearplane.export(out, tmp_path / "new", **options)
 
 
+def test_a_record_of_another_version_does_not_go_along(source, tmp_path, caplog):
+    write_folder(tmp_path / "out", source(torch.float16), "gptq", bits=4, group_size=32)  # its record has version 1
+    nearplane.export(tmp_path / "out", tmp_path / "new", format="gptq_v2")
+    assert "The new folder has no run record" in caplog.text
+    assert not (tmp_path / "new" / "nearplane.json").exists()
+
+
 def test_files_that_read_back_differently_are_not_kept(made, tmp_path, monkeypatch):
     out, write = made("gptq_v2", bits=4, group_size=32), Folder.write
 

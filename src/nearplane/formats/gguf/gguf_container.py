@@ -156,7 +156,7 @@ class GGUFFile(Container):
         writer, planned, factors = self._header(), self._planned(), rope_factors(self._network)
         names = [*planned, *("" for _ in factors)]
         writer.add_string(f"{KEY_PREFIX}quantization_config", json.dumps(self.config))
-        writer.add_string(RECORD_KEY, " " * self.room)  # overwritten in the end, as are the hashes
+        writer.add_string(RECORD_KEY, " " * max(self.room, 1))  # overwritten in the end, as are the hashes
         writer.add_string(METADATA, "0" * SHA_SIZE)
         writer.add_array(TENSORS, names)
         writer.add_array(SUMS, ["0" * SHA_SIZE * (planned[name][1][0] if STAR in name else 1) for name in names])
