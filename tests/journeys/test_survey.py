@@ -15,10 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GPTQConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    GPTQConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import nearplane
@@ -29,6 +37,7 @@ from nearplane.loading.gptq_rules import GPTQMODEL_ONLY_TYPES
 
 WINDOWS = torch.randint(3, VOCABULARY, (16, 32), generator=torch.Generator().manual_seed(1))
 TOKENS = WINDOWS[:2, :12]
+FUSED = r"\.(?:([qkv]_proj)|(gate_proj|up_proj)|(w1|w3)|(q_a_proj|kv_a_proj_with_mqa))\.weight_global_scale$"  # by vLLM
 PACKED = 1e-5  # of the logits, in float32: packed layers sum in another order
 ATTEMPTS = 4  # of doing what a refusal offers
 
@@ -90,6 +99,31 @@ def test_four_bits_load_in_plain_transformers_or_are_refused(source: Path, tmp_p
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
         assert torch.equal(logits(loaded), decoded(tmp_path / "out"))
         print(f"| {loaded.config.model_type} | compressed-tensors | equal, {_layers(record)} |")
+
+
+@pytest.mark.parametrize("source", SURVEYED, indirect=True)
+def test_nvfp4_loads_and_layers_that_runtimes_fuse_have_one_global_scale_or_it_is_refused(
+    source: Path, tmp_path: Path
+) -> None:
+    """Readers round decoded weights to bfloat16 in a model of any dtype."""
+    record = written(source, tmp_path / "out", grid="nvfp4")
+    if record is None:
+        return
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    dense = _dense(tmp_path / "out")
+    for layer in record.layers:
+        weight = dense.get_parameter(f"{layer.name}.weight").data
+        weight.copy_(weight.bfloat16())
+    assert torch.equal(logits(loaded), logits(dense))
+    scales: dict[tuple[str, int | None], set[float]] = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            if (fused := re.search(FUSED, name)) is not None:
+                scales.setdefault((name[: fused.start()], fused.lastindex), set()).add(float(tensor))
+    assert all(len(each) == 1 for each in scales.values()), scales
+    print(f"| {loaded.config.model_type} | nvfp4 | equal, {_layers(record)}, {len(scales)} fused sets |")
 
 
 @pytest.mark.parametrize("source", SURVEYED, indirect=True)
@@ -165,4 +199,4 @@ def _layers(record: nearplane.record.record.RunRecord) -> str:
 
 
 def _how(how: dict[str, Any]) -> str:
-    return "rate" if "rate" in how else how.get("format", "compressed-tensors")
+    return "rate" if "rate" in how else how.get("grid") or how.get("format", "compressed-tensors")

@@ -159,8 +159,8 @@ class NVFP4Packed(FP4Packed):
         super().check(name, shape, kind, format)
         if kind == "Expert":
             raise RecipeError(
-                f"{name} is an expert; transformers 5.23.0 decodes experts in NVFP4 without their global scale. Use --grid mxfp4, "
-                f"or leave experts unquantized with --ignore experts."
+                f"{name} is an expert; transformers 5.23 and 5.24 decode experts in NVFP4 without their global scale. Use --grid "
+                f"mxfp4, or leave experts unquantized with --ignore 'experts'."
             )
 
     def scales(self, name: str, grid: Grid, out: int) -> dict[str, Tensor]:

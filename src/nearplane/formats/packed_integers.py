@@ -38,7 +38,7 @@ class PackQuantized(Packing):
         super().check(name, shape, kind, format)
         if not format.symmetric:
             raise RecipeError(
-                f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23.0, which expects "
+                f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23 and 5.24, which expect "
                 f"their packed zero points in another shape. Use --format gptq_v2, or symmetric weights."
             )
         if format.bits not in self.BITS:

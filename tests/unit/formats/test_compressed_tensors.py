@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -175,6 +177,8 @@ def test_asymmetric_files_are_read_and_the_reason_not_to_write_them_holds(
     write_folder(out, folder, "compressed-tensors", bits=bits, group_size=group_size, symmetric=False)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         AutoModelForCausalLM.from_pretrained(out)
+    with pytest.raises(RecipeError, match=rf"\b{re.escape(transformers.__version__.rpartition('.')[0])}\b"):
+        check(symmetric=False)
     dequantize = CompressedTensorsConfig(dequantize=True)
     assert_loads_as_decoded(out, folder, torch.bfloat16, quantization_config=dequantize)
 
@@ -182,7 +186,7 @@ def test_asymmetric_files_are_read_and_the_reason_not_to_write_them_holds(
 @pytest.mark.parametrize(
     ("changes", "reason", "way_out"),
     [
-        ({"symmetric": False}, "transformers 5.23.0", "--format gptq_v2"),
+        ({"symmetric": False}, "transformers 5.23 and 5.24", "--format gptq_v2"),
         ({"kind": "Conv1D"}, "is a Conv1D", "--format gptq "),
         ({"kind": "Conv2d"}, "is a Conv2d", "--ignore"),
         ({"bits": 9}, "not 9", "2 to 8"),
