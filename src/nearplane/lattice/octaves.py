@@ -67,11 +67,11 @@ class OctaveFit:
         for g, size in zip(*(part.tolist() for part in group.unique_consecutive(return_counts=True)), strict=True):
             start, end = end, end + size
             old = state.scale[g].clone()
-            codes, moves = state.codes[start:end].clone(), torch.zeros_like(state.E[start:end])
-            least = torch.zeros_like(old)
+            values = state.in_steps(start, end).mul_(old)
+            codes, moves, least = state.codes[start:end].clone(), torch.zeros_like(values), torch.zeros_like(old)
             for factor in (1.0, 0.5, 2.0):
                 step = (old * factor).clamp(*(2.0**limit for limit in LIMITS))
-                trial = _trial(state, start, end, EH[start - a : end - a], step)
+                trial = _trial(state, start, values, EH[start - a : end - a], step)
                 better = trial[2] < least
                 codes, moves = (torch.where(better, x, y) for x, y in zip(trial, (codes, moves), strict=False))
                 state.scale[g], least = torch.where(better, step, state.scale[g]), torch.where(better, trial[2], least)
@@ -87,17 +87,18 @@ class OctaveFit:
         return start.with_parts({"scale": state.scale.T.to(start.scale.dtype).contiguous(), "zero": start.zero})
 
 
-def _trial(state: State, start: int, end: int, EH: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _trial(state: State, start: int, values: Tensor, EH: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, old minus new values, and changes of the loss of rows, if columns of a group had another step.
 
     Args:
         state: State of the descent, not changed.
-        start, end: First column of the group, and the column after the last.
-        EH: (end - start, out) `(E H)^T` of these columns.
+        start: First column of the group.
+        values: (size, out) values of the columns of the group.
+        EH: (size, out) `(E H)^T` of these columns.
         step: (out,) step to try.
     """
+    end = start + len(values)
     d = state.diagonal[start:end]
-    values = state.in_steps(start, end).mul_(state.scale[state.grid.group[start]])
     codes, moves, loss = torch.empty_like(state.codes[start:end]), torch.empty_like(values), torch.zeros_like(step)
     columns = Columns(
         values,
