@@ -49,6 +49,8 @@ SIGNED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "compressed-tensors": ("llama", dict(bits=4, group_size=16)),
     "compressed-tensors, mixed": ("llama", dict(bits=3.5, group_size=16)),
     "mxfp4": ("llama", dict(grid="mxfp4")),
+    "mxfp8": ("llama", dict(grid="mxfp8")),
+    "fp8-block": ("wide", dict(grid="fp8-block")),
     "gptq": ("llama", dict(bits=4, group_size=16, format="gptq")),
     "gptq_v2": ("llama", dict(bits=2, group_size=16, symmetric=False, format="gptq_v2")),
     "nearplane": ("llama", dict(rate=3.0, include_embeddings=True, include_head=True)),
@@ -80,7 +82,10 @@ def subjects(place: Path, only: str = "") -> list[Subject]:
     models = _Models(place)
     written: dict[str, Callable[[str], Subject]] = {
         **{name: lambda name: Folder(name, models.signed(name), signed=True) for name in SIGNED},
-        **{f"{name}, unsigned": models.unsigned for name in ("compressed-tensors", "mxfp4", "gptq", "gptq_v2")},
+        **{
+            f"{name}, unsigned": models.unsigned
+            for name in ("compressed-tensors", "mxfp4", "mxfp8", "fp8-block", "gptq", "gptq_v2")
+        },
         **{
             f"gguf alone, {name}": models.alone for name in ("q4_0", "k-quants", "q4_0, unsigned", "k-quants, unsigned")
         },

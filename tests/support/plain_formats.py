@@ -95,7 +95,8 @@ def decoded(folder: Path) -> dict[str, Raw]:
             case "mxfp4":
                 return _gpt_oss(stored)
             case "compressed-tensors":
-                return _layers(stored, CODED[0], lambda layer, parts: _compressed(parts, _scheme(how, layer)))
+                dense = _layers(stored, CODED[0], lambda layer, parts: _compressed(parts, _scheme(how, layer)))
+                return _in_eight_bits(dense, lambda layer: _scheme(how, layer))
             case "gptq":
                 return _layers(stored, CODED[1], lambda _, parts: _gptq(parts, how))
             case "awq":
@@ -149,6 +150,22 @@ def _compressed(parts: Mapping[str, Raw], weights: Mapping[str, Any]) -> NDArray
         zeros = _bits(parts["weight_zero_point"].values.T, bits, out).T
     steps, codes = scale.floats(), _bits(words, bits, columns)
     return steps[:, group] * (codes - zeros[:, group]).astype(np.float32)
+
+
+def _in_eight_bits(stored: Mapping[str, Raw], scheme: Any) -> dict[str, Raw]:
+    """Return the tensors with 8-bit floats and their steps, of rows, tiles or groups, replaced by weights."""
+    dense = dict(stored)
+    for name in [name for name, tensor in stored.items() if tensor.dtype == "F8_E4M3" and f"{name}_scale" in stored]:
+        values, scale = stored[name].floats(), dense.pop(f"{name}_scale")
+        weights = scheme(name.removesuffix(".weight"))
+        steps = np.float32(2) ** (scale.floats() - 127) if scale.dtype == "U8" else scale.floats()
+        if weights["strategy"] == "block":
+            rows, columns = weights["block_structure"]
+            steps = np.repeat(np.repeat(steps, rows, 0), columns, 1)
+        elif weights["strategy"] == "group":
+            steps = np.repeat(steps, weights["group_size"], 1)
+        dense[name] = Raw("F32", values * steps)
+    return dense
 
 
 def _gptq(parts: Mapping[str, Raw], how: Mapping[str, Any]) -> NDArray[np.float32]:
