@@ -39,7 +39,7 @@ WINDOWS = torch.randint(3, VOCABULARY, (16, 32), generator=torch.Generator().man
 TOKENS = WINDOWS[:2, :12]
 FUSED = r"\.(?:([qkv]_proj)|(gate_proj|up_proj)|(w1|w3)|(q_a_proj|kv_a_proj_with_mqa))\.weight_global_scale$"  # by vLLM
 PACKED = 1e-5  # of the logits, in float32: packed layers sum in another order
-ATTEMPTS = 4  # of doing what a refusal offers
+ATTEMPTS = 6  # of doing what a refusal offers
 
 
 @pytest.fixture
