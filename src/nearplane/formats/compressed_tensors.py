@@ -6,7 +6,7 @@ Packings of layers are in `packed_integers.py`, `int8_packed.py`, `fp4_packed.py
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -97,6 +97,17 @@ class CompressedTensors(GridFormat):
         if self.rounds_inputs and format.inputs is not None and format.inputs.global_scale:
             tensors[f"{name}.{INPUT_SCALE}"] = torch.empty(1, dtype=torch.float32, device="meta")
         return tensors
+
+    def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the names of the tensors of every quantized layer; refuse codes without steps."""
+        existing = dict.fromkeys(names)
+        for name in existing:
+            if (
+                name.endswith(f".{Packing.WORDS_IN}")
+                and (steps := name.removesuffix(Packing.WORDS_IN) + self.KEY) not in existing
+            ):
+                raise FormatError(f"{steps} is missing beside {name}: the file is damaged. Fetch it again.")
+        return super(CompressedTensors, self).parts(existing)
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return (out, in) from the packing with this dtype of words."""

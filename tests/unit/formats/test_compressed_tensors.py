@@ -354,3 +354,8 @@ def test_numbers_that_no_packing_holds_are_refused_before_work_begins() -> None:
         ):
             FORMAT.layers.check("layer", (64, 64), "Linear", format)
     FORMAT.layers.check("layer", (64, 64), "Linear", MXFP4)
+
+
+def test_codes_without_steps_are_refused() -> None:
+    with pytest.raises(FormatError, match=r"a\.weight_scale is missing beside a\.weight_packed"):
+        FORMAT.layers.parts(["b.weight_packed", "b.weight_scale", "a.weight_packed", "a.weight_shape"])
