@@ -36,7 +36,9 @@ INTRODUCTION = """# Tables of quality
 Made by `python benchmarks/quality/tables.py show` from `tables.jsonl`. What is measured, and how to measure it again,
 is in [index.md](index.md). Figures are means over calibrations, whose number is in parentheses, with the standard
 error of the mean. Ratios are of KL, with their standard error, over pairs with the same calibration. The *best peer* is
-the best of those that do not train. auto-round trains codes and steps, which takes 11 to 19 times the CPU time of nearplane.
+the best of those that do not train. auto-round trains codes and steps, for about 18 times the CPU time of nearplane.
+*nearest* is nearplane with `--solver round-to-nearest`. *mse* of llm-compressor is its search for steps; for NVFP4 that
+is `nvfp4_expanded_mse`, the best of its observers.
 """
 TRAINED = "auto-round"  # the peer that trains
 OURS = ("nearplane", "nearest")  # what is compared with peers, and its rounding without calibration
@@ -116,7 +118,8 @@ def show(asked: argparse.Namespace) -> None:
         commits = sorted({row["commit"] for row in measured if row["version"].startswith("nearplane")})
         versions = sorted({row["version"] for row in measured if not row["version"].startswith("nearplane")})
         print(f"\n## {model}\n\nSHA-256 of the weights: {measured[0]['sha']}..., perplexity of the original")
-        print(f"{measured[0]['original']}. Measured with nearplane at {', '.join(commits)}, {', '.join(versions)}.")
+        print(f"{measured[0]['original']}. Measured with nearplane at {', '.join(commits)},")
+        print(f"{', '.join(versions)}.")
         tools = [tool for tool in (*OURS, *PEERS) if where(measured, tool=tool)]
         print("\nKL, untuned:\n")
         print("\n".join(untuned(measured, tools)))

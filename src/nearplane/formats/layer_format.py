@@ -246,7 +246,7 @@ def config_text(source: Path, config: Mapping[str, Any]) -> str:
 
     If transformers cannot read the weights, the field in which it looks for a file name tells how to load them.
     """
-    kept = {name: value for name, value in read_config(source).items() if name != WEIGHTS}
+    kept = {name: value for name, value in read_config(source).items() if name not in (WEIGHTS, QUANTIZATION)}
     if config.get("quant_method") == METHOD:
         kept[WEIGHTS] = READ_WITH
     elif config.get("meta", {}).get("experts"):

@@ -23,7 +23,7 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Format
 from nearplane.formats.integers import consecutive, expect, group_size_of, object_of
 from nearplane.formats.layer_format import MLX as METHOD
-from nearplane.formats.layer_format import ConfigFile, LayerFormat, Quantized
+from nearplane.formats.layer_format import ConfigFile, Held, LayerFormat, Quantized
 from nearplane.formats.packing import SCALES
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
@@ -81,6 +81,18 @@ class MLX(LayerFormat):
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return the model's dtype, in which MLX multiplies; float32 for dtypes that MLX does not have."""
         return model_dtype if model_dtype in SCALES else torch.float32
+
+    def held(self, matrix: QuantizedMatrix[Any], format: NumberFormat) -> Held:
+        """Return integers with whole zero points as integers with a minimum: the step times the distance to the zero point."""
+        matrix, format = LayerFormat.held(self, matrix, format)
+        if format.levels is not None:
+            return Held(matrix, format)
+        grid, out = matrix.grid, len(matrix.codes)
+        d, one = grid.scale.expand(out, -1), torch.ones(out, grid.scale.shape[1], dtype=torch.int32)
+        ends = {"low": 0, "high": grid.high - grid.low}
+        moved = SuperGrid(d=d, sc=one, dmin=d * (grid.zero - grid.low), m=one, group=grid.group, **ends)
+        codes = QuantizedMatrix(codes=matrix.codes - grid.low, grid=moved)
+        return Held(codes, integers(format.bits, format.group, minimum=True))
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer."""

@@ -56,7 +56,8 @@ def export(
     Args:
         source: Folder of a quantized checkpoint, written by nearplane or in another format that it reads.
         out: New or empty folder. It is written under another name and renamed when complete, see `Unfinished`.
-        format: "safetensors" decodes all weights. "compressed-tensors", "gptq", "gptq_v2", "awq" and "gguf" hold equal integers.
+        format: "safetensors" decodes all weights. "compressed-tensors", "gptq", "gptq_v2", "awq", "mlx" and "gguf" hold equal
+            integers.
         dtype: Dtype of all floating-point tensors of decoded weights; None: bfloat16. Not for other formats.
         trust_remote_code: Whether to run model code that comes with the checkpoint, and to copy it.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -42,6 +43,8 @@ PAIRS = [
     (("gptq_v2", 2, 256, False), ("gguf", "q2_k")),
     (("gptq_v2", 4, 256, False), ("gguf", "q4_k")),
     (("awq", 4, None, False), ("gguf", "q4_k")),
+    *((("compressed-tensors", bits, 64, True), ("mlx", f"int{bits}-g64-min")) for bits in (2, 3, 4, 5, 6, 8)),
+    (("gptq_v2", 4, 128, False), ("mlx", "int4-g128-min")),
     (("gguf", 4, 32, True), ("gptq", "int4-g32")),
     (("gguf", 8, 32, True), ("compressed-tensors", "int8-g32")),
 ]
@@ -53,12 +56,18 @@ def by_others(format, grid, tensors):
         (blocks,) = tensors.values()
         return torch.from_numpy(gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[grid.upper()]))
     parts = {
-        name.removeprefix("a."): Raw({torch.float16: "F16"}.get(each.dtype, "I"), each.numpy())
+        name.removeprefix("a."): Raw({torch.float16: "F16", torch.float32: "F32"}.get(each.dtype, "I"), each.numpy())
         for name, each in tensors.items()
+        if each.dtype != torch.uint32
     }
     if format == "awq":
         return torch.from_numpy(plain_formats._awq(parts))
     how = {"bits": int(grid[3]), "checkpoint_format": format, "num_bits": int(grid[3]), "type": "int"}
+    if format == "mlx":
+        parts["weight"] = Raw("U32", tensors["a.weight"].view(torch.int32).numpy().view(np.uint32))
+        return torch.from_numpy(
+            plain_formats._mlx(parts, {"bits": int(grid[3]), "group_size": int(grid.split("-")[1][1:])})
+        )
     size = grid.split("-")[1].removeprefix("g")
     how |= {"strategy": "channel"} if size == "row" else {"strategy": "group", "group_size": int(size)}
     decode = plain_formats._gptq if format.startswith("gptq") else plain_formats._compressed
@@ -77,7 +86,8 @@ def test_a_layer_has_equal_values_in_the_other_format(stored, moved):
     assert held.format.name == name
     new.check("a", SHAPE, "Linear", held.format)
     assert list(held.matrix.grid.differences_from(held.format, held.matrix.codes)) == []
-    tensors = new.pack("a", held.matrix, torch.float16)
+    dtype = torch.float32 if target == "mlx" else torch.float16  # its minima are products of steps and zeros
+    tensors = new.pack("a", held.matrix, dtype)
     assert held.matrix.same_as(new.unpack("a", tensors, held.format))
     assert torch.equal(by_others(target, name, tensors), matrix.decode())
 
