@@ -17,7 +17,7 @@ from nearplane.lattice.grid import Grid
 from nearplane.lattice.kernels import kernels_of
 from nearplane.lattice.kernels_torch import Columns, Tally
 from nearplane.lattice.polish import Fit, State
-from nearplane.lattice.scale import Steps
+from nearplane.lattice.scale import Steps, least_error
 
 WINDOW = range(1, -4, -1)  # candidates for the exponent of a step, above the smallest one that covers the weights
 LIMITS = (-126, 127)  # exponents of normal float32 numbers; files could hold -127, too
@@ -40,16 +40,10 @@ def octaves(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Cal
     assert size is not None, "only formats with groups name this fit"
     levels = book.levels.to(target)
     groups = target.reshape(len(target), -1, size)
-    weight = importance.to(target).square().view(-1, size)  # (groups, size)
-    middles, peak = (levels[1:] + levels[:-1]) / 2, groups.abs().amax(-1)
+    peak = groups.abs().amax(-1)
     cover = torch.where(peak > 0, peak / levels[-1], 1).log2().ceil()
-    best, least = torch.zeros_like(cover), torch.full_like(cover, torch.inf)
-    for offset in WINDOW:
-        exponent = (cover + offset).clamp_(*LIMITS)
-        step = exponent.exp2()[..., None]
-        error = levels[torch.bucketize(groups / step, middles)].mul_(step).sub_(groups).square_().mul_(weight).sum(-1)
-        better = error < least
-        best, least = torch.where(better, exponent, best), torch.where(better, error, least)
+    exponents = ((cover + offset).clamp_(*LIMITS) for offset in WINDOW)
+    best = least_error(groups, importance, levels, ((exponent, exponent.exp2()) for exponent in exponents))
     scale = torch.where(peak > 0, best, 0).exp2()
     group = torch.arange(target.shape[1], device=target.device) // size
     grid = OctaveGrid(

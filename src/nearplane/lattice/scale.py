@@ -7,6 +7,7 @@ a group along the last axis, so that one call fits all groups of a matrix or one
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -170,3 +171,26 @@ def ladder(count: int) -> int:
     return min(
         (1, 2, 4, 8, 16, 32), key=lambda resolution: math.log(2) / 12 / resolution**2 * count + math.log2(resolution)
     )
+
+
+def least_error(groups: Tensor, importance: Tensor, levels: Tensor, trials: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return which of several steps has the least error in every group; of equal ones the first.
+
+    The error of a weight, rounded to the nearest level, counts as much as the squared importance of its column.
+
+    Args:
+        groups: (out, groups, size) weights.
+        importance: (in,) importance of the columns.
+        levels: Ascending levels.
+        trials: Steps (out, groups) to try, each with (out, groups) what to return where it is best.
+    """
+    weight = importance.to(groups).square().view(groups.shape[1:])
+    middles = (levels[1:] + levels[:-1]) / 2
+    least, best = groups.new_full(groups.shape[:2], torch.inf), None
+    for key, step in trials:
+        scale = step[..., None]
+        error = levels[torch.bucketize(groups / scale, middles)].mul_(scale).sub_(groups).square_().mul_(weight).sum(-1)
+        better = error < least
+        best, least = torch.where(better, key, torch.zeros_like(key) if best is None else best), error.minimum(least)
+    assert best is not None, "there is a step to try"
+    return best

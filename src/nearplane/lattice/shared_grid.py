@@ -19,7 +19,7 @@ from nearplane.errors import NumericalError
 from nearplane.lattice import number_formats
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.polish import Fit, PlainFit, State
-from nearplane.lattice.scale import Steps
+from nearplane.lattice.scale import Steps, least_error
 
 E4M3 = torch.tensor([level for level in number_formats.E4M3 if level > 0])  # all positive values, ascending
 SMALLEST, LARGEST = float(E4M3[0]), float(E4M3[-1])  # 2^-9 and 448
@@ -89,15 +89,9 @@ def shared(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Call
     values = E4M3.to(target)
     scales = values / divisor
     groups = target.reshape(len(target), -1, size)
-    weight = importance.to(target).square().view(-1, size)  # (groups, size)
-    middles, place = (levels[1:] + levels[:-1]) / 2, torch.bucketize(groups.abs().amax(-1) / levels[-1], scales)
-    best, least = torch.zeros_like(place), target.new_full(place.shape, torch.inf)
-    for offset in WINDOW:
-        candidate = (place + offset).clamp_(0, len(values) - 1)
-        scale = scales[candidate][..., None]
-        error = levels[torch.bucketize(groups / scale, middles)].mul_(scale).sub_(groups).square_().mul_(weight).sum(-1)
-        better = error < least
-        best, least = torch.where(better, candidate, best), torch.where(better, error, least)
+    place = torch.bucketize(groups.abs().amax(-1) / levels[-1], scales)
+    places = ((place + offset).clamp_(0, len(values) - 1) for offset in WINDOW)
+    best = least_error(groups, importance, levels, ((each, scales[each]) for each in places))
     grid = SharedGrid(
         block=values[best],
         divisor=divisor,
