@@ -184,4 +184,6 @@ def trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
 
 def memory(device: torch.device) -> int:
     """Return the limit in bytes for targets and codes of a beam: half of the free memory of a GPU."""
-    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else BEAM_BYTES
+    if device.type == "cpu":
+        return BEAM_BYTES
+    return int(torch.get_device_module(device).mem_get_info(device)[0]) // 2

@@ -56,14 +56,17 @@ class Device:
 
     def free(self) -> int | None:
         """Return the bytes that this process can still allocate on the device, or None if they are unknown."""
-        if self.place.type == "cuda":
-            unused = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
-            return torch.cuda.mem_get_info(self.place)[0] + unused
-        return free_memory() if self.on_cpu else None
+        if self.on_cpu:
+            return free_memory()
+        runtime = torch.get_device_module(self.place)
+        unused = runtime.memory_reserved(self.place) - runtime.memory_allocated(self.place)
+        return int(runtime.mem_get_info(self.place)[0] + unused)
 
     def model(self) -> str:
         """Return the device and the model of its GPU, on which results depend."""
-        return f"{self}, {torch.cuda.get_device_name(self.place)}" if self.place.type == "cuda" else str(self)
+        if self.on_cpu:
+            return str(self)
+        return f"{self}, {torch.get_device_module(self.place).get_device_name(self.place)}"
 
     def __str__(self) -> str:
         return str(self.place)
