@@ -65,7 +65,8 @@ bench-peers: $(VENV)/.tested-with $(PEERS)/gptqmodel/.installed $(PEERS)/llmcomp
 	$(PIP) --no-deps --force-reinstall .
 	$(VENV)/bin/python benchmarks/peers/run.py --peers $(PEERS) --assets $(ASSETS) --rounds $(ROUNDS)
 
-bench-tables: $(VENV)/.tested-with $(PEERS)/gptqmodel/.installed $(PEERS)/llmcompressor/.installed $(PEERS)/auto-round/.installed $(LLAMA)/.installed
+PEERS_OF_TABLES := $(foreach name,gptqmodel llmcompressor auto-round mlx,$(PEERS)/$(name)/.installed)
+bench-tables: $(VENV)/.tested-with $(PEERS_OF_TABLES) $(LLAMA)/.installed
 	$(PIP) --no-deps --force-reinstall .
 	$(VENV)/bin/python benchmarks/quality/tables.py measure --peers $(PEERS) --llama $(LLAMA)/bin/python --assets $(ASSETS) $(MIXTURE)
 	$(VENV)/bin/python benchmarks/quality/tables.py show > docs/results/tables.md
@@ -95,6 +96,7 @@ $(EVAL)/.installed: pyproject.toml
 $(PEERS)/gptqmodel/.installed: PINS = gptqmodel==7.6.0 optimum==2.3.0 numpy==2.2.6
 $(PEERS)/llmcompressor/.installed: PINS = llmcompressor==0.14.0.1
 $(PEERS)/auto-round/.installed: PINS = auto-round==0.16.1
+$(PEERS)/mlx/.installed: PINS = "mlx[cpu]==0.32.4" mlx-lm==0.32.2
 $(PEERS)/%/.installed:   # torch first and pinned: the peers' own pins may pull gigabytes of CUDA
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)"

@@ -5,7 +5,7 @@
 TASKS is a list of tasks, which run one after the other. A task holds `model` and `warm` (folders; no `warm`: no first run),
 `tokens` (safetensors with `windows`, (windows, seqlen)), `out` (folder to write), `bits`, `group_size`, `symmetric`,
 `iterations` and `search` of the peers, instead of the first three a `scheme` of llm-compressor, of which only weights are
-quantized, and `recipe`, the options of nearplane. A line of JSON is printed for each task: CPU
+quantized, also by auto-round, and `recipe`, the options of nearplane. A line of JSON is printed for each task: CPU
 seconds of the imports, of the first run (on the model `warm`, which compiles what is compiled), of loading, quantizing and
 writing `model`; wall seconds of the same, peak bytes; or `error`. Weights of llm-compressor and auto-round are written decoded,
 in float32, as they stand in memory after the run; the files that these tools write themselves are in the folder `packed`.
@@ -110,9 +110,13 @@ def autoround() -> Callable[[SimpleNamespace], None]:
     def run(task: SimpleNamespace) -> None:
         model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
         tokens = _tokens(task)
+        if hasattr(task, "scheme"):
+            grid = {"scheme": {"W8A8": "INT8"}.get(task.scheme, task.scheme.removesuffix("A16")), "act_bits": 16}
+        else:
+            grid = {"bits": task.bits, "group_size": task.group_size, "sym": task.symmetric}
         tuned = AutoRound(
-            model, AutoTokenizer.from_pretrained(task.model), bits=task.bits, group_size=task.group_size,
-            sym=task.symmetric, iters=task.iterations, seqlen=tokens.shape[1], nsamples=len(tokens), device_map="cpu",
+            model, AutoTokenizer.from_pretrained(task.model), **grid,
+            iters=task.iterations, seqlen=tokens.shape[1], nsamples=len(tokens), device_map="cpu",
             dataset=[{"input_ids": part, "attention_mask": part * 0 + 1} for part in tokens.split(8)],
             enable_torch_compile=False, amp=False,
         )  # fmt: skip
@@ -123,10 +127,50 @@ def autoround() -> Callable[[SimpleNamespace], None]:
     return run
 
 
+def mlx_lm() -> Callable[[SimpleNamespace], None]:
+    """mlx_lm's conversion, by its defaults but for embeddings and head, which stay as they are."""
+    from mlx_lm.convert import convert
+
+    def run(task: SimpleNamespace) -> None:
+        shutil.rmtree(task.out, ignore_errors=True)
+        grid = {"q_bits": task.bits, "q_group_size": task.group_size}
+        convert(_for_mlx(task), task.out, quantize=True, **grid, quant_predicate=lambda path, _: "layers" in path.split("."))
+
+    return run
+
+
+def mlx_gptq() -> Callable[[SimpleNamespace], None]:
+    """mlx_lm's GPTQ of the same layers; it rounds the embeddings too, which are put back."""
+    import mlx.core as mx
+    from mlx_lm.quant.gptq import gptq_quantize
+    from mlx_lm.utils import load, save
+
+    def run(task: SimpleNamespace) -> None:
+        model, tokenizer, config = load(_for_mlx(task), return_config=True)
+        embeddings = model.model.embed_tokens
+        grid = {"bits": task.bits, "group_size": task.group_size}
+        fallback = {f"fallback_{name}": value for name, value in grid.items()}
+        model, _ = gptq_quantize(model, mx.array(_tokens(task).numpy()), **grid, **fallback)
+        model.model.embed_tokens = embeddings
+        save(task.out, task.model, model, tokenizer, config | {"quantization": grid})
+
+    return run
+
+
 TOOLS = {
     "nearplane": nearplane, "nearplane tuned": tuned, "gptqmodel": gptqmodel, "llmcompressor": llmcompressor,
-    "auto-round": autoround,
+    "auto-round": autoround, "mlx_lm": mlx_lm, "mlx_lm gptq": mlx_gptq,
 }  # fmt: skip
+
+
+def _for_mlx(task: SimpleNamespace) -> str:
+    """Return a copy of the model whose config names the base of rotary embeddings where mlx_lm looks for it."""
+    copy = f"{task.out}-source"
+    shutil.copytree(task.model, copy, dirs_exist_ok=True)
+    path = Path(copy) / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"rope_theta": config["rope_parameters"]["rope_theta"]}))
+    return copy
 
 
 def _tokens(task: SimpleNamespace):

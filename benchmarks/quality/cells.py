@@ -40,9 +40,11 @@ sys.path.append(str(ROOT / "benchmarks" / "peers"))
 from run import ITERATIONS, one_block, recipe_of, run_tasks  # noqa: E402
 
 GRIDS, RATES, MIXES = ("4", "3", "2"), ("3.125", "2.125", "1.5"), ("q4_k_m", "q3_k_m", "q2_k")
-FLOATS = {  # scheme of llm-compressor with the same weights
+SCHEMES = {  # scheme of llm-compressor with the same weights
     "nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16", "fp8": "FP8_DYNAMIC", "fp8-block": "FP8_BLOCK", "mxfp8": "MXFP8A16",
+    "int8": "W8A8",
 }  # fmt: skip
+MLX = ("mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8")  # the digit is the number of bits
 TOOLS = {  # function of worker.py, environment, search for steps
     "nearplane": ("nearplane", None, 0.0),
     "nearest": ("nearplane", None, 0.0),
@@ -53,6 +55,8 @@ TOOLS = {  # function of worker.py, environment, search for steps
     "nearplane tuned": ("nearplane tuned", None, 0.0),
     "GPTQModel, mse": ("gptqmodel", "gptqmodel", 2.4),
     "llm-compressor, mse": ("llmcompressor", "llmcompressor", 1.0),
+    "mlx_lm": ("mlx_lm", "mlx", 0.0),
+    "mlx_lm, gptq": ("mlx_lm gptq", "mlx", 0.0),
 }
 SLOW = ("auto-round", "nearplane tuned")  # they train
 NEAREST = {"nearest": {"solver": "round-to-nearest"}}  # options of nearplane by tool
@@ -232,10 +236,14 @@ def chosen(
     """Return batches of any settings, for the tools that take them."""
 
     def takes(tool: str, setting: str) -> bool:
+        ours = tool == "nearest" or tool.startswith("nearplane")
         if setting.isdigit():
-            return tool != "llama.cpp"
-        if setting in FLOATS:
-            return tool == "nearest" or tool.startswith(("nearplane", "llm-compressor"))
+            return tool != "llama.cpp" and not tool.startswith("mlx_lm")
+        if setting in SCHEMES:
+            trains = tool == "auto-round" and setting in ("nvfp4", "mxfp4", "int8")
+            return ours or trains or tool.startswith("llm-compressor")
+        if setting in MLX:
+            return ours or tool == "mlx_lm" or (tool == "mlx_lm, gptq" and setting in ("mlx2", "mlx4", "mlx8"))
         return tool.startswith("nearplane") or (tool == "llama.cpp" and not setting[0].isdigit())
 
     batches = [
@@ -341,12 +349,15 @@ class Bench:
 
 
 def asked(subject: Subject, setting: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return what a worker is told of a setting: a number of bits, a rate with a point, floats, or a GGUF type."""
+    """Return what a worker is told of a setting: a number of bits, a rate with a point, or the name of a format."""
     if setting.isdigit():
         grid = {"bits": int(setting), "group_size": subject.group_size, "symmetric": setting == "4"}
         return grid | {"recipe": recipe_of(**grid) | options}
-    if setting in FLOATS:
-        return {"scheme": FLOATS[setting], "recipe": {"grid": setting} | options}
+    if setting in SCHEMES:
+        return {"scheme": SCHEMES[setting], "recipe": {"grid": setting} | options}
+    if setting in MLX:
+        grid = {"bits": int(setting[3:]), "group_size": min(64, subject.group_size)}
+        return grid | {"recipe": grid | {"format": "mlx"} | options}
     recipe = {"rate": float(setting)} if setting[0].isdigit() else {"grid": setting, "embeddings": "f32"}
     return {"recipe": recipe | options}
 
@@ -415,7 +426,8 @@ def commit() -> str:
 @cache
 def version(python: Path, function: str) -> str:
     """Return name and version of the package that quantizes."""
-    package = {"llama.cpp": "llama-cpp-python", "nearplane tuned": "nearplane"}.get(function, function)
+    packages = {"llama.cpp": "llama-cpp-python", "nearplane tuned": "nearplane", "mlx_lm": "mlx-lm", "mlx_lm gptq": "mlx-lm"}
+    package = packages.get(function, function)
     code = f"import importlib.metadata as m; print('{package}', m.version('{package}'))"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
