@@ -134,7 +134,9 @@ def mlx_lm() -> Callable[[SimpleNamespace], None]:
     def run(task: SimpleNamespace) -> None:
         shutil.rmtree(task.out, ignore_errors=True)
         grid = {"q_bits": task.bits, "q_group_size": task.group_size}
-        convert(_for_mlx(task), task.out, quantize=True, **grid, quant_predicate=lambda path, _: "layers" in path.split("."))
+        convert(
+            _for_mlx(task), task.out, quantize=True, **grid, quant_predicate=lambda path, _: "layers" in path.split(".")
+        )
 
     return run
 

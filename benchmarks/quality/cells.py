@@ -426,7 +426,12 @@ def commit() -> str:
 @cache
 def version(python: Path, function: str) -> str:
     """Return name and version of the package that quantizes."""
-    packages = {"llama.cpp": "llama-cpp-python", "nearplane tuned": "nearplane", "mlx_lm": "mlx-lm", "mlx_lm gptq": "mlx-lm"}
+    packages = {
+        "llama.cpp": "llama-cpp-python",
+        "nearplane tuned": "nearplane",
+        "mlx_lm": "mlx-lm",
+        "mlx_lm gptq": "mlx-lm",
+    }
     package = packages.get(function, function)
     code = f"import importlib.metadata as m; print('{package}', m.version('{package}'))"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
