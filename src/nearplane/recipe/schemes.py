@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
 from nearplane.lattice.number_formats import (
+    E2M1,
     FLOATS,
     INTEGERS,
     TYPES,
@@ -65,7 +66,7 @@ class GridScheme(Scheme):
         rounds: Number of passes of coordinate descent that fit steps (least squares) and codes together. The codes are then
             solved once more on the fitted steps, and each row keeps the better of the two results. Default: 3.
         two_sided: Whether rows compensate each other's errors too, weighted by the network's gradients, and not only columns.
-            Needs a backward pass. No bound of a sweep holds for such codes.
+            Needs a backward pass. No bound of a sweep holds for such codes. Default: true for nvfp4 and mxfp4, else false.
         include_head: Whether the output embeddings (head) are quantized too, after all other layers. Needs --rate, --size or
             --format mlx.
         include_embeddings: Whether the input embeddings are quantized too, before the blocks, which then compensate the loss. A
@@ -81,7 +82,7 @@ class GridScheme(Scheme):
     scale: Scale = "mse"
     polish: int | None = None
     rounds: int | None = None
-    two_sided: bool = False
+    two_sided: bool | None = None
     include_head: bool = False
     include_embeddings: bool = False
 
@@ -102,6 +103,9 @@ class GridScheme(Scheme):
         check_fields(self, "symmetric", "minimum", "scale", "two_sided", "include_head", "include_embeddings")
         if self.minimum:
             object.__setattr__(self, "symmetric", False)
+        if self.two_sided is None:
+            floats = self.grid is not None and number_format(self.grid).levels == E2M1
+            object.__setattr__(self, "two_sided", self.calibrated and floats)
         if self.two_sided and not self.calibrated:
             raise RecipeError(f"two_sided needs calibration, but solver {self.solver!r} uses none.")
         if self.two_sided and self.grid is not None and number_format(self.grid).rows > 1:
@@ -127,7 +131,7 @@ class GridScheme(Scheme):
     @property
     def joins_rows(self) -> bool:
         """Whether rows compensate each other's errors."""
-        return self.two_sided
+        return bool(self.two_sided)
 
     @property
     def default_allocation(self) -> Allocation:

@@ -234,7 +234,7 @@ def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mappin
         if blocks:
             return BlockScheme(grid=number_format.name, embeddings=cast(Ends, _dtype_of_embeddings(model)), **options)
         if number_format.levels is not None:
-            return GridScheme(grid=number_format.name, **options)
+            return GridScheme(grid=number_format.name, two_sided=scheme.joins_rows, **options)
         if isinstance(scheme, GridScheme):
             return replace(scheme, grid=None, **options_of(number_format))
         return GridScheme(**options, **options_of(number_format))

@@ -35,6 +35,10 @@ def test_defaults_follow_from_what_is_given():
     nearest = GridScheme(solver="round-to-nearest")
     assert (nearest.polish, nearest.rounds) == (0, 0)
     assert GridScheme(solver="k-best").beam == 8
+    joined = [name for name in ("nvfp4", "mxfp4", "fp8", "mxfp8", "int4-g128") if GridScheme(grid=name).joins_rows]
+    assert joined == ["nvfp4", "mxfp4"]
+    assert not GridScheme(grid="nvfp4", two_sided=False).joins_rows
+    assert not GridScheme(grid="nvfp4", solver="round-to-nearest").joins_rows
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,17 @@ def test_entropy_coded_weights_need_a_rate_or_a_size():
         RateScheme()
 
 
-@given(st.sampled_from([GridScheme(), GridScheme(solver="k-best"), RATE, RateScheme(size="2MB", rows="equal")]))
+@given(
+    st.sampled_from(
+        [
+            GridScheme(),
+            GridScheme(grid="nvfp4", two_sided=False),
+            GridScheme(solver="k-best"),
+            RATE,
+            RateScheme(size="2MB", rows="equal"),
+        ]
+    )
+)
 def test_a_scheme_is_that_of_its_own_options(scheme):
     options = {name: getattr(scheme, name) for name in names_of(type(scheme))}
     assert scheme_of(**options) == scheme
