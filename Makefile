@@ -70,6 +70,7 @@ bench-tables: $(VENV)/.tested-with $(PEERS_OF_TABLES) $(LLAMA)/.installed
 	$(PIP) --no-deps --force-reinstall .
 	$(VENV)/bin/python benchmarks/quality/tables.py measure --peers $(PEERS) --llama $(LLAMA)/bin/python --assets $(ASSETS) $(MIXTURE)
 	$(VENV)/bin/python benchmarks/quality/tables.py show > docs/results/tables.md
+	$(VENV)/bin/python benchmarks/quality/formats.py > docs/results/formats.md
 
 bench-gguf: $(VENV)/.tested-with $(LLAMA)/.installed   # our files run by llama.cpp
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
