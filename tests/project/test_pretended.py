@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 from dataclasses import asdict
 from threading import Thread
 
@@ -212,7 +213,6 @@ def test_counts_are_kept_by_function_of_the_package(gpu):
 
 
 def test_a_backward_pass_counts_for_the_function_that_asks_for_it(gpu):
-    """Its operations run in a thread of torch."""
     learn = of_the_package("def learn(x):\n  return (x * x).sum().backward()", "learn")
     x = on_gpu(1, 2).requires_grad_()
     learn(x)
@@ -282,6 +282,21 @@ def test_a_second_card_computes_and_has_memory_of_its_own():
         gpu.forget()
         assert str(x.to("pretend:0").device) == "pretend:0"
         check(gpu, launches=1)
+        x.requires_grad_().square().sum().backward()
+        assert str(x.grad.device) == "pretend:1"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_processes_that_are_forked_afterwards_can_still_learn():
+    """Torch forbids that once it has threads of its own for a device."""
+    with pretended():
+        torch.ones(1, device="pretend:0", requires_grad=True).backward()
+    child = os.fork()
+    if not child:
+        x = torch.ones(1, requires_grad=True)
+        x.backward()
+        os._exit(int(x.grad))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_modules_and_their_copies_are_on_the_card(gpu):

@@ -341,6 +341,9 @@ def register() -> tuple[torch.library.Library, ...]:
         def is_built(self) -> bool:
             return True
 
+    torch.ones(
+        1, requires_grad=True
+    ).backward()  # torch starts threads for all devices that it knows now; they forbid forks
     backend_registration._setup_privateuseone_for_python_backend(KIND, backend_module=Runtime(), hook=Hook())
     made, attended = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     made.fallback(compute, "PrivateUse1")  # tensors that are made on the device
@@ -354,7 +357,7 @@ def pretended(memory: int = 80 << 30, cards: int = 1) -> Iterator[Gpu]:
 
     Args:
         memory: Bytes of each.
-        cards: How many. Backward passes run on the first alone.
+        cards: How many.
     """
     if pretended_cards.GPU is not None:
         raise RuntimeError("A pretended GPU is open already.")
@@ -375,6 +378,7 @@ def pretended(memory: int = 80 << 30, cards: int = 1) -> Iterator[Gpu]:
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) copies from the CPU where it can be seen
     try:
         with (
+            torch.autograd.set_multithreading_enabled(False),  # backward passes in the thread that asks for them
             mock.patch.object(torch, "empty", empty_or_pinned),
             mock.patch.object(Tensor, "pin_memory", pin_memory),
             mock.patch.object(Tensor, "is_pinned", lambda tensor, device=None: gpu.is_pinned(tensor)),

@@ -152,6 +152,12 @@ class Runtime:
     def manual_seed_all(self, seed: int) -> None:
         """Do nothing: numbers are drawn on the CPU."""
 
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 

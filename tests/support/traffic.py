@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from dataclasses import dataclass, fields
 from os.path import abspath, dirname, join
 from types import CodeType, FrameType
@@ -43,15 +42,11 @@ class Traffic:
 
 
 class Places:
-    """Traffic by the innermost function of the package that is running.
-
-    Backward passes run in threads of their own: there it is the function that the thread of this object is in.
-    """
+    """Traffic by the innermost function of the package that is running."""
 
     def __init__(self) -> None:
         self.traffic: dict[str, Traffic] = {}
         self.names: dict[CodeType, str | None] = {}
-        self.home = threading.get_ident()
 
     def here(self) -> Traffic:
         """Return the traffic of the function that is running, to be added to."""
@@ -63,12 +58,7 @@ class Places:
 
     def place(self) -> str:
         """Return the function that is running, as in `lattice/factor.py factorize`, or `elsewhere`."""
-        place = self.innermost(sys._getframe(1))
-        if place is None and threading.get_ident() != self.home:
-            place = self.innermost(sys._current_frames().get(self.home))
-        return place or ELSEWHERE
-
-    def innermost(self, frame: FrameType | None) -> str | None:
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
             if code not in self.names:
@@ -77,7 +67,7 @@ class Places:
             if place is not None:
                 return place
             frame = frame.f_back
-        return None
+        return ELSEWHERE
 
 
 def name_of(code: CodeType) -> str | None:
