@@ -258,8 +258,23 @@ def test_tensors_that_only_torch_holds_are_live(gpu):
 
 
 def test_results_that_grow_are_live_with_all_their_bytes(gpu):
-    x = torch.arange(100, device="pretend:0")
-    assert (x.shape, gpu.cards[0].live) == ((100,), 800)
+    x = torch.empty(0, device="pretend:0")
+    torch.ones(100, device="pretend:0", out=x)
+    assert (x.shape, gpu.cards[0].live) == ((100,), 400)
+
+
+def test_tensors_are_made_in_inference_mode_as_well(gpu):
+    x = on_gpu(1, 2, 3)
+    with torch.inference_mode():
+        assert x[1:].sum().item() == 5
+        gpu.forget()
+        made = [
+            torch.arange(4, device="pretend:0"),
+            torch.eye(2, device="pretend:0"),
+            torch.ones(4, device="pretend:0"),
+        ]
+    assert [each.numel() for each in made] == [4, 4, 4]
+    check(gpu, launches=3)
 
 
 def test_beyond_its_memory_torchs_own_error_is_raised(gpu):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -123,6 +123,7 @@ class Operation:
     Args:
         name: Its name without namespace and overload.
         launches: Whether it computes something on a device.
+        view: Whether its results are views.
         composite: Whether it is made of other operations.
         written: Position and name of each argument that it writes to.
         results: For each result the number in `written` of the argument that it is, or None.
@@ -130,6 +131,7 @@ class Operation:
 
     name: str
     launches: bool
+    view: bool
     composite: bool
     written: tuple[tuple[int, str], ...]
     results: tuple[int | None, ...]
@@ -147,6 +149,7 @@ def operation(func: Any) -> Operation:
     return Operation(
         name=name,
         launches=not view and torch.Tag.inplace_view not in func.tags and name not in NO_LAUNCH,
+        view=view,
         composite=func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd),
         written=tuple((at, arguments[at].name) for at in written),
         results=tuple(sets.index(mark.before_set) if mark and mark.is_write else None for mark in marks_out),
@@ -178,6 +181,9 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     if what.name == "_to_copy" and target.type == "cpu" and kwargs.get("non_blocking"):
         present().pin(results)  # so does torch
     if not what.written:
+        if what.view and torch.is_inference_mode_enabled() and not args[0].is_inference():
+            with torch.inference_mode(False):  # a view is what its base is
+                return outside(results, target)
         return outside(results, target)
     if len(what.results) == 1:
         return written[what.results[0]] if what.results[0] is not None else outside(results, target)
@@ -347,6 +353,11 @@ def register() -> tuple[torch.library.Library, ...]:
     backend_registration._setup_privateuseone_for_python_backend(KIND, backend_module=Runtime(), hook=Hook())
     made, attended = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     made.fallback(compute, "PrivateUse1")  # tensors that are made on the device
+    for name in ("arange", "eye", "linspace", "logspace", "randperm"):  # torch makes them empty, and then resizes them
+        operations = [getattr(getattr(aten, name), overload) for overload in getattr(aten, name).overloads()]
+        for each in operations:
+            if "device" in [argument.name for argument in each._schema.arguments]:
+                attended.impl(each, partial(compute, each), "PrivateUse1")
     attended.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
     return made, attended
 

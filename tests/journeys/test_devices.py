@@ -1,0 +1,115 @@
+"""A GPU in place of the CPU, which is pretended here: every command ends, and models in float32 get the same codes."""
+
+import gc
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+import nearplane
+from device_runs import COUNTED, RUNS, TOKENS, quantized, save_model, stored
+from nearplane.record.record import read_record
+from nearplane.tuning import loop
+from nightly import daily
+from pretended import pretended
+
+DEVICES = ("cpu", "pretend:0")
+
+
+class Made:
+    """A model of RUNS quantized on both devices, and what the GPU counted."""
+
+    def __init__(self, run, place):
+        self.model = save_model(run, place / "model")
+        self.folders = {device: place / device.partition(":")[0] for device in DEVICES}
+        self.cpu, self.gpu = self.folders.values()
+        quantized(run, self.model, self.cpu, "cpu")
+        with pretended() as gpu:
+            quantized(run, self.model, self.gpu, "pretend:0")
+        gc.collect()
+        self.left = gpu.cards[0].live
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Return a function from a key of RUNS to what was made of it, once."""
+    return cache(lambda run: Made(run, tmp_path_factory.mktemp(run)))
+
+
+@pytest.mark.parametrize("run", daily(RUNS, COUNTED))
+def test_a_gpu_writes_the_codes_of_the_cpu(made, run):
+    there, here = stored(made(run).gpu), stored(made(run).cpu)
+    assert there.keys() == here.keys()
+    assert [name for name in here if there[name] != here[name]] == []
+    assert read_record(made(run).gpu).device.startswith("pretend")
+    assert made(run).left == 0, "bytes that stay on the GPU"
+
+
+def test_both_devices_verify_evaluate_load_and_continue_texts_alike(made):
+    run, found = made("grid"), []
+    with pretended():
+        for device in DEVICES:
+            verified = nearplane.verify(run.cpu, against=run.model, calibration=TOKENS, device=device)
+            assert (verified.faults, bool(verified.measured)) == ((), True)
+            evaluation = nearplane.evaluate(run.cpu, TOKENS, against=run.model, device=device)
+            with torch.no_grad():
+                logits = nearplane.load(run.cpu, device=device)(TOKENS[:2].to(device)).logits.cpu()
+            found.append(
+                (
+                    evaluation.perplexity,
+                    evaluation.kl,
+                    logits,
+                    nearplane.generate(run.cpu, "It", tokens=8, device=device),
+                )
+            )
+    (perplexity, kl, logits, text), (perplexity_2, kl_2, logits_2, text_2) = found
+    assert (perplexity, kl, text) == (perplexity_2, kl_2, text_2)
+    assert torch.equal(logits, logits_2)
+
+
+def test_what_is_entropy_coded_is_loaded_packed_and_computes_the_same(made):
+    folder, found = made("rate").cpu, []
+    with pretended(), torch.no_grad():
+        for device in DEVICES:
+            model = nearplane.load(folder, device=device)
+            found.append([model(TOKENS[:2, :length].to(device)).logits.cpu() for length in (1, 32)])
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*found, strict=True))
+
+
+class StoppedError(Exception):
+    """What ends a run in these tests."""
+
+
+@pytest.mark.parametrize("run", daily(("grid", "rate"), ("grid",)))
+def test_tuning_that_is_stopped_goes_on_and_ends_as_on_the_cpu(made, run, tmp_path, monkeypatch):
+    """The same bytes as without the stop; other steps than on the CPU differ by rounding alone."""
+    monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", math.inf)  # keep every step
+    step = loop._Run.step
+
+    def tune(out, device):
+        record = nearplane.tune(made(run).cpu, out, against=made(run).model, calibration=TOKENS, steps=4, device=device)
+        assert record.tuning.kept > 0
+        return stored(out)
+
+    def stopped(self, batches):
+        if self.done == 2:
+            raise StoppedError
+        step(self, batches)
+
+    expected = tune(tmp_path / "cpu", "cpu")
+    with pretended():
+        whole = tune(tmp_path / "whole", "pretend:0")
+        with monkeypatch.context() as patch:
+            patch.setattr(loop._Run, "step", stopped)
+            with pytest.raises(StoppedError):
+                tune(tmp_path / "out", "pretend:0")
+        assert tune(tmp_path / "out", "pretend:0") == whole
+    assert whole.keys() == expected.keys()
+    for name in expected:
+        if name.endswith("scale"):
+            there, here = (np.frombuffer(tensors[name], np.float32) for tensors in (whole, expected))
+            assert np.allclose(there, here, rtol=1e-6, atol=0)
+        else:
+            assert whole[name] == expected[name], name
