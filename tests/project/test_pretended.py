@@ -314,6 +314,27 @@ def test_processes_that_are_forked_afterwards_can_still_learn():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
+def test_what_another_stream_writes_is_read_only_after_waiting_for_it(gpu):
+    runtime = torch.get_device_module("pretend")
+    side, kept = runtime.Stream(), torch.zeros(3).pin_memory()
+
+    def sent():
+        side.wait_stream(runtime.current_stream())
+        with runtime.stream(side):
+            return kept.to("pretend:0", non_blocking=True)
+
+    x = sent()
+    with pytest.raises(RuntimeError, match="add reads what another stream writes"):
+        x + 1
+    runtime.current_stream().wait_stream(side)
+    x.record_stream(runtime.current_stream())
+    y = x + 1
+    assert y.sum().item() == 3
+    with runtime.stream(side), pytest.raises(RuntimeError, match="mul_ reads what another stream writes"):
+        y.mul_(2)
+    assert runtime.current_stream() is runtime.default_stream()
+
+
 def test_modules_and_their_copies_are_on_the_card(gpu):
     module = torch.nn.Linear(3, 2).to("pretend:0")
     both = [module, copy.deepcopy(module)]

@@ -6,7 +6,8 @@
 
 As on CUDA, an operation on tensors of two devices raises, and so does `numpy()` of a tensor on the device. Whatever
 makes a GPU wait is counted by function of the package (`traffic`), and the bytes of tensors by card (`live`, `peak`).
-It does not show wrong or missing kernels, CUDA's order of sums, or buffers that are reused before a copy has ended.
+What one stream writes must not be read in another that does not wait for it. Not shown are wrong or missing kernels,
+CUDA's order of sums, and pinned buffers that are written or read before a copy has ended.
 """
 
 from __future__ import annotations
@@ -97,6 +98,9 @@ class Pretend(Tensor):
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy()
 
+    def record_stream(self, stream: Any) -> None:
+        """Do nothing: memory that is freed is not used again."""
+
     def tolist(self) -> Any:
         here().synchronizations += 1
         return self.held.tolist()
@@ -175,6 +179,8 @@ def compute(func: Any, *args: Any, **kwargs: Any) -> Any:
     if is_pretended(inner.get("device")):
         inner["device"] = CPU
     results = func(*map(inside, args), **inner)
+    if present().streams.several:
+        order(what, (*args, *kwargs.values()), written or ([] if what.view else [results]), target)
     for changed in tensors_in(written):
         if isinstance(changed, Pretend) and layout_of(changed) != layout_of(changed.held):
             changed.become(changed.held)
@@ -271,6 +277,19 @@ def count_copy(
         now.to_host += 1
         now.to_host_bytes += size
         now.waiting += not (non_blocking and (not isinstance(goal, Tensor) or present().is_pinned(goal)))
+
+
+def order(what: Operation, given: Sequence[Any], made: Sequence[Any], target: torch.device) -> None:
+    """Check that an operation reads nothing that another stream writes, and note what it writes.
+
+    Raises:
+        RuntimeError: It reads such a thing.
+    """
+    read = [each for each in tensors_in(given) if isinstance(each, Pretend)]
+    wrote = [each for each in tensors_in(made) if is_pretended(target)]
+    card = read[0].device.index if read else target.index or 0
+    storages = [[each.untyped_storage() for each in tensors] for tensors in (read, wrote)]
+    present().streams.order(what.name, card, *storages)
 
 
 def attention(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pretended_streams import Stream, Streams
 from traffic import Places, Traffic
 
 KIND = "pretend"
@@ -60,7 +62,11 @@ class Gpu:
 
     cards: tuple[Card, ...]
     places: Places = field(default_factory=Places)
+    streams: Streams = field(init=False)
     pinned: weakref.WeakSet[torch.UntypedStorage] = field(default_factory=weakref.WeakSet)
+
+    def __post_init__(self) -> None:
+        self.streams = Streams(len(self.cards))
 
     @property
     def traffic(self) -> dict[str, Traffic]:
@@ -167,6 +173,18 @@ class Runtime:
 
     def synchronize(self, device: Any = None) -> None:
         here().synchronizations += 1
+
+    def Stream(self, device: Any = None) -> Stream:  # noqa: N802 (torch's name)
+        return present().streams.made(card_of(device).index)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return present().streams.current[card_of(device).index]
+
+    def default_stream(self, device: Any = None) -> Stream:
+        return present().streams.defaults[card_of(device).index]
+
+    def stream(self, stream: Stream) -> AbstractContextManager[None]:
+        return present().streams.within(stream)
 
     def empty_cache(self) -> None:
         """Do nothing: nothing is kept for later tensors."""
