@@ -206,7 +206,8 @@ class ExpertRows(Rows):
 
     def before(self, share: Fraction) -> int:
         """Return the number of rows that belong to the first `share` of the batch's tokens."""
-        return int((self.token < int(self.tokens * share)).sum())
+        end = int(self.tokens * share)
+        return int((self.token < end).sum()) if 0 < end < self.tokens else len(self.token) * (end > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,25 +218,40 @@ class RoutedRows:
         quantized: The inputs in the quantized network.
         original: The inputs in the original network; None without a comparison.
         rounded: Function that rounds rows of the quantized network as the runtime does; None: they are not rounded.
+
+    Attributes:
+        position: (pairs,) index of each pair of token and expert among those of the original network, if it is there.
+        alike: (pairs,) whether it is there.
+        alike_on_host: The same on the CPU: it is read once for all experts.
     """
 
     quantized: Routed
     original: Routed | None = None
     rounded: Callable[[Tensor], Tensor] | None = None
+    position: Tensor = field(init=False)
+    alike: Tensor = field(init=False)
+    alike_on_host: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        keys = self.quantized.keys
+        others = keys[:0] if self.original is None else self.original.keys
+        position = torch.searchsorted(others, keys).clamp(max=max(0, len(others) - 1))
+        alike = others[position] == keys if len(others) else torch.zeros_like(keys, dtype=torch.bool)
+        for name, value in (("position", position), ("alike", alike), ("alike_on_host", alike.cpu())):
+            object.__setattr__(self, name, value)
 
     def of(self, expert: int) -> ExpertRows:
         """Return a copy of the rows of one expert."""
-        routed = self.quantized
-        token, rows = routed.token[routed.of(expert)], routed.rows(expert)
+        routed, pairs = self.quantized, self.quantized.of(expert)
+        token, rows = routed.token[pairs], routed.rows(expert)
         X_hat = wide(rows if self.rounded is None else self.rounded(rows))
         if self.original is None:
             return ExpertRows(X_hat=X_hat, token=token, tokens=routed.tokens)
-        original_token, X = self.original.token[self.original.of(expert)], wide(rows)
-        position = torch.searchsorted(original_token, token)  # (rows,) of the same token in the original network
-        shared = position < len(original_token)
-        shared[shared.clone()] = original_token[position[shared]] == token[shared]
-        X[shared] = wide(self.original.rows(expert)[position[shared]])
-        return ExpertRows(X_hat=X_hat, X=X, token=token, tokens=routed.tokens, alike=int(shared.sum()))
+        X = wide(rows)
+        if self.original.ends[-1]:
+            X = torch.where(self.alike[pairs, None], wide(self.original.at(self.position[pairs])), X)
+        shared = int(self.alike_on_host[pairs].sum())
+        return ExpertRows(X_hat=X_hat, X=X, token=token, tokens=routed.tokens, alike=shared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

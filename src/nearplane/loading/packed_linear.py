@@ -111,6 +111,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         self.groups: tuple[GroupBytes, ...] = ()
+        self._patches_before = np.empty(0, np.int32)  # `patch_start` on the host: forward passes wait for no device
         empty = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device), requires_grad=False)
         self.bias = empty if bias else None
         for name in BUFFERS:
@@ -147,6 +148,7 @@ class PackedLinear(nn.Module):
             "patch_at": column_place[packed.patch_columns[by_row]],
             "patch_delta": packed.patch_delta[by_row],
         }
+        self._patches_before = buffers["patch_start"]
         for name, array in buffers.items():
             setattr(self, name, torch.from_numpy(np.ascontiguousarray(array)).to(device))
 
@@ -200,9 +202,9 @@ class PackedLinear(nn.Module):
             else:
                 codes[:, start:stop] = block.view(torch.int8)
         if self.patch_at.numel():
-            first, last = int(self.patch_start[a]), int(self.patch_start[b])
+            first, last = int(self._patches_before[a]), int(self._patches_before[b])
             counts = self.patch_start[a + 1 : b + 1] - self.patch_start[a:b]
-            rows = torch.arange(b - a, device=codes.device).repeat_interleave(counts)
+            rows = torch.arange(b - a, device=codes.device).repeat_interleave(counts, output_size=last - first)
             at = rows, self.patch_at[first:last].long()
             codes[at] = (codes[at].long() + self.patch_delta[first:last]).float()  # rounded at most once
         return codes

@@ -37,6 +37,7 @@ class Routed:
     Args:
         x: (tokens, in) rows, from which each expert takes its own; (pairs, in) if `apart`.
         token: (pairs,) token of every pair of a token and an expert to which it is routed; by expert, then ascending.
+        expert: (pairs,) expert of every pair.
         ends: Index after the last pair of every expert.
         tokens: Number of tokens in the batch.
         apart: Whether `x` has one row per pair.
@@ -44,6 +45,7 @@ class Routed:
 
     x: Tensor
     token: Tensor
+    expert: Tensor
     ends: tuple[int, ...]
     tokens: int
     apart: bool
@@ -58,17 +60,25 @@ class Routed:
 
     def rows(self, expert: int) -> Tensor:
         """Return the rows (pairs, in) that an expert multiplies."""
-        pairs = self.of(expert)
+        return self.at(self.of(expert))
+
+    def at(self, pairs: slice | Tensor) -> Tensor:
+        """Return the rows (pairs, in) of some pairs."""
         return self.x[pairs] if self.apart else self.x[self.token[pairs]]
+
+    @property
+    def keys(self) -> Tensor:
+        """(pairs,) number of every pair among all tokens of all experts; ascending."""
+        return self.expert * self.tokens + self.token
 
     def only(self, experts: Sequence[int]) -> Routed:
         """Return a copy with the pairs of some experts only."""
         counts = [self.count(expert) if expert in experts else 0 for expert in range(len(self.ends))]
         if sum(counts) == self.ends[-1]:
             return replace(self, x=self.x.clone())
-        token = torch.cat([self.token[self.of(expert)] for expert in experts])
+        token, number = (torch.cat([each[self.of(e)] for e in experts]) for each in (self.token, self.expert))
         rows = torch.cat([self.rows(expert) for expert in experts])
-        return replace(self, x=rows, token=token, ends=tuple(accumulate(counts)), apart=True)
+        return replace(self, x=rows, token=token, expert=number, ends=tuple(accumulate(counts)), apart=True)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -283,11 +293,12 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     """
     tokens, k = top_k_index.shape
     experts = len(self.down_proj)
-    order = torch.sort(top_k_index.reshape(-1), stable=True).indices  # (pairs,)
-    counts = top_k_index.reshape(-1).bincount(minlength=experts)[:experts]
-    ends = tuple(counts.cumsum(0).tolist())
-    token = order[: ends[-1]] // k
-    y = _expert_outputs(self, Routed(x=hidden_states, token=token, ends=ends, tokens=tokens, apart=False))
+    expert, order = torch.sort(top_k_index.reshape(-1), stable=True)  # (pairs,)
+    numbers = torch.arange(experts, dtype=expert.dtype, device=expert.device)
+    ends = tuple(torch.searchsorted(expert, numbers, right=True).tolist())  # the only time a device is waited for
+    token, expert = order[: ends[-1]] // k, expert[: ends[-1]]
+    routed = Routed(x=hidden_states, token=token, expert=expert, ends=ends, tokens=tokens, apart=False)
+    y = _expert_outputs(self, routed)
     none = hidden_states.new_zeros(tokens * k - ends[-1], hidden_states.shape[1])  # pairs without an expert
     weighted = torch.cat([*y, none]) * top_k_weights.reshape(-1)[order, None]
     return weighted[order.argsort()].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
@@ -304,7 +315,8 @@ def forward_of_rows(self: Any, hidden_states: Tensor) -> Tensor:
     chosen = rows.any(-1)  # (experts, tokens)
     expert, token = chosen.nonzero(as_tuple=True)
     ends = tuple(chosen.sum(1).cumsum(0).tolist())
-    y = _expert_outputs(self, Routed(x=rows[chosen], token=token, ends=ends, tokens=rows.shape[1], apart=True))
+    x, tokens = rows[expert, token], rows.shape[1]
+    y = _expert_outputs(self, Routed(x=x, token=token, expert=expert, ends=ends, tokens=tokens, apart=True))
     outputs = torch.zeros_like(rows).index_put((expert, token), torch.cat(y))
     return outputs.view_as(hidden_states)
 
