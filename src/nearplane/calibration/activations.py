@@ -55,6 +55,7 @@ class Stream:
         self.sizes = [len(x) for x in hidden]
         self.sources: Sequence[int] = ()
         self.rounding: RoundedStream | None = None
+        self._finite: list[Tensor] = []  # whether each output of the present block is finite
 
     def forward(self, block: Block, module: Callable[..., Any] | None, batch: int, hidden: Tensor) -> Tensor:
         """Run a copy of a block on one batch and return its output hidden states."""
@@ -82,17 +83,31 @@ class Stream:
             CalibrationError: The block returns NaN or Inf.
         """
         for batch in range(len(self.sizes)):
-            self.quantized[batch] = checked_finite(
-                self.forward(block, block.quantized, batch, self.quantized[batch]), block
-            )
+            self.quantized[batch] = self.noted(self.forward(block, block.quantized, batch, self.quantized[batch]))
             if self.original is not None and not self.ahead:
-                self.original[batch] = checked_finite(
-                    self.forward(block, block.original, batch, self.original[batch]), block
-                )
+                self.original[batch] = self.noted(self.forward(block, block.original, batch, self.original[batch]))
         self.passed(block)
 
+    def noted(self, output: Tensor) -> Tensor:
+        """Return an output of a block; `check` refuses the block if it is not finite."""
+        self._finite.append(torch.isfinite(output).all())
+        return output
+
+    def check(self, block: Block) -> None:
+        """Raise CalibrationError if an output of the block is not finite: a device is waited for once a block."""
+        finite, self._finite = self._finite, []
+        if finite and not torch.stack(finite).all():
+            raise CalibrationError(
+                f"{block.name} returns NaN or Inf. Check the model's weights, or compute in a wider dtype."
+            )
+
     def passed(self, block: Block) -> None:
-        """Record that both streams have passed a block."""
+        """Record that both streams have passed a block.
+
+        Raises:
+            CalibrationError: The block returned NaN or Inf.
+        """
+        self.check(block)
         self.ahead = False
         del self.calls[block.name]
 
@@ -218,12 +233,3 @@ def _network_ends(
     ends = [End(block.empty, extra=extra) for block, extra in zip(model.blocks, stream.extra, strict=True)]
     with model.around(ends, device, dtype, head=head) as network:
         yield network, ends[-1]
-
-
-def checked_finite(hidden: Tensor, block: Block) -> Tensor:
-    """Return the output of a block if it is finite; else raise CalibrationError."""
-    if not torch.isfinite(hidden).all():
-        raise CalibrationError(
-            f"{block.name} returns NaN or Inf. Check the model's weights, or compute in a wider dtype."
-        )
-    return hidden

@@ -21,7 +21,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
-from nearplane.calibration.activations import Stream, checked_finite
+from nearplane.calibration.activations import Stream
 from nearplane.calibration.rounded_stream import RoundedStream
 from nearplane.calibration.stages import FirstLook, first_look, rows_by_batch
 from nearplane.calibration.watch import Additions, InParts, Results, RoutedRows, Rows, Seen, rows_of, total, wide
@@ -284,7 +284,7 @@ class BlockForward:
         event = self._continue(forward)
         if isinstance(event, Paused) or forward.additions.found.keys() != self._adding:
             raise self._inconsistent_batches()
-        return checked_finite(event, self.block)
+        return self.stream.noted(event)
 
     def close(self) -> None:
         """Stop all forward passes and free their memory."""

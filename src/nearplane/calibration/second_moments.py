@@ -17,7 +17,7 @@ from nearplane.calibration.stages import rows_by_batch, unreached
 from nearplane.calibration.watch import ExpertRows, InParts, RoutedRows, Rows
 from nearplane.calibration.windows import EXTRA_TOKENS
 from nearplane.errors import CalibrationError
-from nearplane.lattice.moments import ExtraRows, Moments, MomentSums
+from nearplane.lattice.moments import ExtraRows, Moments, MomentSums, sum_dtype
 from nearplane.matrix.inputs import Inputs
 from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
@@ -74,9 +74,9 @@ def sum_moments(
         H = X_hat^T X_hat / tokens    C = X^T X_hat / tokens    lost = (X W^T + r - X_hat W^T - r_hat)^T X_hat / tokens
 
     `lost` replaces C where that is less work, see `_lost_outputs`. Products are computed in float32 (float64 for
-    float64 activations) batch by batch and summed in float64. Extra windows do not enter these sums; about
-    `EXTRA_TOKENS` of their rows, evenly spread, are kept separately as `ExtraRows`. With an original network to compare
-    with, the moments of the last `HELD_OUT` of the fitted windows, at least one, are also returned separately.
+    float64 activations, see `cross_product`) batch by batch and summed in float64. Extra windows do not enter these
+    sums; about `EXTRA_TOKENS` of their rows, evenly spread, are kept separately as `ExtraRows`. With an original network
+    to compare with, the moments of the last `HELD_OUT` of the fitted windows, at least one, are also returned separately.
 
     All experts of a block are one group. The rows of all batches are kept and the moments of one expert are summed at a
     time, so that the matrices of all experts are never in memory together.
@@ -271,12 +271,14 @@ class _Sums:
         if extra is not None:
             quantized.append(extra.X_hat.square())
             original.append(None if extra.X is None else extra.X.square())
-        for which, tensors in (("quantized", quantized), ("original", original)):
-            if not all(tensor is None or torch.isfinite(tensor).all() for tensor in tensors):
-                raise CalibrationError(
-                    f"The input of {names} contains NaN or Inf in the {which} network, or its square overflows. Check the model's "
-                    f"weights, or compute in a wider dtype."
-                )
+        which = [("quantized", each) for each in quantized] + [("original", each) for each in original]
+        there = [(network, torch.isfinite(each).all()) for network, each in which if each is not None]
+        finite = torch.stack([flag for _, flag in there]).tolist()  # a device is waited for once a stage
+        if not all(finite):
+            raise CalibrationError(
+                f"The input of {names} contains NaN or Inf in the {there[finite.index(False)][0]} network, or its square "
+                f"overflows. Check the model's weights, or compute in a wider dtype."
+            )
         return {layer.name: replace(total.of(layer.name, held_moments), extra=extra) for layer in self.group}
 
 
@@ -289,7 +291,8 @@ def _lost_outputs(rows: Rows, group: tuple[Layer, ...]) -> dict[str, Tensor]:
     if rows.X is None:
         return {}
     alone = len(group) == 1 and group[0].shape[0] <= group[0].shape[1]
-    difference = rows.X - rows.X_hat
+    dtype = sum_dtype(rows.X, rows.X_hat)  # 16 bits do not hold a difference
+    difference = rows.X.to(dtype) - rows.X_hat.to(dtype)
     outputs = {layer.name: difference @ layer.read().to(difference.dtype).T for layer in group if layer.adds or alone}
     for name, residual in rows.residual.items():
         outputs[name] += residual

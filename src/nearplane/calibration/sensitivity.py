@@ -13,12 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import Stream, checked_finite, finish, readout, skeleton
+from nearplane.calibration.activations import Stream, finish, readout, skeleton
 from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.errors import CalibrationError
 from nearplane.models.kinds import NOTHING_TO_MEASURE, has_head, predicts_always_the_same
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
+from nearplane.system.device import repeatable_backward
 from nearplane.system.memory import release
 
 MAX_TOKENS, MIN_TOKENS = 16384, 2048
@@ -84,15 +85,15 @@ def sensitivity(
     runs: dict[str, tuple[Tensor, ...]] = {}
     with closing(StatesOnDisk()) as block_inputs, torch.no_grad():  # of all blocks, batch by batch
         last_states = stream.quantized
-        for block in model.blocks:
+        for block in model.in_turn(model.blocks, device):
             block_inputs.extend(last_states)
             with block.on(device, dtype, original=False):
                 last_states = [
-                    checked_finite(stream.forward(block, block.quantized, i, x), block)
-                    for i, x in enumerate(last_states)
+                    stream.noted(stream.forward(block, block.quantized, i, x)) for i, x in enumerate(last_states)
                 ]
+                stream.check(block)
         gradients, outputs = _from_predictions(model, stream, batches, last_states, seed)
-        for block in reversed(model.blocks):
+        for block in model.in_turn(model.blocks[::-1], device):
             states = [block_inputs.pop() for _ in gradients][::-1]
             with block.on(device, dtype, original=False):
                 gradients, sums, products = _back(block, stream, states, gradients, together)
@@ -164,26 +165,36 @@ def _from_predictions(
                     for total in sums.values():
                         total += (p * (1 - p)).sum(0)
                     uniform = torch.rand(len(p), 1, generator=generator).to(device)
-                    labels = torch.searchsorted(p.cumsum(-1), uniform).clamp(max=p.shape[-1] - 1)
-                    likelihood, location = predicted.gather(-1, labels).sum(), "the head"
+                    likelihood = predicted.gather(-1, draw_labels(p, uniform)).sum()
                 else:
                     drawn = torch.randn(output.shape, generator=generator).to(device)
                     drawn /= output.detach().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-15)
-                    likelihood, location = (output * drawn).sum(), "the end"
-                rows.append(_finite(torch.autograd.grad(likelihood, leaf)[0], location))
+                    likelihood = (output * drawn).sum()
+                rows.append(torch.autograd.grad(likelihood, leaf)[0])
             gradients.append(torch.cat(rows))
     if has_head(model.network) and not varies:
         raise CalibrationError(NOTHING_TO_MEASURE)
-    return gradients, sums
+    return _finite(gradients, "the head" if has_head(model.network) else "the end"), sums
 
 
-def _finite(gradient: Tensor, name: str) -> Tensor:
-    """Return a gradient if it is finite; else raise CalibrationError."""
-    if not torch.isfinite(gradient).all():
+def draw_labels(p: Tensor, uniform: Tensor) -> Tensor:
+    """Return (tokens, 1) int64 labels that follow probabilities p (tokens, vocabulary), by uniform (tokens, 1) in [0, 1).
+
+    A GPU adds floats in an order that is not fixed, so that labels might differ from run to run; it adds integers.
+    """
+    if p.device.type == "cpu":
+        return torch.searchsorted(p.cumsum(-1), uniform).clamp(max=p.shape[-1] - 1)
+    sums = (p.double() * 2**40).long().cumsum(-1)
+    return torch.searchsorted(sums, (uniform.double() * sums[:, -1:]).long(), right=True)
+
+
+def _finite(gradients: list[Tensor], name: str) -> list[Tensor]:
+    """Return gradients if all are finite, for which a device is waited for once; else raise CalibrationError."""
+    if not torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all():
         raise CalibrationError(
             f"Gradients are NaN or Inf before {name}. Check the weights, or use --rows equal, which needs no gradients."
         )
-    return gradient
+    return gradients
 
 
 def _back(
@@ -210,11 +221,11 @@ def _back(
             output.register_hook(partial(count, layer))
 
     input_gradients = []
-    with ExitStack() as hooks, torch.enable_grad():
+    with ExitStack() as hooks, torch.enable_grad(), repeatable_backward(inputs[0].device):
         for layer in block.quantized_layers():
             hooks.enter_context(layer.after(after))
         for i, (x, gradient) in enumerate(zip(inputs, gradients, strict=True)):
             leaf = x.detach().requires_grad_()
             output = stream.forward(block, block.quantized, i, leaf)
-            input_gradients.append(_finite(torch.autograd.grad(output, leaf, gradient)[0], block.name))
-    return input_gradients, sums, products
+            input_gradients.append(torch.autograd.grad(output, leaf, gradient)[0])
+    return _finite(input_gradients, block.name), sums, products

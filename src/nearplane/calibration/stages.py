@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nearplane.calibration.activations import Stream, checked_finite, skeleton
+from nearplane.calibration.activations import Stream, skeleton
 from nearplane.calibration.recorder import Call
 from nearplane.calibration.watch import Additions, Results, RoutedRows, Rows, Seen, Stop, rows_of, total
 from nearplane.errors import CalibrationError, ModelError, NearplaneError, first_few, first_line
@@ -144,7 +144,7 @@ def rows_by_batch(
         onward: Whether the quantized stream passes the block as well, with its current weights.
 
     Raises:
-        CalibrationError: A layer receives different tokens in the two networks, or the block returns NaN or Inf.
+        CalibrationError: A layer receives different tokens in the two networks.
     """
     original, rounding = stream.original, stream.rounding
     assert not stream.ahead, "the original stream has passed the block"
@@ -181,7 +181,7 @@ def rows_by_batch(
                 if layer.name in additions.found:
                     record.added[layer.name] = total(additions.found[layer.name]).reshape(-1, layer.shape[0])
         if to_the_end:
-            states[batch] = checked_finite(output, block)
+            states[batch] = stream.noted(output)
         return records
 
     if rounding is not None and any(map(rounding.measures, groups)):

@@ -165,7 +165,7 @@ class _Walk:
         if resumed is not None and done and stream is not None:
             resumed.restore(stream)
         rounding = None if stream is None else stream.rounding
-        for index, block in enumerate(model.blocks[done:], done):
+        for index, block in enumerate(model.in_turn(model.blocks[done:], place), done):
             with (
                 block.on(place, dtype, original=recipe.scheme.correct and stream is not None),
                 rounding.within(block.quantized_layers()) if rounding is not None else nullcontext(),

@@ -194,7 +194,7 @@ class ExpertRows(Rows):
     """Rows of one batch that one expert multiplies.
 
     Args:
-        token: (rows,) index of each row's token in the batch, ascending.
+        token: (rows,) index of each row's token in the batch, ascending; on the CPU.
         tokens: Number of tokens in the batch.
         alike: Number of rows whose token the original network routes to this expert as well; in the other rows `X`
             equals `X_hat` before it is rounded, as there is nothing to compare with.
@@ -206,8 +206,7 @@ class ExpertRows(Rows):
 
     def before(self, share: Fraction) -> int:
         """Return the number of rows that belong to the first `share` of the batch's tokens."""
-        end = int(self.tokens * share)
-        return int((self.token < end).sum()) if 0 < end < self.tokens else len(self.token) * (end > 0)
+        return int((self.token < int(self.tokens * share)).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +221,7 @@ class RoutedRows:
     Attributes:
         position: (pairs,) index of each pair of token and expert among those of the original network, if it is there.
         alike: (pairs,) whether it is there.
-        alike_on_host: The same on the CPU: it is read once for all experts.
+        on_host: (2, pairs) token of each pair, and `alike`, on the CPU: a device is waited for once for all experts.
     """
 
     quantized: Routed
@@ -230,28 +229,28 @@ class RoutedRows:
     rounded: Callable[[Tensor], Tensor] | None = None
     position: Tensor = field(init=False)
     alike: Tensor = field(init=False)
-    alike_on_host: Tensor = field(init=False)
+    on_host: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         keys = self.quantized.keys
         others = keys[:0] if self.original is None else self.original.keys
         position = torch.searchsorted(others, keys).clamp(max=max(0, len(others) - 1))
         alike = others[position] == keys if len(others) else torch.zeros_like(keys, dtype=torch.bool)
-        for name, value in (("position", position), ("alike", alike), ("alike_on_host", alike.cpu())):
+        on_host = torch.stack([self.quantized.token, alike.long()]).cpu()
+        for name, value in (("position", position), ("alike", alike), ("on_host", on_host)):
             object.__setattr__(self, name, value)
 
     def of(self, expert: int) -> ExpertRows:
         """Return a copy of the rows of one expert."""
         routed, pairs = self.quantized, self.quantized.of(expert)
-        token, rows = routed.token[pairs], routed.rows(expert)
-        X_hat = wide(rows if self.rounded is None else self.rounded(rows))
+        rows, (token, alike) = routed.rows(expert), self.on_host[:, pairs]
+        X_hat = (rows if self.rounded is None else self.rounded(rows)).clone()
         if self.original is None:
             return ExpertRows(X_hat=X_hat, token=token, tokens=routed.tokens)
-        X = wide(rows)
+        X = rows.clone()
         if self.original.ends[-1]:
-            X = torch.where(self.alike[pairs, None], wide(self.original.at(self.position[pairs])), X)
-        shared = int(self.alike_on_host[pairs].sum())
-        return ExpertRows(X_hat=X_hat, X=X, token=token, tokens=routed.tokens, alike=shared)
+            X = torch.where(self.alike[pairs, None], self.original.at(self.position[pairs]), X)
+        return ExpertRows(X_hat=X_hat, X=X, token=token, tokens=routed.tokens, alike=int(alike.sum()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +298,7 @@ class Seen:
             self.routed = x if waits else x.only(experts)
         else:
             rows = layer.rows(x)
-            self.rows.append(wide(rows if self.rounded is None else self.rounded(layer.name, rows)))
+            self.rows.append((rows if self.rounded is None else self.rounded(layer.name, rows)).clone())
 
     @property
     def peak(self) -> float:

@@ -202,8 +202,24 @@ def _sum_of_squares(x: Tensor) -> float:
 def _bounds(steps: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     """Return (rows,) `1/4 sum_j d_j s_j^2` and gamma for steps (rows, in) and lengths `d` (in,) in rounding order."""
     profile = (steps.square() * d).flip(1)
-    tails = profile.cumsum(1)
+    tails = _running_sums(profile)
     return tails[:, -1] / 4, torch.where(profile > 0, tails.div_(profile), 1).amax(1).sqrt()
+
+
+def _running_sums(x: Tensor) -> Tensor:
+    """Return (rows, n) sums of the first 1, 2, .. n columns of x.
+
+    A GPU computes them as products with triangles of ones, since the order of the additions in its cumsum is not fixed.
+    """
+    if x.device.type == "cpu":
+        return x.cumsum(1)
+    rows, n = x.shape
+    parts = torch.nn.functional.pad(x, (0, -n % BLOCK_COLUMNS)).view(rows, -1, BLOCK_COLUMNS)
+    ones = torch.ones(BLOCK_COLUMNS, BLOCK_COLUMNS, dtype=x.dtype, device=x.device)
+    sums = parts @ ones.triu()  # within each part
+    totals = sums[:, :, -1]
+    before = totals @ totals.new_ones(totals.shape[1], totals.shape[1]).triu(1)  # of all parts before each part
+    return (sums + before[:, :, None]).view(rows, -1)[:, :n]
 
 
 def _times_triangle(E: Tensor, U: Tensor) -> Tensor:

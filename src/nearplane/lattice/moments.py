@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ class Moments:
 class MomentSums:
     """Sums before division by the number of tokens; H in its upper triangle only.
 
-    `alive` counts the batches in which an input of the original model was not 0; `dtype` is that of the rows.
+    `alive` counts the batches in which an input of the original model was not 0; `dtype` is that of the products.
     """
 
     H: Tensor | None = None
@@ -110,13 +111,13 @@ class MomentSums:
         """
         if not len(X_hat):
             return
-        self.tokens, self.dtype = self.tokens + len(X_hat), X_hat.dtype
+        self.tokens, self.dtype = self.tokens + len(X_hat), sum_dtype(X_hat)
         self.H = _added_gram(self.H, X_hat)
         if X is not None:
-            self.C = _added(self.C, X.T @ X_hat) if crossed else None
+            self.C = _added(self.C, cross_product(X, X_hat)) if crossed else None
             self.alive = _added(self.alive, X.any(0))
             for name, difference in (outputs or {}).items():
-                self.lost[name] = _added(self.lost.get(name), difference.T @ X_hat)
+                self.lost[name] = _added(self.lost.get(name), cross_product(difference, X_hat))
 
     def absorb(self, other: MomentSums) -> None:
         """Add other sums to these, in place."""
@@ -172,13 +173,13 @@ class ExtraRows:
     sizes: list[int] = field(default_factory=lambda: [0])  # rows of each text of a mix
 
     def add(self, X_hat: Tensor, X: Tensor | None = None, source: int = 0) -> None:
-        """Keep a copy of one batch's inputs (rows, in) in the quantized and in the original model.
+        """Keep a copy of one batch's inputs (rows, in) in the quantized and in the original model, at least float32.
 
         `source` is the number of the text; texts come in their order.
         """
         if len(X_hat):
-            self.X_hat.append(X_hat.clone())
-            self.X += [] if X is None else [X.clone()]
+            self.X_hat.append(X_hat.to(sum_dtype(X_hat), copy=True))
+            self.X += [] if X is None else [X.to(sum_dtype(X), copy=True)]
             self.sizes[source] += len(X_hat)
 
     def together(self) -> Extra | None:
@@ -237,12 +238,40 @@ def weighted_difference(whole: Tensor, tokens: int, part: Tensor, part_tokens: i
     return (whole * (tokens / remaining)).sub_(part, alpha=part_tokens / remaining)
 
 
+def sum_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype in which products of tensors are summed: float32, or float64 if one has that dtype."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
+def cross_product(A: Tensor, B: Tensor) -> Tensor:
+    """Return (a, b) `A^T B` of rows (rows, a) and (rows, b), with exact products of 16-bit floats and sums in float32.
+
+    Float32 holds every product of two bfloat16 or float16 numbers. Where the device multiplies them with such sums
+    (tensor cores of GPUs), it does; elsewhere rows are widened first, which gives the same products in another order.
+    Rows of float32 are multiplied in float32, rows of float64 in float64.
+    """
+    dtype = sum_dtype(A, B)
+    if A.dtype == B.dtype != dtype and sums_in_float32(A.device, A.dtype):
+        return torch.mm(A.T, B, out_dtype=dtype)
+    return A.to(dtype).T @ B.to(dtype)
+
+
+@cache
+def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device has a product of 16-bit matrices with a float32 result."""
+    try:
+        torch.mm(*torch.zeros(2, 1, 1, dtype=dtype, device=device), out_dtype=torch.float32)
+    except RuntimeError:  # NotImplementedError among them: what torch raises where there is none
+        return False
+    return True
+
+
 def _added_gram(sums: Tensor | None, X: Tensor) -> Tensor:
     """Add the blocks of `X^T X` on and above the diagonal for rows (rows, in); see `_mirrored`."""
     n = X.shape[1]
     sums = torch.zeros(n, n, dtype=torch.float64, device=X.device) if sums is None else sums
     for a in range(0, n, SPAN):
-        sums[a : a + SPAN, a:].add_(X[:, a : a + SPAN].T @ X[:, a:])
+        sums[a : a + SPAN, a:].add_(cross_product(X[:, a : a + SPAN], X[:, a:]))
     return sums
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -151,7 +151,14 @@ class Weights:
         return [name for load in loads.values() for name, _ in load.sources] + unused
 
     def fill(
-        self, root: nn.Module, prefix: str, device: torch.device, dtype: torch.dtype, *, without: tuple[str, ...] = ()
+        self,
+        root: nn.Module,
+        prefix: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        without: tuple[str, ...] = (),
+        loaded: Iterable[tuple[Load, dict[str, Tensor]]] | None = None,
     ) -> None:
         """Load the weights of a copy of a submodule from disk, and compute its buffers.
 
@@ -160,30 +167,57 @@ class Weights:
             prefix: Name of the submodule in the network with a dot at the end; "" for the whole network.
             device, dtype: Device and dtype of the weights; buffers keep their dtype.
             without: Name prefixes of parameters that stay on the meta device.
+            loaded: What `read` gives for this submodule, if it was called before.
 
         Raises:
             ModelError: A tensor is unreadable or has the wrong shape.
             NumericalError: A tensor is not finite; the message names it.
         """
-        parameters = {prefix + name: p for name, p in root.named_parameters(remove_duplicate=False)}
-        buffers = {prefix + name: b for name, b in root.named_buffers() if prefix + name in self._loads}
-        empties = {name: empty for name, empty in (parameters | buffers).items() if not name.startswith(without)}
-        done: set[str] = set()
-        for name in empties:
-            if name in done or name in self._computed:
-                continue
-            load = self._find(name)
-            assert load is not None, name
-            for target, tensor in self._read(load).items():
+        empties, finite = self._stored(root, prefix, without), dict[str, Tensor]()
+        for load, tensors in self.read(root, prefix, without=without) if loaded is None else loaded:
+            source = load.sources[0][0]
+            for target, tensor in tensors.items():
                 places = [place for place in self._aliases.get(target, (target,)) if place in empties]
                 if not places:
                     continue
                 empty = empties[places[0]]
-                kept = dtype if places[0] in parameters else empty.dtype
-                tensor = _checked(tensor.to(device), empty, kept, load.sources[0][0])
+                kept = dtype if isinstance(empty, nn.Parameter) else empty.dtype
+                tensor = _converted(tensor.to(device, non_blocking=True), empty, kept, source)
+                if tensor.is_floating_point():
+                    finite[f"{source} contains NaN or Inf in {tensor.dtype}"] = torch.isfinite(tensor).all()
                 _put(root, [place.removeprefix(prefix) for place in places], tensor)
-                done.update(places)
+        if finite and not torch.stack([*finite.values()]).all():  # a device is waited for once
+            fault = next(fault for fault, fine in finite.items() if not fine)
+            raise NumericalError(f"{fault}. Fetch the folder again.")
         self._compute(root, prefix, device, dtype)
+
+    def read(
+        self, root: nn.Module, prefix: str, *, without: tuple[str, ...] = (), pinned: bool = False
+    ) -> Iterator[tuple[Load, dict[str, Tensor]]]:
+        """Yield the tensors of a copy of a submodule as they are read from disk: {parameter: tensor} on the CPU, by load.
+
+        Args:
+            root, prefix, without: See `fill`; nothing is changed.
+            pinned: Whether they lie in memory from which a GPU copies while the CPU goes on.
+
+        Raises:
+            ModelError: A tensor is unreadable.
+        """
+        done: set[str] = set()
+        for name in self._stored(root, prefix, without):
+            if name in done or name in self._computed:
+                continue
+            load = self._find(name)
+            assert load is not None, name
+            done.update(place for target in load.targets for place in self._aliases.get(target, (target,)))
+            tensors = self._read(load)
+            yield load, {name: each.pin_memory() for name, each in tensors.items()} if pinned else tensors
+
+    def _stored(self, root: nn.Module, prefix: str, without: tuple[str, ...]) -> dict[str, Tensor]:
+        """Return {name in the network: empty parameter or buffer} of a copy of a submodule, as far as they are stored."""
+        parameters = {prefix + name: p for name, p in root.named_parameters(remove_duplicate=False)}
+        buffers = {prefix + name: b for name, b in root.named_buffers() if prefix + name in self._loads}
+        return {name: empty for name, empty in (parameters | buffers).items() if not name.startswith(without)}
 
     @staticmethod
     def leave_out(part: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -310,8 +344,8 @@ def _plan(
     return loads, unused
 
 
-def _checked(tensor: Tensor, empty: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Return a stored tensor in the dtype of the network; raise an error if its shape or kind differs or it is not finite."""
+def _converted(tensor: Tensor, empty: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Return a stored tensor in the dtype of the network; raise ModelError if its shape or kind differs."""
     if tensor.shape != empty.shape:
         raise ModelError(
             f"{name} has shape {tuple(tensor.shape)}, but config.json describes {tuple(empty.shape)}. "
@@ -323,9 +357,7 @@ def _checked(tensor: Tensor, empty: Tensor, dtype: torch.dtype, name: str) -> Te
                 f"{name} is stored as {tensor.dtype}, not as floating-point numbers. Fetch the folder again."
             )
         return tensor
-    if not torch.isfinite(tensor := tensor.to(dtype)).all():
-        raise NumericalError(f"{name} contains NaN or Inf in {dtype}. Fetch the folder again.")
-    return tensor
+    return tensor.to(dtype)
 
 
 def _put(root: nn.Module, names: Sequence[str], tensor: Tensor) -> None:

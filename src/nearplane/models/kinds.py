@@ -259,7 +259,8 @@ def divergence(original: Tensor, quantized: Tensor) -> Divergence:
     """
     kl = (original.exp() * (original - quantized)).sum(-1).double().sum()
     agreed = (original.argmax(-1) == quantized.argmax(-1)).sum()
-    return Divergence(kl=float(kl), agreed=int(agreed), tokens=original[..., 0].numel())
+    sums = torch.stack([kl, agreed.double()]).tolist()  # a device is waited for once
+    return Divergence(kl=sums[0], agreed=int(sums[1]), tokens=original[..., 0].numel())
 
 
 def distance(original: Tensor, quantized: Tensor) -> Divergence:

@@ -8,6 +8,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cached_property
@@ -20,7 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.errors import ModelError
-from nearplane.models.conversion import Weights
+from nearplane.models.conversion import Load, Weights
 from nearplane.models.experts import make_observable
 from nearplane.models.kinds import padded_positions, towers
 from nearplane.models.layers import Layer
@@ -226,6 +227,21 @@ class Model:
         in_blocks = {name for index in range(len(self.blocks)) for name in self.block_names(index)}
         return [name for name in self.reader.names() if name not in in_blocks]
 
+    def in_turn(self, blocks: Sequence[Block], device: torch.device) -> Iterator[Block]:
+        """Yield blocks; unless they run on the CPU, a thread reads them from disk, one ahead.
+
+        The host then holds up to two blocks in pinned memory, from which a GPU copies while the CPU goes on. On the CPU
+        nothing is read ahead: two blocks would be in memory.
+        """
+        if device.type == "cpu":
+            yield from blocks
+            return
+        with ThreadPoolExecutor(1, "read-ahead") as thread:
+            for number, block in enumerate(blocks):
+                for each in blocks[number : number + 2]:
+                    each.coming = each.coming or thread.submit(each.read)
+                yield block
+
     def configs(self) -> list[Any]:
         """Return the config and the configs nested in it, which copies of the network and of blocks share."""
         return [self.config, *(value for value in vars(self.config).values() if isinstance(value, PreTrainedConfig))]
@@ -277,13 +293,19 @@ class Block:
         layers: Layers of the block on the meta device, with name, kind and shape.
         original: The module with the original weights; None except within `on(original=True)`.
         quantized: The module whose weights are replaced by quantized ones; None except within `on`.
+        coming: The weights that a thread reads for the next `on`; None if that reads them itself. See `Model.in_turn`.
     """
 
     def __init__(self, model: Model, name: str, empty: nn.Module, layers: list[Layer]) -> None:
         self.name, self.empty, self.layers = name, empty, layers
         self.original: nn.Module | None = None
         self.quantized: nn.Module | None = None
+        self.coming: Future[list[tuple[Load, dict[str, torch.Tensor]]]] | None = None
         self._model = model
+
+    def read(self) -> list[tuple[Load, dict[str, torch.Tensor]]]:
+        """Read the block's weights from disk into pinned memory; see `Weights.read`."""
+        return list(self._model.weights.read(self.empty, f"{self.name}.", pinned=True))
 
     @contextmanager
     def on(self, device: torch.device | str, dtype: torch.dtype, *, original: bool = True) -> Iterator[Block]:
@@ -291,7 +313,10 @@ class Block:
         shared = {id(config): config for config in self._model.configs()}
         try:
             self.quantized = deepcopy(self.empty, dict(shared)).eval().requires_grad_(False)
-            self._model.weights.fill(self.quantized, f"{self.name}.", torch.device(device), dtype)
+            coming, self.coming = self.coming, None
+            loaded = None if coming is None else coming.result()
+            self._model.weights.fill(self.quantized, f"{self.name}.", torch.device(device), dtype, loaded=loaded)
+            del coming, loaded  # the host's copy
             make_observable(self.quantized)
             self.original = deepcopy(self.quantized, dict(shared)) if original else None
             for name, values in self._model.tuned.items():

@@ -126,7 +126,7 @@ def probe(
     stream = skeleton(model, windows.split(batch), device=device, dtype=dtype)
     batches = size // batch
     travellers: list[_Traveller] = []
-    blocks = logged(model.blocks, "probing", len(model.blocks), blocks=[1] * len(model.blocks))
+    blocks = logged(model.in_turn(model.blocks, device), "probing", len(model.blocks), blocks=[1] * len(model.blocks))
     for number, block in enumerate(progress(blocks, "probing", len(model.blocks))):
         with block.on(device, dtype, original=False):
             before = list(stream.quantized[:batches])

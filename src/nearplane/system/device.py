@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nearplane.errors import RecipeError
 from nearplane.system.memory import free_memory
@@ -70,6 +73,24 @@ class Device:
 
     def __str__(self) -> str:
         return str(self.place)
+
+
+@contextmanager
+def repeatable_backward(place: torch.device) -> Iterator[None]:
+    """Let backward passes on a GPU give the same bits every time: attention and convolutions by kernels that do.
+
+    Attention then takes memory for its (tokens, tokens) weights. On the CPU nothing changes.
+    """
+    if place.type == "cpu":
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    before, cudnn.deterministic = cudnn.deterministic, True
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        cudnn.deterministic = before
 
 
 def refuse_meta() -> None:

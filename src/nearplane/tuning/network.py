@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nearplane.calibration.activations import checked_finite, readout, skeleton
+from nearplane.calibration.activations import readout, skeleton
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.models.experts import parameter_of
 from nearplane.models.kinds import Divergence, divergence
 from nearplane.models.layers import Layer
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model
+from nearplane.system.device import repeatable_backward
 from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split
 
@@ -59,13 +60,13 @@ class TunedNetwork:
         self._entering = list(self._stream.quantized)
         self._blocks: list[_Block] = []
         self._original = list(self._stream.original or self._entering)  # hidden states of the original model
-        for block in model.blocks:
+        for block in model.in_turn(model.blocks, device):
             with torch.no_grad(), block.on(device, torch.float32, original=False):
                 module = block.quantized
                 self._original = [
-                    checked_finite(self._stream.forward(block, module, i, x), block)
-                    for i, x in enumerate(self._original)
+                    self._stream.noted(self._stream.forward(block, module, i, x)) for i, x in enumerate(self._original)
                 ]
+                self._stream.check(block)
                 self._blocks.append(_Block(block, matrices, vectors))
         self._after = {name: each for name, each in vectors.items() if not any(name in b.vectors for b in self._blocks)}
         self._logits: Callable[..., Tensor] | None = None
@@ -100,6 +101,10 @@ class TunedNetwork:
         Raises:
             CalibrationError: Predictions or gradients are not finite.
         """
+        with repeatable_backward(self._device):
+            return self._backward(batch)
+
+    def _backward(self, batch: int) -> Divergence:
         passes, hidden, total = [], self._entering[batch], Divergence()
         for block in self._blocks:
             passes.append(_Pass(self, block, batch, hidden, hold=self._hold))
@@ -114,10 +119,18 @@ class TunedNetwork:
             kl = (expected.exp() * (expected - log_probs)).sum() / predicted
             parts.append(after.back(kl, leaf))
             total += divergence(expected, log_probs.detach())
-        gradient = _checked(torch.cat(parts), "the head")
+        gradient = torch.cat(parts)
         after.end()
+        finite = {"the head": torch.isfinite(gradient).all()}
         while passes:
+            name = passes[-1].name
             gradient = passes.pop().backward(gradient)
+            finite[name] = torch.isfinite(gradient).all()
+        for name, fine in zip(finite, torch.stack([*finite.values()]).tolist(), strict=True):  # a device waits once
+            if not fine:
+                raise CalibrationError(
+                    f"Gradients are NaN or Inf before {name}, so the network cannot be tuned on this text."
+                )
         return total
 
     def forward(self, block: _Block, tensors: Mapping[str, Tensor], batch: int, hidden: Tensor) -> Tensor:
@@ -187,6 +200,7 @@ class _Pass:
 
     def __init__(self, network: TunedNetwork, block: _Block, batch: int, hidden: Tensor, *, hold: bool) -> None:
         self._network, self._block, self._batch, self._hold = network, block, batch, hold
+        self.name = block.block.name
         self._leaf = hidden.detach().requires_grad_()
         self._kept: tuple[_Leaves, Tensor] | None = None
 
@@ -200,7 +214,7 @@ class _Pass:
     def backward(self, gradient: Tensor) -> Tensor:
         """Propagate a gradient back through the block, and add to the gradients of its trained tensors."""
         values, output = self._kept or self._run()
-        before = _checked(values.back(output, self._leaf, gradient), self._block.block.name)
+        before = values.back(output, self._leaf, gradient)
         values.end()
         return before
 
@@ -234,13 +248,6 @@ class _Leaves:
         names = [name for name in self._trained if name in self._sums]
         if names:
             torch.autograd.backward([self._computed[name] for name in names], [self._sums[name] for name in names])
-
-
-def _checked(gradient: Tensor, name: str) -> Tensor:
-    """Return the gradient before a part of the network if it is finite; else raise CalibrationError."""
-    if not torch.isfinite(gradient).all():
-        raise CalibrationError(f"Gradients are NaN or Inf before {name}, so the network cannot be tuned on this text.")
-    return gradient
 
 
 def needed(model: Model, windows: Tensor, *, batch: int, codes: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nearplane.calibration.activations import checked_finite, readout, skeleton
+from nearplane.calibration.activations import readout, skeleton
 from nearplane.calibration.given import check_model, model_label
 from nearplane.calibration.watch import Stop
 from nearplane.errors import ModelError
@@ -247,12 +247,10 @@ class Streamed(Network):
         device, dtype = self.device, self.dtype
         parts = windows.split(batch)
         stream = skeleton(self.model, parts, device=device, dtype=dtype)
-        for block in self.model.blocks:
+        for block in self.model.in_turn(self.model.blocks, device):
             with torch.no_grad(), block.on(device, dtype, original=False), self._rounded(block):
                 for index, hidden in enumerate(stream.quantized):
-                    stream.quantized[index] = checked_finite(
-                        stream.forward(block, block.quantized, index, hidden), block
-                    )
+                    stream.quantized[index] = stream.noted(stream.forward(block, block.quantized, index, hidden))
             stream.passed(block)
         with readout(self.model, stream, device=device, dtype=dtype) as logits:
 

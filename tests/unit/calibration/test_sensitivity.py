@@ -9,9 +9,11 @@ import torch
 
 from alive import forget, living
 from families import config_of, random_model
-from nearplane.calibration.sensitivity import sensitivity
+from nearplane.calibration.sensitivity import draw_labels, sensitivity
 from nearplane.errors import CalibrationError
 from nearplane.models.model import open_model
+from pretended import pretended
+from unordered import Unordered
 
 CPU = torch.device("cpu")
 
@@ -147,3 +149,32 @@ def test_a_network_that_predicts_always_the_same_is_refused(saved, tokens):
     model.blocks[-1].empty.register_forward_hook(lambda _, args, output: torch.zeros_like(output))
     with pytest.raises(CalibrationError, match="predicts the same for every token"):
         sensitivity(model, tokens, device=CPU, dtype=torch.float32)
+
+
+def test_a_gpu_adds_in_a_fixed_order_and_is_waited_for_once_a_window_and_block(saved, tokens):
+    """Labels are drawn with sums of integers, and attention is differentiated without kernels that add as they come."""
+    model = open_model(str(saved("llama")), head=True)
+    with pretended() as gpu, Unordered() as seen:
+        found = sensitivity(model, tokens, device=torch.device("pretend:0"), dtype=torch.float64)
+        again = sensitivity(model, tokens, device=torch.device("pretend:0"), dtype=torch.float64)
+    assert seen.found == set()
+    assert {"cumsum", "_softmax_backward_data"} <= seen.operations
+    assert all(torch.equal(one.held, again.outputs[name].held) for name, one in found.outputs.items())
+    waits = {name: each.synchronizations // 2 for name, each in gpu.traffic.items()}
+    windows, blocks = len(tokens), len(model.blocks)
+    assert waits["calibration/activations.py Stream.check"] == blocks
+    assert waits["calibration/sensitivity.py _finite"] == 1 + blocks
+    assert waits["models/kinds.py predicts_always_the_same"] == windows
+
+
+def test_labels_follow_the_probabilities_on_a_gpu_too(generator):
+    """Each with its frequency, those of probability 0 never; nearly all are the labels that the CPU draws."""
+    p = torch.tensor([[0.0, 0.5, 0.0, 0.3, 0.2, 0.0]]).expand(20000, -1).contiguous()
+    uniform = torch.rand(len(p), 1, generator=generator)
+    here = draw_labels(p, uniform)
+    with pretended():
+        there = draw_labels(p.to("pretend:0"), uniform.to("pretend:0")).cpu()
+        edges = draw_labels(p[:2].to("pretend:0"), torch.tensor([[0.0], [1 - 2**-24]]).to("pretend:0")).cpu()
+    assert (there == here).float().mean() > 0.999
+    assert edges.flatten().tolist() == [1, 4]
+    torch.testing.assert_close(there.flatten().bincount(minlength=6) / len(p), p[0], rtol=0, atol=0.015)

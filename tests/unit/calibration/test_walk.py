@@ -18,6 +18,7 @@ from nearplane.calibration.windows import Windows
 from nearplane.lattice.moments import Moments
 from nearplane.models.model import open_model
 from nearplane.system.device import Device
+from pretended import pretended
 
 WINDOWS = Windows(seqlen=20, fitted=torch.randint(3, VOCABULARY, (14, 20), generator=torch.Generator().manual_seed(1)))
 USUAL = MemorySetting.usual(20, Device(torch.device("cpu")))
@@ -104,3 +105,31 @@ def test_experts_take_no_more_memory_however_many_there_are(
         assert solved == 3 * experts * len(open_model(str(folder_of("qwen3_moe", experts))).blocks)
         most[experts] = max(sizes)
     assert most[4] == most[16]
+
+
+@pytest.mark.parametrize(("family", "by_block", "by_batch"), [("llama", 6, 0), ("qwen3_moe", 13, 4)])
+def test_a_gpu_is_waited_for_once_a_stage_and_for_a_batch_only_by_experts(
+    family: str, by_block: int, by_batch: int, folder_of: Callable[[str, int], Path]
+) -> None:
+    """For a block once each for its weights and its outputs, and once for the moments of each stage or expert.
+
+    The routing of experts is read once a batch and network, and once a side what both networks share.
+    """
+    model, waits = open_model(str(folder_of(family))), {}
+    assert len(model.blocks) == 3
+    for batches in (3, 4):
+        windows = replace(WINDOWS, fitted=WINDOWS.fitted.repeat(2, 1)[: 1 + 6 * (batches - 1)])
+        with pretended() as gpu:
+            setting = replace(MemorySetting.usual(20, Device.named("pretend:0")), batch=6)
+            recipe = nearplane.Recipe.from_spellings(bits=3, group_size=16)
+            with walk(model, recipe, windows, setting) as stages:
+                for stage in stages:
+                    if stage.blocks == 1:
+                        gpu.forget()  # what is counted are two blocks
+                    if stage.blocks == 3:
+                        waits[batches] = gpu.total.synchronizations + gpu.total.to_host
+                        assert gpu.total.waiting == gpu.total.to_host  # weights come while the CPU goes on
+                        assert gpu.total.pinned > 0
+                    stage.write([None for _ in stage.layers])
+    assert waits[4] - waits[3] == 2 * by_batch
+    assert waits[3] <= 2 * (by_block + 3 * by_batch)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice import moments as module
-from nearplane.lattice.moments import ExtraRows, MomentSums
+from nearplane.lattice.moments import ExtraRows, MomentSums, cross_product
 
 
 def streams(columns: int, rows: int = 60) -> tuple[Tensor, Tensor]:
@@ -86,3 +86,55 @@ def test_blocks_below_the_diagonal_are_not_formed(monkeypatch: pytest.MonkeyPatc
     with Counting():
         MomentSums().add(streams(32)[0])
     assert sum(formed) == 10 * 64
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_products_of_16_bit_rows_are_exact_and_their_sums_float32(dtype: torch.dtype) -> None:
+    """One row has no sum: then every entry is that of float64. Many rows are off by what sums in float32 lose."""
+    A, B = (x.to(dtype) for x in streams(24, rows=700))
+    one = cross_product(A[:1], B[:1])
+    assert one.dtype == torch.float32
+    assert torch.equal(one.double(), A[:1].double().T @ B[:1].double())
+    exact, size = A.double().T @ B.double(), A.double().abs().T @ B.double().abs()
+    assert ((cross_product(A, B) - exact).abs() <= 1e-6 * size).all()
+    rounded_once = (A.T @ B).double()
+    assert ((rounded_once - exact).abs() > 1e-6 * size).any()  # what a product in 16 bits would lose
+
+
+def test_rows_of_two_dtypes_are_multiplied_in_the_wider(generator: torch.Generator) -> None:
+    """Differences of the two networks are float32 where rows are not."""
+    A, B = torch.randn(9, 4, generator=generator), torch.randn(9, 5, generator=generator)
+    assert torch.equal(cross_product(A, B.bfloat16()), A.T @ B.bfloat16().float())
+    assert torch.equal(cross_product(A, B), A.T @ B)
+    assert cross_product(A.double(), B).dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_device_with_such_a_product_is_given_the_rows_as_they_are(dtype: torch.dtype) -> None:
+    """Here the CPU gets one for the length of the test; what does not lie in 16 bits goes another way."""
+    given: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        given.append((a.dtype, b.dtype))
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    X_hat, X = (x.to(dtype) for x in streams(20))
+    outputs = {"o": X.float() - X_hat.float()}
+    expected, found = MomentSums(), MomentSums()
+    expected.add(X_hat, X, outputs)
+    library = torch.library.Library("aten", "IMPL")
+    module.sums_in_float32.cache_clear()
+    try:
+        library.impl("mm.dtype", product, "CPU")
+        found.add(X_hat, X, outputs)
+    finally:
+        library._destroy()
+        module.sums_in_float32.cache_clear()
+    assert given == [(dtype, dtype)] * 3  # a trial, H in one block, C
+    assert not module.sums_in_float32(X.device, dtype)
+    for a, b in ((found.H, expected.H), (found.C, expected.C), (found.lost["o"], expected.lost["o"])):
+        assert torch.equal(a, b)
+    assert found.dtype == torch.float32

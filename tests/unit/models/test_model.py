@@ -16,6 +16,7 @@ from transformers import GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 from families import FAMILIES, config_of
 from nearplane.errors import ModelError, NumericalError
 from nearplane.models.model import open_model, positions_of
+from pretended import pretended
 
 Saved = Callable[[str], Path]
 Loaded = Callable[[str], PreTrainedModel]
@@ -299,3 +300,37 @@ def test_the_tokenizer_comes_from_the_folder(saved: Saved, tmp_path: Path, token
 def test_opening_twice_gives_the_same_plan(saved: Saved) -> None:
     first, second = open_model(str(saved("mixtral"))), open_model(str(saved("mixtral")))
     assert first.block_names(1) == second.block_names(1)
+
+
+def test_blocks_in_turn_are_read_once_each_and_one_ahead_on_a_gpu(saved: Saved) -> None:
+    """From pinned memory, without a wait; on the CPU none is read before it is asked for."""
+    model = open_model(str(saved("llama")))
+    with pretended() as gpu:
+        place = torch.device("pretend:0")
+        for number, block in enumerate(model.in_turn(model.blocks, place)):
+            ahead = [each.coming is not None for each in model.blocks]
+            assert ahead == [number <= index <= number + 1 for index in range(len(model.blocks))]
+            with block.on(place, torch.float64, original=False):
+                assert block.coming is None
+                for name, tensor in state(block.quantized).items():
+                    assert torch.equal(tensor.cpu(), state(model.network)[name]) if tensor.is_meta else True
+        assert gpu.of("models/conversion.py Weights.read").pinned == gpu.of("models/conversion.py Weights.fill").to_device
+    for block in model.in_turn(model.blocks, torch.device("cpu")):
+        assert all(each.coming is None for each in model.blocks)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+def test_a_block_that_was_read_ahead_equals_one_that_was_not(family: str, saved: Saved) -> None:
+    model, place = open_model(str(saved(family))), torch.device("pretend:0")
+    for index, block in enumerate(model.blocks):
+        with block.on("cpu", torch.float32, original=False):
+            expected = state(block.quantized)
+        with pretended() as gpu:
+            ahead = next(model.in_turn(model.blocks[index:], place))
+            gpu.forget()
+            with ahead.on(place, torch.float32):
+                counted = gpu.total
+                found = {name: tensor.cpu() for name, tensor in state(ahead.quantized).items()}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert counted.synchronizations == 1

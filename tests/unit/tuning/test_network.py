@@ -13,6 +13,8 @@ from nearplane.models.model import open_model
 from nearplane.tuning.network import TunedNetwork, needed, norms_of
 from nearplane.tuning.parameters import TunedMatrix, TunedVector
 from nearplane.tuning.settings import Split
+from pretended import pretended
+from unordered import Unordered
 
 CPU = torch.device("cpu")
 FAMILIES = ("llama", "qwen3", "gpt2", "gemma3_text", "opt")
@@ -98,3 +100,34 @@ def test_memory_needed_counts_what_is_not_quantized_in_blocks(tmp_path):
     for codes in (False, True):
         streamed, all_of_it = needed(model, windows, batch=1, codes=codes)
         assert 4 * held < streamed < all_of_it
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_gpu_adds_in_a_fixed_order_and_is_waited_for_once_a_step_for_gradients(hold, tmp_path, generator):
+    random_model(config_of("llama")).float().save_pretrained(tmp_path)
+    model, place = open_model(str(tmp_path)), torch.device("pretend:0")
+    steps = Steps(format=integers(3, 8), search="mse", storage=torch.float16)
+    with pretended() as gpu, Unordered() as seen:
+        matrices = {}
+        for block in model.blocks:
+            with block.on(place, torch.float32, original=False):
+                for layer in block.quantized_layers():
+                    grid = steps.grid(W := layer.read())
+                    matrix = QuantizedMatrix(codes=grid.round(W)[0].int(), grid=grid)
+                    matrices[layer.name] = TunedMatrix(layer.name, matrix, torch.float16, codes=True)
+        windows = torch.randint(3, 96, (4, 12), generator=generator)
+        cut = Split(windows=windows, training=4, batch=2, samples=4, found=4, steps=1)
+        network = TunedNetwork(model, matrices, {}, cut, hold=hold)
+        gradients = []
+        with network.ready():
+            for _ in range(2):
+                gpu.forget()
+                network.backward(0)
+                gradients.append([leaf.grad.cpu() for leaf in leaves(matrices, {})])
+                for leaf in leaves(matrices, {}):
+                    leaf.grad = None
+    assert seen.found == set()
+    assert "_softmax_backward_data" in seen.operations
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert gpu.of("tuning/network.py").synchronizations == 1
+    assert gpu.total.synchronizations - gpu.of("lattice/").synchronizations <= 4  # two are transformers' own
