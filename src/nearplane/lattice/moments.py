@@ -259,8 +259,9 @@ def cross_product(A: Tensor, B: Tensor) -> Tensor:
 @cache
 def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a device has a product of 16-bit matrices with a float32 result."""
+    one = torch.ones(1, 1, dtype=dtype, device=device)
     try:
-        torch.mm(*torch.zeros(2, 1, 1, dtype=dtype, device=device), out_dtype=torch.float32)
+        torch.mm(one, one, out_dtype=torch.float32)
     except RuntimeError:  # NotImplementedError among them: what torch raises where there is none
         return False
     return True

@@ -19,7 +19,9 @@ from nearplane.lattice.moments import Extra
 from nearplane.lattice.polish import polish
 from nearplane.lattice.solvers import Solution, nearest_plane, round_to_nearest, sweep_planes
 from oracles import closest_vector, run
+from pretended import pretended
 from strategies import ORDERS, UNCLIPPED, Problem, problem, problems
+from unordered import Unordered
 
 
 def close(actual: float, expected: float) -> bool:
@@ -437,3 +439,16 @@ def test_a_layer_whose_losses_tell_nothing_is_told(why: str) -> None:
     certificate = certified(W, H, grid)
     assert certificate.degenerate == why
     assert 0 <= certificate.relative_loss <= 1
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 9, 64, 100])
+def test_running_sums_of_a_gpu_are_those_of_the_cpu_without_its_cumsum(
+    columns: int, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    monkeypatch.setattr(bounds, "BLOCK_COLUMNS", 8)
+    x = torch.rand(3, columns, dtype=torch.float64, generator=generator)
+    with pretended(), Unordered() as seen:
+        found = bounds._running_sums(x.to("pretend:0")).cpu()
+    torch.testing.assert_close(found, x.cumsum(1), rtol=1e-14, atol=0)
+    assert torch.equal(bounds._running_sums(x), x.cumsum(1))
+    assert seen.found == set()

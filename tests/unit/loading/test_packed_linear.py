@@ -12,6 +12,7 @@ from nearplane.coding.packed_matrix import PackedMatrix
 from nearplane.errors import FormatError
 from nearplane.formats.native import matrix_of
 from nearplane.loading.packed_linear import MAX_PACKED_PRODUCT_ROWS, PackedLinear
+from pretended import pretended
 
 
 def filled(packed: PackedMatrix, bias: Tensor | None = None, *, dtype: torch.dtype = torch.float32) -> PackedLinear:
@@ -131,3 +132,19 @@ def test_a_layer_of_another_shape_or_without_weights_is_refused() -> None:
         layer(torch.zeros(1, 5))
     with pytest.raises(FormatError, match=r"\(7, 13\).*\(4, 5\)"):
         layer.fill(decode_packed(encode(CASES[0])))
+
+
+def test_a_forward_pass_on_a_gpu_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+    """In several strips, with patches."""
+    monkeypatch.setattr("nearplane.loading.packed_linear.MAX_STRIP_WEIGHTS", 5 * 96)
+    packed = decode_packed(encode(CASES[4]))
+    here, there = filled(packed), PackedLinear(96, 48, bias=False, dtype=torch.float32)
+    x = torch.randn(40, 96, generator=generator)
+    with pretended() as gpu:
+        there.fill(packed, torch.device("pretend:0"))
+        assert len(there.patch_at)
+        on_gpu = x.to("pretend:0")
+        gpu.forget()
+        y = there(on_gpu)
+        assert (gpu.total.synchronizations, gpu.total.waiting) == (0, 0)
+        assert torch.equal(y.cpu(), here(x))
