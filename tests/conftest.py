@@ -31,8 +31,6 @@ def pytest_collection_finish() -> None:
     """Leave what was imported out of every later garbage collection: it is a million objects, and none of them goes."""
     gc.collect()
     gc.freeze()
-    if "pretended" in sys.modules:  # before the first backward pass, for which torch counts the kinds of devices
-        sys.modules["pretended"].register()
     forecast = sys.modules.get("nearplane.planning.forecast")
     if forecast is not None:
         measure_once(forecast)
