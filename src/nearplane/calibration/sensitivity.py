@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream, finish, readout, skeleton
+from nearplane.calibration.one_forward import default_batch
 from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.errors import CalibrationError
 from nearplane.models.kinds import NOTHING_TO_MEASURE, has_head, predicts_always_the_same
@@ -79,7 +80,8 @@ def sensitivity(
     dtype = torch.float32 if dtype == torch.float16 else dtype
     count = sensitivity_windows(model, tokens, joined=bool(together))
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
-    batches = windows.split(BATCH)
+    batch = BATCH if device.type == "cpu" else default_batch(windows.shape[1])  # less for `repeatable_backward`
+    batches = windows.split(batch)
     with torch.no_grad():
         stream = skeleton(model, batches, device=device, dtype=dtype)
     runs: dict[str, tuple[Tensor, ...]] = {}

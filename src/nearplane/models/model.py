@@ -237,10 +237,14 @@ class Model:
             yield from blocks
             return
         with ThreadPoolExecutor(1, "read-ahead") as thread:
-            for number, block in enumerate(blocks):
-                for each in blocks[number : number + 2]:
-                    each.coming = each.coming or thread.submit(each.read)
-                yield block
+            try:
+                for number, block in enumerate(blocks):
+                    for each in blocks[number : number + 2]:
+                        each.coming = each.coming or thread.submit(each.read)
+                    yield block
+            finally:
+                for block in blocks:
+                    block.coming = None  # of a loop that was left
 
     def configs(self) -> list[Any]:
         """Return the config and the configs nested in it, which copies of the network and of blocks share."""

@@ -312,6 +312,14 @@ def test_blocks_in_turn_are_read_once_each_and_one_ahead_on_a_gpu(saved: Saved) 
             assert ahead == [number <= index <= number + 1 for index in range(len(model.blocks))]
             with block.on(place, torch.float64, original=False):
                 assert block.coming is None
+        loop = model.in_turn(model.blocks, place)
+        next(loop)
+        loop.close()
+        assert all(each.coming is None for each in model.blocks)
+        gpu.forget()
+        for block in model.in_turn(model.blocks, place):
+            with block.on(place, torch.float64, original=False):
+                pass
         read, filled = (gpu.of(f"models/conversion.py Weights.{name}") for name in ("read", "fill"))
         assert (read.pinned, filled.waiting) == (filled.to_device, 0)
     for _ in model.in_turn(model.blocks, torch.device("cpu")):
