@@ -14,6 +14,7 @@ from nearplane.record.record import read_record
 from nearplane.tuning import loop
 from nightly import daily
 from pretended import pretended
+from unordered import Unordered
 
 DEVICES = ("cpu", "pretend:0")
 
@@ -26,10 +27,10 @@ class Made:
         self.folders = {device: place / device.partition(":")[0] for device in DEVICES}
         self.cpu, self.gpu = self.folders.values()
         quantized(run, self.model, self.cpu, "cpu")
-        with pretended() as gpu:
+        with pretended() as gpu, Unordered() as seen:
             quantized(run, self.model, self.gpu, "pretend:0")
         gc.collect()
-        self.left = gpu.cards[0].live
+        self.left, self.unordered = gpu.cards[0].live, seen.found
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,7 @@ def test_a_gpu_writes_the_codes_of_the_cpu(made, run):
     assert [name for name in here if there[name] != here[name]] == []
     assert read_record(made(run).gpu).device.startswith("pretend")
     assert made(run).left == 0, "bytes that stay on the GPU"
+    assert made(run).unordered == set(), "CUDA adds in no fixed order"
 
 
 def test_both_devices_verify_evaluate_load_and_continue_texts_alike(made):
@@ -99,7 +101,7 @@ def test_tuning_that_is_stopped_goes_on_and_ends_as_on_the_cpu(made, run, tmp_pa
         step(self, batches)
 
     expected = tune(tmp_path / "cpu", "cpu")
-    with pretended():
+    with pretended(), Unordered() as seen:
         whole = tune(tmp_path / "whole", "pretend:0")
         with monkeypatch.context() as patch:
             patch.setattr(loop._Run, "step", stopped)
@@ -107,6 +109,7 @@ def test_tuning_that_is_stopped_goes_on_and_ends_as_on_the_cpu(made, run, tmp_pa
                 tune(tmp_path / "out", "pretend:0")
         assert tune(tmp_path / "out", "pretend:0") == whole
     assert whole.keys() == expected.keys()
+    assert seen.found == set()
     for name in expected:
         if name.endswith("scale"):
             there, here = (np.frombuffer(tensors[name], np.float32) for tensors in (whole, expected))
