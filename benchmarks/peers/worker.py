@@ -101,6 +101,13 @@ def llmcompressor() -> Callable[[SimpleNamespace], None]:
     return run
 
 
+WEIGHTS_ALONE = {  # auto-round's words for schemes of llm-compressor; its own schemes of these formats round inputs too
+    "NVFP4A16": {"bits": 4, "group_size": 16, "data_type": "nv_fp"},
+    "MXFP4A16": {"bits": 4, "group_size": 32, "data_type": "mx_fp"},
+    "W8A8": {"bits": 8, "group_size": -1, "data_type": "int"},
+}
+
+
 def autoround() -> Callable[[SimpleNamespace], None]:
     """auto-round, by its defaults: 200 iterations a block."""
     import torch
@@ -111,7 +118,7 @@ def autoround() -> Callable[[SimpleNamespace], None]:
         model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
         tokens = _tokens(task)
         if hasattr(task, "scheme"):
-            grid = {"scheme": {"W8A8": "INT8"}.get(task.scheme, task.scheme.removesuffix("A16")), "act_bits": 16}
+            grid = {"scheme": {"sym": True, "act_bits": 16, **WEIGHTS_ALONE[task.scheme]}}
         else:
             grid = {"bits": task.bits, "group_size": task.group_size, "sym": task.symmetric}
         tuned = AutoRound(
