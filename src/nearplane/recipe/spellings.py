@@ -63,12 +63,35 @@ def _strategy(value: Any) -> dict[str, Any]:
     raise RecipeError(f"strategy={value!r} is not supported: use 'group' with group_size, or 'channel'.")
 
 
+PRESETS: Mapping[str, dict[str, Any]] = {  # of llm-compressor, beside W2A16 to W8A16
+    "W8A8": {"grid": "int8", "activations": "int8"},
+    "INT8": {"grid": "int8", "activations": "int8"},
+    "FP8_DYNAMIC": {"grid": "fp8", "activations": "fp8"},
+    "FP8_BLOCK": {"grid": "fp8-block", "activations": "fp8"},
+    "NVFP4": {"grid": "nvfp4", "activations": "fp4"},
+    "NVFP4A16": {"grid": "nvfp4"},
+    "MXFP4": {"grid": "mxfp4", "activations": "fp4"},
+    "MXFP4A16": {"grid": "mxfp4"},
+    "MXFP8": {"grid": "mxfp8", "activations": "fp8"},
+    "MXFP8A16": {"grid": "mxfp8"},
+}
+
+
 def _scheme(value: Any) -> dict[str, Any]:
-    if not (match := re.fullmatch(r"W([2-8])A16(_ASYM)?", str(value).upper())):
+    name = str(value).upper()
+    if name in PRESETS:
+        return PRESETS[name]
+    if match := re.fullmatch(r"W([2-8])A16(_ASYM)?", name):
+        return {"bits": int(match[1]), "symmetric": match[2] is None}
+    if name == "FP8":
         raise RecipeError(
-            f"scheme={value!r} is not supported: expected W2A16 to W8A16, or with zero points W2A16_ASYM to W8A16_ASYM."
+            f"scheme={value!r} is not supported: it has one step for a whole matrix, and one for all activations of a layer. Use "
+            f"FP8_DYNAMIC, which has a step for every row and token."
         )
-    return {"bits": int(match[1]), "symmetric": match[2] is None}
+    raise RecipeError(
+        f"scheme={value!r} is not supported: expected {', '.join(PRESETS)}, W2A16 to W8A16, or with zero points W2A16_ASYM to "
+        f"W8A16_ASYM."
+    )
 
 
 def _mse(value: Any) -> dict[str, Any]:
