@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from model_types import SURVEYED, VOCABULARY, save_type
 from nearplane.errors import NearplaneError
 from nearplane.formats.stored import Stored
 from nearplane.loading.gptq_rules import GPTQMODEL_ONLY_TYPES
+from nearplane.loading.rounded_layers import round_inputs, rounded_layers
 
 WINDOWS = torch.randint(3, VOCABULARY, (16, 32), generator=torch.Generator().manual_seed(1))
 TOKENS = WINDOWS[:2, :12]
@@ -124,6 +127,31 @@ def test_nvfp4_loads_and_layers_that_runtimes_fuse_have_one_global_scale_or_it_i
                 scales.setdefault((name[: fused.start()], fused.lastindex), set()).add(float(tensor))
     assert all(len(each) == 1 for each in scales.values()), scales
     print(f"| {loaded.config.model_type} | nvfp4 | equal, {_layers(record)}, {len(scales)} fused sets |")
+
+
+@pytest.mark.parametrize("source", SURVEYED, indirect=True)
+def test_int8_with_rounded_activations_computes_as_transformers_simulates_it_or_is_refused(
+    source: Path, tmp_path: Path
+) -> None:
+    """Bit by bit in float32: transformers rounds the inputs of int8 layers, and multiplies decoded weights."""
+    record = written(source, tmp_path / "out", grid="int8", activations="int8")
+    if record is None:
+        return
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    dense = _dense(tmp_path / "out")
+    layers = {layer: partial(_of_tokens, change) for layer, change in rounded_layers(dense, tmp_path / "out").items()}
+    assert {layer.name for layer in layers} == {layer.name for layer in record.layers}
+    weights_alone = logits(dense)
+    with round_inputs(layers, dense):
+        computed = logits(dense)
+    assert torch.equal(logits(loaded), computed)
+    assert not torch.equal(computed, weights_alone)
+    print(f"| {loaded.config.model_type} | int8 | equal, {_layers(record)} |")
+
+
+def _of_tokens(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Round as the simulation in compressed-tensors: a step for every index of the first two dimensions; for a matrix one."""
+    return change(x.flatten(2) if x.dim() > 2 else x.reshape(1, -1)).view_as(x)
 
 
 @pytest.mark.parametrize("source", SURVEYED, indirect=True)

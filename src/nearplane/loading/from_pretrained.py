@@ -248,7 +248,7 @@ class NearplaneQuantizer(HfQuantizer):
             raise FormatError(
                 f"{reader.file(name)}: {name} is {reader.shape(name)}; expected (0,) next to its codes. Fetch the folder again."
             )
-        unexpected = {rf"(^|\.){re.escape(name)}$" for name in stops | renamed(model, stops)}
+        unexpected = {rf"(^|\.){re.escape(name)}$" for name in stops.union(renamed(model, stops).values())}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *unexpected}
         for name in coded:
             if reader.dtype(name) != "U8" or len(reader.shape(name)) != 1:

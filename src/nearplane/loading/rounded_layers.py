@@ -14,6 +14,7 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.stored import Stored, quantization_of
 from nearplane.lattice.rounded_inputs import rounded
 from nearplane.loading.dense_network import stacked_matrices
+from nearplane.models.conversion import renamed
 from nearplane.models.experts import make_observable
 from nearplane.models.layers import Layer, as_layer
 
@@ -35,11 +36,13 @@ def rounded_layers(network: PreTrainedModel, folder: Path) -> RoundedLayers:
     stored = None if quantization_of(folder) is None else Stored(folder)
     views = {layer.name: layer for layers in stacked_matrices(network).values() for layer in layers}
     views |= {name: layer for name, module in network.named_modules() if (layer := as_layer(name, module)) is not None}
-    prefix = f"{network.base_model_prefix}."
-    for name in [] if stored is None else stored.names():
+    prefix, names = f"{network.base_model_prefix}.", [] if stored is None else stored.names()
+    in_network = renamed(network, (f"{name}.weight" for name in names))
+    for name in names:
         if stored is None or (inputs := stored.inputs(name)) is None:
             continue
-        layer = views.get(name) or views.get(name.removeprefix(prefix)) or views.get(f"{prefix}{name}")
+        own = in_network[f"{name}.weight"].removesuffix(".weight")
+        layer = views.get(own) or views.get(own.removeprefix(prefix)) or views.get(f"{prefix}{own}")
         if layer is None:
             raise FormatError(
                 f"{folder}: {type(network).__name__} has no layer {name}, whose inputs are to be rounded. Fetch the folder again."

@@ -262,14 +262,15 @@ class Weights:
                 _owner(self.network, prefix + path)._init_weights(module)
 
 
-def renamed(network: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """Return the names in the network of stored tensors, by transformers' renaming rules only."""
+def renamed(network: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Return {stored name: name in the network} of stored tensors, by transformers' renaming rules only."""
     rules = [
         entry for entry in get_model_conversion_mapping(network) if isinstance(entry, core_model_loading.WeightRenaming)
     ]
     known = network.state_dict()
     return {
-        core_model_loading.rename_source_key(name, rules, [], network.base_model_prefix, known)[0] for name in names
+        name: core_model_loading.rename_source_key(name, rules, [], network.base_model_prefix, known)[0]
+        for name in names
     }
 
 
