@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, field, fields, make_dataclass
+from functools import wraps
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -62,7 +63,10 @@ def exactly(kind: Any, words: Sequence[Any]) -> Any:
 
 
 def flags_of(part: type, but: str | None = None) -> type:
-    """Return a dataclass of the fields of a part of a recipe that are flags, without the field `but`."""
+    """Return a dataclass of the fields of a part of a recipe that are flags, without the field `but`.
+
+    Its objects have an attribute `given` with those that were passed.
+    """
     hints = get_type_hints(part)
     flag_fields = []
     for each in sorted(fields(part), key=lambda f: list(GROUPS).index(f.name) if f.name in GROUPS else 0):
@@ -72,6 +76,14 @@ def flags_of(part: type, but: str | None = None) -> type:
             flag_fields.append((each.name, Annotated[hints[each.name], parameter], default))
     flags = make_dataclass(part.__name__, flag_fields, frozen=True, kw_only=True)
     flags.__module__ = __name__  # else cyclopts treats it as a builtin type
+    fill = flags.__init__  # type: ignore[misc]
+
+    @wraps(fill)
+    def remember(self: Any, **given: Any) -> None:
+        fill(self, **given)
+        object.__setattr__(self, "given", given)
+
+    flags.__init__ = remember  # type: ignore[misc]
     return flags
 
 
@@ -125,10 +137,8 @@ def scheme_from(flags: Any, *, format: str | None = None, allocate: str | None =
 
 
 def _given(flags: Any) -> dict[str, Any]:
-    """Return the flags that differ from their defaults; the defaults may belong to several kinds of scheme."""
-    if flags is None:
-        return {}
-    return {each.name: value for each in fields(flags) if (value := getattr(flags, each.name)) != each.default}
+    """Return the flags that were given, also with the value of their default, which another format may not allow."""
+    return {} if flags is None else dict(flags.given)
 
 
 def layer_schemes(texts: Sequence[str], flags: Any, *, format: str | None = None) -> tuple[LayerScheme, ...]:
