@@ -87,17 +87,16 @@ def test_mlx_decodes_our_values(bits: int, dtype: torch.dtype, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", MODEL_TYPES)
 def test_types_of_models_compute_what_our_values_say(kind: str, tmp_path: Path) -> None:
-    """In float32: as MLX's dense network with these values, and as transformers'; experts stay dense."""
+    """In float32: as MLX's dense network with these values, and as transformers'; experts have other bits than the rest."""
     layers = {"num_hidden_layers": 7} if kind == "gemma3_text" else {}  # mlx_lm needs a layer of full attention
     save_type(tmp_path / "model", kind, **layers)
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | MORE_FIELDS.get(kind, {})))
     words: dict[str, Any] = dict(format="mlx", bits=4, group_size=32, solver="round-to-nearest")
     if kind in EXPERTS:
-        with pytest.raises(nearplane.RecipeError, match=r"is an expert; MLX stacks experts"):
-            nearplane.quantize(tmp_path / "model", tmp_path / "out", **words)
-        words["ignore"] = ["experts"]
-    nearplane.quantize(tmp_path / "model", tmp_path / "out", **words)
+        words["layers"] = {"experts": {"bits": 3}}
+    record = nearplane.quantize(tmp_path / "model", tmp_path / "out", **words)
+    assert (kind in EXPERTS) == any(".experts." in layer.name for layer in record.layers)
     theirs, dense = logits(tmp_path / "out"), logits(dense_copy(tmp_path / "out", tmp_path / "dense"))
     assert torch.equal(theirs, dense)
     ours = dense_network(tmp_path / "out")(TOKENS).logits.detach()
@@ -117,11 +116,26 @@ def test_mixed_widths_embeddings_and_head_load(tied: bool, tmp_path: Path) -> No
     assert float((theirs - ours).abs().max() / ours.abs().max()) < SAME
 
 
-def test_conversions_of_mlx_lm_are_read(tmp_path: Path) -> None:
-    """Its own folder, with embeddings quantized and a layer of other bits, gives the logits of MLX."""
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_types_with_experts_load_with_all_of_them_dense(kind: str, tmp_path: Path) -> None:
+    save_type(tmp_path / "model", kind)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | MORE_FIELDS.get(kind, {})))
+    words: dict[str, Any] = dict(format="mlx", bits=4, group_size=32, solver="round-to-nearest")
+    nearplane.quantize(tmp_path / "model", tmp_path / "out", ignore=["experts"], **words)
+    theirs, ours = logits(tmp_path / "out"), dense_network(tmp_path / "out")(TOKENS).logits.detach()
+    assert float((theirs - ours).abs().max() / ours.abs().max()) < SAME
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_conversions_of_mlx_lm_are_read(kind: str, tmp_path: Path) -> None:
+    """Its own folder, with embeddings quantized and layers of other bits, gives the logits of MLX."""
     from mlx_lm.convert import convert
 
-    save_type(tmp_path / "model", "qwen3")
+    save_type(tmp_path / "model", kind)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config |= {"rope_theta": config["rope_parameters"]["rope_theta"]} | MORE_FIELDS.get(kind, {})
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
 
     def bits_of(path: str, module: Any) -> bool | dict[str, int]:
         return {"group_size": 32, "bits": 6} if "down_proj" in path else True

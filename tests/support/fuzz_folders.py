@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 import nearplane
 import plain_formats
+from families import MOE
 from fuzz_subjects import (
     AS_BYTES_SAY,
     NAMED,
@@ -166,7 +167,7 @@ def _as_bytes_say(weights: Weights, folder: Path, *, whole: bool) -> str:
         return f"other tensors: {sorted(weights.keys() ^ expected.keys())[:3]}"
     for name, tensor in weights.items():
         tied = name == "lm_head.weight" and name not in expected
-        raw = expected.get("model.embed_tokens.weight" if tied else name)
+        raw = expected.get("model.embed_tokens.weight" if tied else name) or _of_experts(expected, name)
         if raw is None:
             return f"{name} is made up"
         values = torch.from_numpy(np.array(raw.values if whole else raw.floats()))
@@ -179,6 +180,17 @@ def _as_bytes_say(weights: Weights, folder: Path, *, whole: bool) -> str:
         if not same(there, values):
             return f"{name} is not what its bytes say"
     return AS_BYTES_SAY
+
+
+def _of_experts(expected: Mapping[str, plain_formats.Raw], name: str) -> plain_formats.Raw | None:
+    """Return a parameter of a Qwen3 that holds a matrix of every expert, or two one above the other; None for another name."""
+    head, _, last = name.rpartition(".")
+    words = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ())
+    names = [[f"{head}.{number}.{word}.weight" for word in words] for number in range(MOE["num_experts"])]
+    if not words or not all(each in expected for matrices in names for each in matrices):
+        return None
+    experts = [np.concatenate([expected[each].floats() for each in matrices]) for matrices in names]
+    return plain_formats.Raw("F32", np.stack(experts))
 
 
 class LoneGGUF(Folder):

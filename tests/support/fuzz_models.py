@@ -53,6 +53,8 @@ SIGNED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "fp8-block": ("wide", dict(grid="fp8-block")),
     "gptq": ("llama", dict(bits=4, group_size=16, format="gptq")),
     "gptq_v2": ("llama", dict(bits=2, group_size=16, symmetric=False, format="gptq_v2")),
+    "mlx": ("llama", dict(bits=3, group_size=32, format="mlx", include_embeddings=True)),
+    "mlx, experts": ("experts", dict(bits=4, group_size=32, format="mlx")),
     "nearplane": ("llama", dict(rate=3.0, include_embeddings=True, include_head=True)),
     "nearplane, experts": ("experts", dict(rate=3.0)),
     "gguf, q4_0": ("llama", dict(grid="q4_0")),
@@ -84,7 +86,7 @@ def subjects(place: Path, only: str = "") -> list[Subject]:
         **{name: lambda name: Folder(name, models.signed(name), signed=True) for name in SIGNED},
         **{
             f"{name}, unsigned": models.unsigned
-            for name in ("compressed-tensors", "mxfp4", "mxfp8", "fp8-block", "gptq", "gptq_v2")
+            for name in ("compressed-tensors", "mxfp4", "mxfp8", "fp8-block", "gptq", "gptq_v2", "mlx", "mlx, experts")
         },
         **{
             f"gguf alone, {name}": models.alone for name in ("q4_0", "k-quants", "q4_0, unsigned", "k-quants, unsigned")

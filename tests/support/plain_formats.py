@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,8 @@ def _eight(byte: int) -> float:
 
 EIGHTS = np.array([_eight(byte) for byte in range(256)], np.float32)
 CODED = (".weight_packed", ".qweight", ".scales")
+STACK = re.compile(r"((.+)\.(?:switch_mlp|experts)\.((?:gate|up|down)_proj))\.(weight|scales|biases)")  # of MLX
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 class UnsureError(Exception):
@@ -85,7 +88,8 @@ def decoded(folder: Path) -> dict[str, Raw]:
     config = json.loads((folder / "config.json").read_text())
     how, stored = config.get("quantization_config"), raw_tensors(folder)
     if (own := config.get("quantization")) is not None:  # the entry that MLX reads
-        return _layers(stored, CODED[2], lambda layer, parts: _mlx(parts, own | own.get(layer, {})))
+        stored, stacks = _experts_apart(stored)
+        return _layers(stored, CODED[2], lambda layer, parts: _mlx(parts, own | own.get(stacks.get(layer, layer), {})))
     if how is None:
         return stored
     with np.errstate(all="ignore"):
@@ -102,6 +106,23 @@ def decoded(folder: Path) -> dict[str, Raw]:
             case "awq":
                 return _layers(stored, CODED[1], lambda _, parts: _awq(parts))
     raise UnsureError(str(how.get("quant_method")))
+
+
+def _experts_apart(stored: Mapping[str, Raw]) -> tuple[dict[str, Raw], dict[str, str]]:
+    """Return the tensors of MLX with experts apart, by their names in the original, and the stack of every expert."""
+    apart, stacks = dict[str, Raw](), dict[str, str]()
+    for name, raw in stored.items():
+        match = STACK.fullmatch(name)
+        if match is None or raw.values.ndim != 3:
+            apart[name] = raw
+            continue
+        stack, block, word, part = match.groups()
+        if block.endswith("block_sparse_moe") and f"{block}.gate.weight" in stored:
+            word = MIXTRAL[word]
+        for number, values in enumerate(raw.values):
+            stacks[f"{block}.experts.{number}.{word}"] = stack
+            apart[f"{block}.experts.{number}.{word}.{part}"] = Raw(raw.dtype, values)
+    return apart, stacks
 
 
 def _layers(stored: Mapping[str, Raw], key: str, decode: Any) -> dict[str, Raw]:

@@ -24,6 +24,7 @@ from nearplane.formats.container import Format
 from nearplane.formats.integers import consecutive, expect, group_size_of, object_of
 from nearplane.formats.layer_format import MLX as METHOD
 from nearplane.formats.layer_format import ConfigFile, Held, LayerFormat, Quantized
+from nearplane.formats.mlx_experts import MLXFolder, MLXReader, stack_of
 from nearplane.formats.packing import SCALES
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
@@ -31,7 +32,7 @@ from nearplane.lattice.superblock import SuperGrid
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-KINDS = ("Linear", "Embedding")
+KINDS = ("Linear", "Embedding", "Expert")
 MODEL_TYPES = (  # model types that mlx_lm 0.32.2 loads and computes as transformers does, see tests/journeys/test_mlx.py
     "cohere", "dots1", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_bigcode", "granite", "granitemoe", "helium",
     "hunyuan_v1_dense", "internlm3", "iquestcoder", "laguna", "llama", "ministral3", "mistral", "mixtral", "nemotron", "olmo2",
@@ -60,11 +61,6 @@ class MLX(LayerFormat):
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse layers that MLX does not load."""
-        if kind == "Expert":
-            raise RecipeError(
-                f"{name} is an expert; MLX stacks experts, which nearplane does not write yet. Leave them unquantized with "
-                f"--ignore experts, or use another --format."
-            )
         if kind not in KINDS:
             raise RecipeError(f"{name} is a {kind}; MLX stores Linear layers only. Leave it unquantized with --ignore.")
         if not format.minimum or format.bits not in BITS or format.group not in GROUP_SIZES:
@@ -144,7 +140,7 @@ class Config(ConfigFile):
         usual = network.scheme.number_format
         if network.layers:
             usual = Counter(network.layers.values()).most_common(1)[0][0]
-        others = {name: _fields(format) for name, format in network.layers.items() if format != usual}
+        others = {stack_of(name): _fields(format) for name, format in network.layers.items() if format != usual}
         return {"quant_method": METHOD, **_fields(usual), "mode": "affine", **others}
 
     def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
@@ -158,7 +154,8 @@ def grid_of(config: Mapping[str, Any], name: str) -> NumberFormat:
     Raises:
         FormatError: The layer is not of integers with a minimum, or has unknown bits or group size.
     """
-    entry = dict(config) | object_of(f"MLX: {name}", config.get(name))
+    key = next((key for key in (name, stack_of(name), stack_of(name, "experts")) if key in config), name)
+    entry = dict(config) | object_of(f"MLX: {name}", config.get(key))
     bits, mode = entry.get("bits"), entry.get("mode", "affine")
     if mode != "affine":
         raise FormatError(f"MLX: {name} has mode {mode!r}; nearplane reads only affine.")
@@ -172,4 +169,4 @@ def _fields(format: NumberFormat) -> dict[str, Any]:
     return {"group_size": format.group, "bits": format.bits}
 
 
-FORMAT = Format(MLX(), Config())
+FORMAT = Format(MLX(), Config(), MLXFolder, MLXReader)

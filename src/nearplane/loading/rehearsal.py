@@ -80,9 +80,9 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
             f"{model.layers[0].name}: mlx_lm was not tried with models of type {model.config.model_type}, but with "
             f"{', '.join(MODEL_TYPES)}. Use another --format."
         )
+    _refuse_unlike_experts(model, recipe)
     if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat):
         return  # transformers has no reader of this format
-    _refuse_unlike_experts(model, recipe)
     layers = model.layers
     if recipe.files.by_gptqmodel and any(layer.routed for layer in layers):
         _refuse_experts_of_others(model)
@@ -133,10 +133,10 @@ def _refuse_experts_of_others(model: Model) -> None:
 
 
 def _refuse_unlike_experts(model: Model, recipe: Recipe) -> None:
-    """Refuse experts with different grids if the reader decodes all experts by one scheme.
+    """Refuse experts with different grids if the reader decodes all by one, and in MLX also some that stay unquantized.
 
     Raises:
-        RecipeError: Two experts have different grids; the message names them.
+        RecipeError: Two experts differ; the message names them.
     """
     first: dict[NumberFormat, str] = {}
     for layer in model.layers if recipe.files.one_grid_for_experts else ():
@@ -146,8 +146,14 @@ def _refuse_unlike_experts(model: Model, recipe: Recipe) -> None:
         (one, name), (other, second) = list(first.items())[:2]
         raise RecipeError(
             f"{second} has {other.bits} bits in groups of {other.group or 'a row'}, but {name} has {one.bits} in groups of "
-            f"{one.group or 'a row'}. transformers decodes the experts of all blocks with one grid. Use one grid, for example "
+            f"{one.group or 'a row'}. Readers of {recipe.format} take one grid for the experts of all blocks. Use one, for example "
             f"with --layer 'experts=bits:4', or use --rate {one.bits}, which nearplane.load reads."
+        )
+    left = {part for name in model.ignored for part in (name, name.rpartition(".")[0].rpartition(".")[0])}
+    if recipe.files.for_mlx and first and (dense := sorted(left & model.stacked())):
+        raise RecipeError(
+            f"The experts in {dense[0]} are left unquantized, wholly or in part, but {next(iter(first.values()))} is not: mlx_lm "
+            f"would not load this. Leave all experts unquantized with --ignore experts, or none."
         )
 
 

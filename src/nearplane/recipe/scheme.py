@@ -69,7 +69,7 @@ FILE_FORMATS: dict[str | None, FileFormat] = {
     "gptq": FileFormat(by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=("int",)),
     "gptq_v2": FileFormat(by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=("int",)),
     "awq": FileFormat(needs="gptqmodel and accelerate", by_vllm=("int4",)),
-    "mlx": FileFormat(for_mlx=True, steps_of_model=True, library="mlx"),
+    "mlx": FileFormat(for_mlx=True, one_grid_for_experts=True, steps_of_model=True, library="mlx"),
     "gguf": FileFormat(for_llama_cpp=True, library="llama-cpp-python"),
     "nearplane": FileFormat(any_network=True, by_nearplane=True, library="nearplane"),
     None: FileFormat(),  # not chosen yet

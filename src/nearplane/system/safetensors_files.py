@@ -217,6 +217,11 @@ class ShardReader(TensorReader):
                 f"one file is damaged or belongs to another checkpoint. Fetch the folder again."
             )
 
+    def tensor(self, file: Any, name: str) -> Tensor:
+        """Return a copy of one tensor of an open file, so that its memory map can be closed."""
+        tensor: Tensor = file.get_tensor(name).clone()
+        return tensor
+
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors into memory of their own; the files are closed again.
 
@@ -231,7 +236,7 @@ class ShardReader(TensorReader):
             with _opened(path) as file:
                 for name in group:
                     try:
-                        tensors[name] = file.get_tensor(name).clone()  # a clone, so that the memory map can be closed
+                        tensors[name] = self.tensor(file, name)
                     except SafetensorError as error:
                         raise ModelError(
                             f"{path}: tensor {name} cannot be read ({error}). Fetch the file again."

@@ -133,12 +133,10 @@ def test_a_rope_that_transformers_nests_is_also_where_mlx_reads_it(tmp_path):
         ("llama", {"format": "gptq", "include_head": True}, "Readers of gptq expect embeddings and head unquantized"),
         ("gpt2", {}, "is a Conv1D; MLX stores Linear layers only"),
         ("opt", {}, "mlx_lm was not tried with models of type opt, but with cohere, "),
-        ("qwen3_moe", {}, "is an expert; MLX stacks experts, which nearplane does not write yet"),
     ],
 )
 def test_what_mlx_does_not_hold_is_refused(family, options, message, tmp_path):
-    sizes = {"num_experts": 2, "moe_intermediate_size": 32} if family == "qwen3_moe" else {}
-    save_tiny(tmp_path / "model", family, torch.float32, **(SIZES | sizes if family not in ("gpt2", "opt") else {}))
+    save_tiny(tmp_path / "model", family, torch.float32, **(SIZES if family == "llama" else {}))
     words = {name: value for name, value in RTN.items() if "grid" not in options or name not in ("bits", "group_size")}
     with pytest.raises(RecipeError, match=message):
         nearplane.quantize(tmp_path / "model", tmp_path / "out", **words | options)
