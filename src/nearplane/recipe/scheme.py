@@ -64,6 +64,7 @@ FILE_FORMATS: dict[str | None, FileFormat] = {
         one_grid_for_experts=True,
         steps_of_model=True,
         rounds_inputs=True,
+        needs="compressed-tensors",
         by_vllm=("int4", "int8", "fp8", "nvfp4"),
     ),
     "gptq": FileFormat(by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=("int",)),

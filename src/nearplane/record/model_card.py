@@ -11,12 +11,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from nearplane.lattice.number_formats import TYPES, BlockFormat, NumberFormat
+from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.sizes import counted, size_text
 from nearplane.record.evaluation_table import evaluation_tables
 from nearplane.record.record import RunRecord
@@ -135,8 +137,9 @@ def _text(
     yield f"# {_escaped(name)}, {'decoded' if dense else 'quantized'} ({', '.join(grids)})"
     yield ""
     yield (
-        f"{'Decoded weights' if dense else 'A quantized version'} of {of}: {counted(len(record.layers), 'layer')} "
-        f"at {record.rate:.3f} bits per weight, quantized by nearplane{f' and decoded to {dense}' if dense else ''}."
+        f"{'Decoded weights' if dense else 'A quantized version'} of {of}: {counted(len(record.layers), 'layer')} (one weight "
+        f"matrix each) at {record.rate:.3f} bits per weight, quantized by the Python package nearplane"
+        f"{f' and decoded to {dense}' if dense else ''}."
     )
     if origin.base is None:
         yield ""
@@ -159,14 +162,17 @@ def _section(title: str, lines: Iterator[str]) -> Iterator[str]:
 
 def _quantized(record: RunRecord, dense: str | None) -> Iterator[str]:
     """Yield a table of number formats, and what was not quantized."""
-    yield "| number format | layers | weights | bits per weight in the file |"
-    yield "|---|---|---|---|"
+    yield "| number format | meaning | layers | weights | bits per weight in the file |"
+    yield "|---|---|---|---|---|"
     for grid in dict.fromkeys(layer.format for layer in record.layers):
         layers = [layer for layer in record.layers if layer.format == grid]
         weights = sum(layer.out_features * layer.in_features for layer in layers)
         rate = 8 * sum(layer.bytes for layer in layers) / weights
-        yield f"| {grid} | {len(layers):,} | {weights:,} | {rate:.3f} |"
+        yield f"| {grid} | {_meaning(layers[0].number_format)} | {len(layers):,} | {weights:,} | {rate:.3f} |"
     yield ""
+    if record.recipe.activations != "none" and dense is None:
+        yield f"When the model runs, the inputs of these layers are rounded to {record.recipe.activations}, too."
+        yield ""
     embeddings, head = record.recipe.scheme.ends
     kept = [*["embeddings"] * (not embeddings), *["head"] * (not head), "norms", "biases"]
     trained = ", except that tuning trained norms" if record.tuning is not None and record.tuning.norms else ""
@@ -174,7 +180,21 @@ def _quantized(record: RunRecord, dense: str | None) -> Iterator[str]:
     yield from (f"- {_escaped(sentence)}" for sentence in left(record))
     if dense is None:
         yield ""
-        yield f"The weight files have {size_text(record.bytes)}; the rate counts codes, steps and zero points."
+        yield f"The weight files have {size_text(record.bytes)}; the rate counts codes, steps, zero points and minima."
+
+
+def _meaning(format: NumberFormat) -> str:
+    """Return a number format in words."""
+    if not format.bits:
+        return "integers with a step for every row and column, entropy-coded"
+    numbers = "integers" if format.levels is None else "floats"
+    grouped = f"groups of {format.group}" if format.rows == 1 else f"tiles of {format.rows} x {format.group}"
+    steps = "a step for every row" if format.group is None else f"{grouped} with a step"
+    if isinstance(format, BlockFormat) and format.m:
+        steps += " and a minimum"
+    elif not format.symmetric:
+        steps += " and a zero point"
+    return f"{format.bits}-bit {numbers}, {steps}{', in blocks of llama.cpp' if format.name in TYPES else ''}"
 
 
 def _used(record: RunRecord, origin: Origin, dense: str | None) -> Iterator[str]:
@@ -202,7 +222,12 @@ def _lost(record: RunRecord) -> Iterator[str]:
 def _made(record: RunRecord, dense: str | None) -> Iterator[str]:
     """Yield calibration, recipe and versions."""
     yield f"{calibrated(record)[0].upper()}{_escaped(calibrated(record)[1:])}. Options that differ from the defaults:"
-    yield from ("", "```json", *json.dumps(_given(record.recipe), indent=1, ensure_ascii=False).splitlines(), "```", "")
+    scheme = record.recipe.scheme
+    asked = {
+        name: getattr(scheme, name) for name in ("grid", "rate", "size") if getattr(scheme, name, None) is not None
+    }
+    given = _given(record.recipe, Recipe(scheme=type(scheme)(**asked)))
+    yield from ("", "```json", *json.dumps(given, indent=1, ensure_ascii=False).splitlines(), "```", "")
     yield f"Versions: {', '.join(f'{name} {number}' for name, number in record.versions.items())}."
     if dense is None:
         yield ""
@@ -212,16 +237,15 @@ def _made(record: RunRecord, dense: str | None) -> Iterator[str]:
         )
 
 
-def _given(part: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from their defaults, and the kind and width of a scheme."""
+def _given(part: Any, usual: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from those of another one, and the grid, width, rate and size of a scheme."""
     given: dict[str, Any] = {}
     for each in fields(part):
-        value = getattr(part, each.name)
-        default = each.default if each.default_factory is MISSING else each.default_factory()
+        value, default = getattr(part, each.name), getattr(usual, each.name)
         if is_dataclass(value) and not isinstance(value, type):
-            if inner := _given(value):
+            if inner := _given(value, default):
                 given[each.name] = inner
-        elif value != default or each.name == "bits":
+        elif value != default or (value is not None and each.name in ("grid", "bits", "rate", "size")):
             given[each.name] = [*map(_listed, value)] if isinstance(value, tuple) else value
     return given
 

@@ -1,6 +1,7 @@
 """A model card says what its record says, in metadata that the hub's own reader takes, and shows if it was changed."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -48,7 +49,8 @@ def run(recipe, **changes) -> RunRecord:
 CAUSAL, ENCODER = ({"architectures": [name]} for name in ("LlamaForCausalLM", "BertModel"))
 GRID = run(Recipe.from_spellings(bits=4, group_size=16))
 KINDS = {  # record, config, library, task, lines of code in the card, and those that it must not have
-    "grid": (GRID, CAUSAL, "transformers", "text-generation", ["vllm serve FOLDER", "AutoModelForCausalLM"], ["(needs"]),
+    "grid": (GRID, CAUSAL, "transformers", "text-generation",
+             ["vllm serve FOLDER", "AutoModelForCausalLM", "**transformers** (needs compressed-tensors)"], ["**vLLM** (needs"]),
     "narrow": (run(Recipe.from_spellings(bits=3), format="int3-g16"), CAUSAL, "transformers", "text-generation",
                ["**vLLM** (needs a newer vLLM", "vllm serve FOLDER"], []),
     "gptq": (run(Recipe.from_spellings(bits=4, format="gptq")), CAUSAL, "transformers", "text-generation",
@@ -81,12 +83,48 @@ def test_a_card_tells_what_the_record_does_and_how_its_readers_are_called(kind):
     for text in unsaid:
         assert text not in card
     layer = record.layers[0]
-    assert f"| {layer.format} | 1 | 128 | 5.000 |" in card
+    assert re.search(rf"^\| {re.escape(layer.format)} \| [^|]+ \| 1 \| 128 \| 5\.000 \|$", card, re.MULTILINE)
     assert "not quantized: model.layers.0.mlp.router (Router)" in card
     assert "2 % in the median layer" in card
     assert "512 tokens (2 windows of 256), measured on 1 extra window" in card
     assert "1.25 MB" in card
     assert "Versions: nearplane 1." in card
+
+
+@pytest.mark.parametrize(
+    ("format", "meaning"),
+    [
+        ("int4-g16", "4-bit integers, groups of 16 with a step"),
+        ("int8-row", "8-bit integers, a step for every row"),
+        ("int3-g64-asym", "3-bit integers, groups of 64 with a step and a zero point"),
+        ("int3-g64-min", "3-bit integers, groups of 64 with a step and a minimum"),
+        ("nvfp4", "4-bit floats, groups of 16 with a step"),
+        ("fp8-block", "8-bit floats, tiles of 128 x 128 with a step"),
+        ("q4_k", "4-bit integers, groups of 32 with a step and a minimum, in blocks of llama.cpp"),
+        ("coded", "integers with a step for every row and column, entropy-coded"),
+    ],
+)
+def test_number_formats_are_explained(format, meaning):
+    assert f"| {format} | {meaning} | 1 | 128 |" in model_card(run(GRID.recipe, format=format), Origin(config=CAUSAL))
+
+
+def test_options_are_those_that_differ_from_the_defaults_of_such_a_scheme():
+    def options(**spellings):
+        text = model_card(run(Recipe.from_spellings(**spellings)), Origin())
+        return json.loads(text.partition("```json\n")[2].partition("```")[0]) | {"calibration": None}
+
+    given = {"calibration": None}
+    assert options(bits=4) == given | {"scheme": {"bits": 4}}
+    assert options(grid="nvfp4") == given | {"scheme": {"grid": "nvfp4", "bits": 4}}
+    assert options(rate=3.0) == given | {"scheme": {"rate": 3.0}}
+    assert options(bits=3, damp=0.1, format="gptq") == given | {"scheme": {"bits": 3, "damp": 0.1}, "format": "gptq"}
+
+
+def test_rounded_activations_are_told():
+    sentence = "When the model runs, the inputs of these layers are rounded to fp4, too."
+    card = model_card(run(Recipe.from_spellings(grid="nvfp4", activations="fp4")), Origin())
+    assert sentence in card
+    assert "are rounded to" not in model_card(GRID, Origin())
 
 
 def test_metadata_survive_the_hubs_own_reader_and_have_documented_keys_only():

@@ -42,7 +42,7 @@ def test_a_run_that_went_as_asked_takes_eight_lines():
         "rounding every weight to the nearest value of the same grids would lose 2.0 times as much (median layer)",
         "how far predictions are from the original's: nearplane evaluate out --against somewhere --text TEXT",
         "figures of every layer: nearplane inspect out",
-        'use it: vllm serve out, or from_pretrained("out") in transformers',
+        'use it: vllm serve out, or from_pretrained("out") in transformers (which needs compressed-tensors)',
     ]
 
 
@@ -194,15 +194,19 @@ def test_paths_in_commands_can_be_typed_as_they_are_printed(out, typed, written)
     assert lines[-1].endswith(f"nearplane export {typed} DENSE for other programs")
 
 
+NEEDS = " (which needs compressed-tensors)"
+
+
 @pytest.mark.parametrize(
     ("grid", "config", "said"),
     [
-        ("int4-g16", {"architectures": ["LlamaForCausalLM"]}, 'vllm serve {out}, or from_pretrained("{out}") in transformers'),
+        ("int4-g16", {"architectures": ["LlamaForCausalLM"]},
+         'vllm serve {out}, or from_pretrained("{out}") in transformers' + NEEDS),
         ("int3-g16", {"architectures": ["LlamaForCausalLM"]}, "vllm serve {out} (in a newer vLLM, which loads such grids), or "
-         'from_pretrained("{out}") in transformers'),
-        ("int4-g16", {"architectures": ["BertModel"]}, 'from_pretrained("{out}") in transformers'),
+         'from_pretrained("{out}") in transformers' + NEEDS),
+        ("int4-g16", {"architectures": ["BertModel"]}, 'from_pretrained("{out}") in transformers' + NEEDS),
         ("int4-g16", {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
-         'from_pretrained("{out}") in transformers'),
+         'from_pretrained("{out}") in transformers' + NEEDS),
     ],
     ids=["served", "width", "encoder", "two stacks"],
 )  # fmt: skip
