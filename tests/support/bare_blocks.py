@@ -40,6 +40,13 @@ class Routed(nn.Module):
         return hidden
 
 
+class Skipping(Routed):
+    """The same, whose expert is not called where it sees no token."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) if bool((hidden[..., 0] > 0).any()) else self.first(hidden)
+
+
 class Experts(nn.Module):
     """A block with a list of two experts, of which each sees some of the tokens."""
 

@@ -98,7 +98,7 @@ class Stream:
         finite, self._finite = self._finite, []
         if finite and not torch.stack(finite).all():
             raise CalibrationError(
-                f"{block.name} returns NaN or Inf. Check the model's weights, or compute in a wider dtype."
+                f"{block.name} returns NaN or Inf. Check the model's weights, or use --compute-dtype float32."
             )
 
     def passed(self, block: Block) -> None:

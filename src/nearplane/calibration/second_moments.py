@@ -277,7 +277,7 @@ class _Sums:
         if not all(finite):
             raise CalibrationError(
                 f"The input of {names} contains NaN or Inf in the {there[finite.index(False)][0]} network, or its square "
-                f"overflows. Check the model's weights, or compute in a wider dtype."
+                f"overflows. Check the model's weights, or use --compute-dtype float32."
             )
         return {layer.name: replace(total.of(layer.name, held_moments), extra=extra) for layer in self.group}
 

@@ -153,8 +153,12 @@ def rows_by_batch(
     def look(module: nn.Module | None, states: MutableSequence[Tensor], batch: int, to_the_end: bool) -> list[Seen]:
         """Run a copy of the block until all inputs of the groups, and all tensors added to their outputs, are seen."""
         rounded = None if rounding is None or module is not block.quantized else rounding.rounded
-        records = [Seen(inputs=group[0].shape[1], rounded=rounded) for group in groups]
         layers = {layer.name: layer for layer in block.layers_of(module)}
+        places = [layers[group[0].name].weight.device for group in groups]
+        records = [
+            Seen(inputs=group[0].shape[1], device=place, rounded=rounded)
+            for group, place in zip(groups, places, strict=True)
+        ]
         missing = {group[0].name: group[0].calls for group in groups}  # number of inputs still to be seen
 
         def done() -> None:

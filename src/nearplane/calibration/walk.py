@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Protocol
@@ -159,7 +159,9 @@ class _Walk:
         if model.embeddings is not None and not done:
             with model.embeddings.on(place, dtype, original=False) as block:
                 layers = tuple(block.quantized_layers())
-                yield from self._through([Observed(layers=layers, moments=dict(moments))])
+                # those of a stopped run were read to the CPU
+                there = {name: replace(each, H=each.H.to(place)) for name, each in moments.items()}
+                yield from self._through([Observed(layers=layers, moments=there)])
                 embeddings = block.quantized_layers()[0].read()
         stream = self._stream(dtype, embeddings)
         if resumed is not None and done and stream is not None:

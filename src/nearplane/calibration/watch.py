@@ -281,12 +281,15 @@ class Seen:
     For experts, `routed` replaces the rows.
 
     Args:
+        inputs: Number of inputs of the layers.
+        device: Device of the network.
         rounded: Function that rounds the inputs of a layer of this name as the runtime does; None: they are not rounded.
     """
 
     rows: list[Tensor] = field(default_factory=list)  # (tokens, in) each
     added: dict[str, Tensor] = field(default_factory=dict)  # layer name: (tokens, out)
     inputs: int = 0
+    device: torch.device | None = None
     routed: Routed | None = None
     rounded: Callable[[str, Tensor], Tensor] | None = None
 
@@ -308,7 +311,7 @@ class Seen:
     @property
     def stacked(self) -> Tensor:
         if not self.rows:
-            return torch.empty(0, self.inputs)
+            return torch.empty(0, self.inputs, device=self.device)
         return self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows)
 
 

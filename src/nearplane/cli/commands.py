@@ -16,6 +16,7 @@ from nearplane.cli.terminal import bar, one_line_a_step
 from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration, Way
 from nearplane.recipe.sizes import size_text
+from nearplane.system.arguments import ComputeDtype
 from nearplane.system.paths import check_named
 from nearplane.verbs.early_checks import check_export, check_plot, check_tune, check_verify
 
@@ -179,7 +180,7 @@ def verify(
     *,
     against: str | None = None,
     calibration: Path | None = None,
-    tolerance: float = 1e-6,
+    tolerance: float | None = None,
     device: str = "auto",
     trust_remote_code: Switch = False,
     json: Switch = False,
@@ -193,7 +194,8 @@ def verify(
         against: The original model, as a local folder or hub id.
         calibration: The calibration text of the checkpoint. Default: the text named in its recipe.
         tolerance: Largest relative deviation of a figure that is measured again; 0 suits the machine that wrote OUT.
-        device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
+            Default: 1e-6, and 0.01 on another device than that of the run.
+        device: Device to compute on: auto (one like that of the run, if there is one), cpu, cuda, or a GPU as cuda:1.
         trust_remote_code: Run model code that comes with the original model.
         json: Print the result as JSON.
     """
@@ -300,6 +302,7 @@ def tune(
     seqlen: int | None = None,
     steps: int | None = None,
     device: str = "auto",
+    compute_dtype: ComputeDtype = "auto",
     overwrite: Switch = False,
     trust_remote_code: Switch = False,
     json: Switch = False,
@@ -321,6 +324,7 @@ def tune(
         seqlen: Tokens per window. Default: as in calibration.
         steps: Number of optimizer steps. Default: each training window is used once, or several times in a short text.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
+        compute_dtype: Dtype in which losses are measured after the training, as in quantize. Training is in float32.
         overwrite: Replace an existing checkpoint in NEW, once the new one is complete.
         trust_remote_code: Run model code that comes with the original model.
         json: Print the run record as JSON instead of a summary.
@@ -338,6 +342,7 @@ def tune(
         calibration=calibration,
         **counts,
         device=device,
+        compute_dtype=compute_dtype,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         progress=bar,

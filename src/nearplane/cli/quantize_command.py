@@ -26,6 +26,7 @@ from nearplane.cli.printing import opening, say
 from nearplane.cli.terminal import bar
 from nearplane.recipe.recipe import Calibration, Recipe, Tune
 from nearplane.recipe.scheme import Activations, Allocation, Format
+from nearplane.system.arguments import ComputeDtype
 from nearplane.system.paths import check_named
 from nearplane.verbs.early_checks import check_quantize
 
@@ -47,6 +48,7 @@ def quantize(
     tune: Annotated[Tune, Parameter(group=SOLVER_GROUP)] = "none",
     pre: Annotated[str | None, Parameter(group=GGUF_GROUP)] = None,
     device: Annotated[str, Parameter(group=RUN_GROUP)] = "auto",
+    compute_dtype: Annotated[ComputeDtype, Parameter(group=RUN_GROUP)] = "auto",
     overwrite: Annotated[bool, Parameter(group=RUN_GROUP, negative="")] = False,
     memory: Annotated[str | None, Parameter(group=RUN_GROUP)] = None,
     trust_remote_code: Annotated[bool, Parameter(group=RUN_GROUP, negative="")] = False,
@@ -75,6 +77,8 @@ def quantize(
         pre: Name of the tokenizer's pre-tokenizer in llama.cpp, if nearplane does not recognize it.
         ignore: Regular expressions; layers are not quantized if one of them is found in their full name.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
+        compute_dtype: Dtype in which blocks run. Default: float32, but bfloat16 for models in bfloat16 on a GPU.
+            A dtype that is narrower than the model's also rounds its weights.
         overwrite: Replace an existing checkpoint in OUT, once the new one is complete. Both need room on disk.
         memory: Memory limit of the run, for example 12GB. Default: no limit. Cannot be used with --tune network.
             The run then repeats passes and keeps states on disk. A limit that is too small is refused at once.
@@ -103,6 +107,7 @@ def quantize(
         out,
         recipe,
         device=device,
+        compute_dtype=compute_dtype,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         progress=bar,

@@ -72,7 +72,7 @@ def run_inputs(
     except OSError as error:
         raise ModelError(f"A file of the model cannot be read ({error}). Fetch or remove it.") from error
     options = json.loads(json.dumps({"recipe": recipe}))
-    others = {"calibration text": text, "device": device.model()}
+    others = {"calibration text": text, "device": device.run_input()}
     return dict(_flat(options)) | hashes | others | {f"version of {name}": number for name, number in versions.items()}
 
 

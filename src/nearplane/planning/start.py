@@ -73,7 +73,8 @@ class Job:
             recipe=self.asked,
             source=self.options.name,
             versions=versions(),
-            device=str(self.options.device),
+            device=self.options.device.model(),
+            compute_dtype=self.options.device.recorded_dtype(self.model.dtype),
             windows=windows.count,
             seqlen=windows.seqlen,
             tokens=windows.count * windows.seqlen,
@@ -166,6 +167,7 @@ def decide(job: Job, container: Container, before: StoppedRun | None) -> Iterato
         NearplaneError: The run cannot succeed, or needs more memory than its limit.
     """
     model, windows, device = job.model, job.windows, job.options.device
+    device.say_dtype(model.dtype)
     if before is not None:
         record = replace(before.record, source=job.options.name, layers=())
         container.room = max_final_record_bytes(model, record)

@@ -18,6 +18,7 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import BlockScheme
 from nearplane.record.from_json import annotated
 from nearplane.record.tuning_record import Tuning
+from nearplane.system.arguments import ComputeDtype
 from nearplane.system.file_hashes import digest_of
 from nearplane.system.matmul_choice import Products
 from nearplane.system.paths import INCOMPLETE, RECORD, unfinished_run
@@ -186,7 +187,10 @@ class RunRecord:
         recipe: The recipe of the run.
         source: The model as the user named it.
         versions: Versions of the packages that computed it.
-        device: The device that computed it.
+        device: The device that computed it, with the model of a GPU, on which the last digits depend, for example
+            "cuda:1, NVIDIA H100".
+        compute_dtype: Dtype in which blocks ran; auto, and then not in the file, for float32 on the CPU, and where an
+            older version did not record it.
         stored: Format in which the original model stores weights in few bits, fp8 or mxfp4. See `fp8_mxfp4.py`.
         products: Library of float32 matrix products, chosen by a trial at the start; None: torch's default, untried.
         windows, seqlen, tokens: Number of calibration windows, tokens per window, and their product.
@@ -204,7 +208,7 @@ class RunRecord:
         folder: Size of all files of the checkpoint, including this record and the model card, in bytes.
         files: SHA-256 of every other file of the checkpoint, except the model card.
         tuning: Record of the tuning after the solve; then the certificates are those of the tuned layers in the tuned
-            network, and `versions`, `device` and `products` are those of tuning. None: no tuning.
+            network, and `versions`, `device`, `compute_dtype` and `products` are those of tuning. None: no tuning.
         digest: SHA-256 of the record, see `digest_of`.
     """
 
@@ -215,6 +219,7 @@ class RunRecord:
     windows: int
     seqlen: int
     tokens: int
+    compute_dtype: ComputeDtype = "auto"
     products: Products | None = None
     extra_windows: int = 0
     sources: tuple[Source, ...] = ()
@@ -244,6 +249,8 @@ class RunRecord:
             for name in names:
                 if not part[name]:
                     del part[name]
+        if self.compute_dtype == "auto":
+            del fields["compute_dtype"]
         if self.recipe.activations == "none":
             del fields["recipe"]["activations"]
         return fields

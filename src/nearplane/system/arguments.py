@@ -16,6 +16,7 @@ from nearplane.system.paths import check_path
 
 P = ParamSpec("P")
 R = TypeVar("R")
+ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]  # see `Device.compute_dtype`
 DESCRIPTIONS: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nearplane.errors import RecipeError
+from nearplane.system.arguments import ComputeDtype
 from nearplane.system.memory import free_memory
+
+log = logging.getLogger("nearplane")
+WITHOUT_FLOAT64 = ("mps", "xpu")  # devices of Apple and Intel
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,18 +26,25 @@ class Device:
 
     Args:
         place: The device as torch names it, for example `cuda:1`.
+        dtype: Dtype in which blocks of every model run; None: see `compute_dtype`.
     """
 
     place: torch.device
+    dtype: torch.dtype | None = None
 
     @classmethod
-    def named(cls, name: str | torch.device) -> Device:
+    def named(cls, name: str | torch.device, compute_dtype: ComputeDtype = "auto") -> Device:
         """Return the device with a name: auto (the GPU if there is one), cpu, cuda, cuda:1.
 
+        Args:
+            name: The name, or the device of torch.
+            compute_dtype: Dtype in which blocks run; auto: see the method `compute_dtype`.
+
         Raises:
-            RecipeError: The name is not a device of torch, or this machine has no such device.
+            RecipeError: The name is not a device of torch, this machine has no such device, or it has no float64.
         """
         refuse_meta()
+        dtype = None if compute_dtype == "auto" else getattr(torch, compute_dtype)
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         try:
@@ -39,6 +53,11 @@ class Device:
             place = torch.device("meta")
         if place.type == "meta":
             raise RecipeError(f"device is {str(name)!r}; expected auto, cpu, cuda, or one of several GPUs as cuda:1.")
+        if place.type in WITHOUT_FLOAT64:
+            raise RecipeError(
+                f"--device {name}: second moments and factorizations need float64, which this device does not have. "
+                f"Use --device cpu."
+            )
         try:
             torch.empty(0, device=place)
         except (RuntimeError, AssertionError, ImportError) as error:
@@ -46,7 +65,7 @@ class Device:
             raise RecipeError(
                 f"--device {name}: this machine has no such {kind} that torch can use. Use --device cpu."
             ) from error
-        return cls(place)
+        return cls(place, dtype)
 
     @property
     def on_cpu(self) -> bool:
@@ -54,8 +73,31 @@ class Device:
         return self.place.type == "cpu"
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which blocks of a model run: float32 on the CPU, the model's `dtype` elsewhere."""
-        return torch.float32 if self.on_cpu else dtype
+        """Return the dtype in which blocks of a model in `dtype` run: `self.dtype`, or the default.
+
+        The default is float32, but bfloat16 for models in bfloat16 that do not run on the CPU. Models in float16 run in
+        float32, as activations of many of them overflow in float16.
+        """
+        fast = dtype == torch.bfloat16 and not self.on_cpu
+        return self.dtype or (torch.bfloat16 if fast else torch.float32)
+
+    @property
+    def asked_dtype(self) -> ComputeDtype:
+        """The dtype that was asked for by `named`."""
+        return "auto" if self.dtype is None else dtype_name(self.dtype)
+
+    def recorded_dtype(self, dtype: torch.dtype) -> ComputeDtype:
+        """Return `compute_dtype` as the run record holds it: auto for float32 on the CPU."""
+        computed = self.compute_dtype(dtype)
+        return "auto" if self.on_cpu and computed == torch.float32 else dtype_name(computed)
+
+    def say_dtype(self, dtype: torch.dtype) -> None:
+        """Log that float16 is avoided for a model in `dtype`, or that a dtype that was asked for rounds its weights."""
+        if self.dtype is None and dtype == torch.float16 and not self.on_cpu:
+            log.info("blocks run in float32, as they may overflow in float16; --compute-dtype float16 is faster")
+        if self.dtype is not None and torch.promote_types(self.dtype, dtype) != self.dtype:
+            stored = dtype_name(dtype)
+            log.warning("--compute-dtype %s rounds the model's weights, which are in %s", self.asked_dtype, stored)
 
     def free(self) -> int | None:
         """Return the bytes that this process can still allocate on the device, or None if they are unknown."""
@@ -66,10 +108,15 @@ class Device:
         return int(runtime.mem_get_info(self.place)[0] + unused)
 
     def model(self) -> str:
-        """Return the device and the model of its GPU, on which results depend."""
+        """Return the device and the model of its GPU, on which results depend, as the run record holds them."""
         if self.on_cpu:
             return str(self)
         return f"{self}, {torch.get_device_module(self.place).get_device_name(self.place)}"
+
+    def run_input(self) -> str:
+        """Return what results depend on: `model` without the number of the GPU, and the dtype if it was asked for."""
+        dtype = "" if self.dtype is None else f", {dtype_name(self.dtype)}"
+        return without_number(self.model()) + dtype
 
     def __str__(self) -> str:
         return str(self.place)
@@ -103,3 +150,13 @@ def refuse_meta() -> None:
         raise RecipeError(
             "The default device of torch is meta, which holds no values. Call torch.set_default_device('cpu')."
         )
+
+
+def without_number(model: str) -> str:
+    """Return what `Device.model` returned without the number of the GPU."""
+    return re.sub(r"^(\w+):\d+", r"\1", model)
+
+
+def dtype_name(dtype: torch.dtype) -> ComputeDtype:
+    """Return the name of a dtype in which blocks run."""
+    return cast(ComputeDtype, str(dtype).removeprefix("torch."))

@@ -1,4 +1,7 @@
-"""Choice of the library that multiplies float32 matrices on the CPU: one per run, recorded, and used again by `verify`.
+"""Exact products of float32 matrices, whatever the program allows, and on the CPU the library that multiplies them.
+
+TF32, which keeps 10 bits of the inputs of a product on a GPU, is off within a run; see `exact_float32`. On the CPU the
+library is chosen once per run, recorded, and used again by `verify`.
 
 torch multiplies with MKL, or with oneDNN if a switch of the process allows inputs to be rounded to bf16. Neither is
 always right. On AMD processors MKL uses narrow registers and takes twice as long, and oneDNN still computes in float32.
@@ -55,7 +58,7 @@ def chosen_library(shapes: Iterable[tuple[int, int]], tokens: int, device: Devic
     work = tokens * sum(rows * columns for rows, columns in sizes)
     eligible = device.on_cpu and work >= MIN_MULTIPLICATIONS and _switch() is not None and slow_for_mkl()
     products = trial(kinds(sizes)) if eligible else None
-    with _using("default" if products is None else products.library):
+    with exact_float32(), _using("default" if products is None else products.library):
         yield products
 
 
@@ -73,8 +76,33 @@ def recorded_library(products: Products | None, device: Device) -> Iterator[Prod
             "default library is used instead, and losses agree to about two digits. Use --tolerance 0.01."
         )
         used = None
-    with _using("default" if used is None else used.library):
+    with exact_float32(), _using("default" if used is None else used.library):
         yield used
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Compute products, convolutions and recurrent layers in float32 on a GPU without rounding inputs to TF32.
+
+    The switches belong to the process and are restored afterwards. Convolutions round by default; products round after
+    `torch.set_float32_matmul_precision("high")`.
+    """
+    backends: Any = torch.backends
+    pinned, asked = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn], "highest"
+    before = [(switch, switch.fp32_precision) for switch in [*pinned, backends.mkldnn.matmul]]
+    with suppress(RuntimeError):  # raised if the program has used only the switches
+        asked = torch.get_float32_matmul_precision()
+    try:
+        if asked != "highest":
+            torch.set_float32_matmul_precision("highest")
+        for switch in pinned:
+            switch.fp32_precision = "ieee"
+        yield
+    finally:
+        if asked != "highest":
+            torch.set_float32_matmul_precision(asked)
+        for switch, precision in before:
+            switch.fp32_precision = precision
 
 
 def repeatable(products: Products) -> bool:

@@ -241,7 +241,8 @@ class _Run:
         """Restore the state that `standing` returned."""
         self.done, self.best = standing["done"], standing["best"]
         self._since = Divergence(kl=standing["sum"], tokens=standing["tokens"])
-        self.curve, self.states = [Point(**point) for point in standing["curve"]], standing["states"]
+        self.curve = [Point(**point) for point in standing["curve"]]
+        self.states = [_beside(each, state) for each, state in zip(self._tuned, standing["states"], strict=True)]
         for each, leaves in zip(self._tuned, standing["leaves"], strict=True):
             for kind, leaf in each.trained().items():
                 leaf.copy_(leaves[kind])
@@ -253,6 +254,12 @@ class _Run:
 
     def _size(self) -> int | None:
         return None if self._pressure is None else self._pressure.measure()
+
+
+def _beside(tuned: Tuned, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state as read from disk on the device of the tensors it is of."""
+    device = next(iter(tuned.trained().values())).device
+    return {name: part.to(device) if isinstance(part, torch.Tensor) else part for name, part in state.items()}
 
 
 def mean_kl(network: TunedNetwork, batches: Sequence[int]) -> float:

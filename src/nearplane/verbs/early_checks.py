@@ -138,13 +138,13 @@ def check_recipe(recipe: Recipe, called: str) -> None:
         )
 
 
-def check_verify(out: str | Path, *, against: Any, calibration: Any, tolerance: float) -> RunRecord:
+def check_verify(out: str | Path, *, against: Any, calibration: Any, tolerance: float | None) -> RunRecord:
     """Refuse arguments of `verify`; return the run record of the checkpoint."""
     if calibration is not None and against is None:
         raise RecipeError(
             "--calibration needs --against: losses are measured with both the original model and the text."
         )
-    within("--tolerance", tolerance, 0 <= tolerance < 1, "a number from 0 to 1")
+    within("--tolerance", tolerance, tolerance is None or 0 <= tolerance < 1, "a number from 0 to 1")
     check_path("checkpoint", out)
     check_named(against, calibration=_path(calibration))
     return read_record(Path(out))

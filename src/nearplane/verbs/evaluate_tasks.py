@@ -27,6 +27,7 @@ from nearplane.models.kinds import InputKind
 from nearplane.models.pretrained import as_model_error
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
+from nearplane.system.matmul_library import exact_float32
 from nearplane.system.progress import counted, silent
 from nearplane.verbs.early_checks import check_evaluate_tasks
 from nearplane.verbs.evaluate import load_dense
@@ -91,7 +92,8 @@ def evaluate_tasks(
     for source in sources:
         network, tokenizer = _loaded(source, tokenizer, place, trust_remote_code)
         log.info("%s answers %s", model_label(source), first_few(list(chosen["tasks"])))
-        results.append(_answers(network, tokenizer, model_label(source), chosen, limit, batch_size))
+        with exact_float32():
+            results.append(_answers(network, tokenizer, model_label(source), chosen, limit, batch_size))
         del network  # before the next one is loaded
     return scores(chosen, results)
 

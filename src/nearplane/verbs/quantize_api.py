@@ -22,7 +22,7 @@ from nearplane.planning.folder_size import check_disk
 from nearplane.planning.start import Job, Options, open_resolved
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, read_record
-from nearplane.system.arguments import checked
+from nearplane.system.arguments import ComputeDtype, checked
 from nearplane.system.device import Device
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.output_folder import Unfinished
@@ -44,6 +44,7 @@ def quantize(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     device: str = "auto",
+    compute_dtype: ComputeDtype = "auto",
     overwrite: bool = False,
     trust_remote_code: bool = False,
     progress: Progress = silent,
@@ -58,6 +59,9 @@ def quantize(
         recipe: Options of the run. Or pass them as keywords, for example `bits=4, group_size=128`; see `spellings`.
         tokenizer: Tokenizer of a model object. Without one, `out` holds no tokenizer and calibration needs token ids.
         device: Device to compute on: "auto" (the GPU if there is one), "cpu", "cuda" or "cuda:1".
+        compute_dtype: Dtype in which blocks run. "auto": float32, but bfloat16 for models in bfloat16 on a GPU. float16
+            is faster than float32 on a GPU, but activations may overflow. A dtype that is narrower than the model's also
+            rounds its weights.
         overwrite: Whether to replace a checkpoint in `out`, once the new one is complete.
         trust_remote_code: Whether to run model code that comes with the checkpoint.
         progress: Display that wraps an iterator: (items, label, total) -> items. "nearplane.system.progress" logs as well.
@@ -84,7 +88,7 @@ def quantize(
     options = Options(
         name=model_label(model),
         given=given,
-        device=Device.named(device),
+        device=Device.named(device, compute_dtype),
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         progress=progress,
@@ -141,6 +145,7 @@ def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> Run
             against=folder,
             calibration=None if given is None else given.tokens if given.texts is None else given.texts,
             device=str(options.device),
+            compute_dtype=options.device.asked_dtype,
             overwrite=options.overwrite,
             trust_remote_code=options.trust_remote_code,
             progress=options.progress,
@@ -177,6 +182,7 @@ def _differing(solved: Path, recipe: Recipe, options: Options) -> str:
         return str(error)
     if record.tuning is not None:
         return "it is tuned already."
-    if (record.source, record.recipe) != (options.name, recipe):
+    asked, ran_in = options.device.asked_dtype, record.compute_dtype.replace("auto", "float32")
+    if (record.source, record.recipe) != (options.name, recipe) or asked not in ("auto", ran_in):
         return "its model or options differ."
     return ""

@@ -37,7 +37,7 @@ from nearplane.planning.request import open_original, resolved
 from nearplane.planning.start import container_for
 from nearplane.record.record import LayerRecord, RunRecord, read_record, versions
 from nearplane.record.tuning_record import KL_TOLERANCE, Solved, Tuning
-from nearplane.system.arguments import checked
+from nearplane.system.arguments import ComputeDtype, checked
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.progress import Progress, silent
@@ -61,6 +61,7 @@ def tune(
     seqlen: int | None = None,
     steps: int | None = None,
     device: str = "auto",
+    compute_dtype: ComputeDtype = "auto",
     overwrite: bool = False,
     trust_remote_code: bool = False,
     progress: Progress = silent,
@@ -78,7 +79,8 @@ def tune(
         samples: Number of windows. None: five times as many as in calibration, or fewer if the text is shorter.
         seqlen: Tokens per window. None: as in calibration.
         steps: Number of optimizer steps. None: each training window is used once, or several times if there are few.
-        device: Device to compute on, in float32.
+        device: Device to compute on. Training is in float32.
+        compute_dtype: Dtype in which losses are measured again; see `quantize`.
         overwrite: Whether to replace a checkpoint in `out`, once the new one is complete.
         trust_remote_code: Whether to run model code that comes with the original.
         progress: Display that wraps the iterators over steps and layers.
@@ -93,7 +95,8 @@ def tune(
     """
     counts = {"samples": samples, "seqlen": seqlen, "steps": steps}
     record = check_tune(source, out, against=against, calibration=calibration, overwrite=overwrite, **counts)
-    began, folder, where, given = time.perf_counter(), Path(source), Device.named(device), Given.of(calibration)
+    began, folder, given = time.perf_counter(), Path(source), Given.of(calibration)
+    where = Device.named(device, compute_dtype)
     sound_record(folder)
     stored = Stored(folder)
     model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)
@@ -120,9 +123,8 @@ def tune(
         model.tuned = tuned_norms(read, model, tuning)
         retuned = replace(solved, record=replace(record, layers=layers), stored=read)
         layers = tuple(along_both_networks(retuned, windows, progress, partial(_certified, retuned)))
-        record = replace(
-            record, layers=layers, tuning=tuning, versions=versions(), device=str(where), products=products
-        )
+        record = replace(record, layers=layers, tuning=tuning, versions=versions(), products=products)
+        record = replace(record, device=where.model(), compute_dtype=where.recorded_dtype(model.dtype))
 
         def timed(record: RunRecord) -> RunRecord:
             """Add the time of tuning to that of the solve."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from nearplane.calibration.given import Given, with_calibration_path
 from nearplane.calibration.windows import Windows, calibration_windows
-from nearplane.errors import CalibrationError, FormatError, ModelError
+from nearplane.errors import CalibrationError, FormatError, ModelError, RecipeError
 from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
 from nearplane.formats.layer_format import (
     EXPERTS_WITH,
@@ -34,7 +35,7 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, Source
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.arguments import checked
-from nearplane.system.device import Device
+from nearplane.system.device import Device, without_number
 from nearplane.system.files import sha256, unordered
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.memory import return_large_blocks
@@ -44,10 +45,9 @@ from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.verbs.early_checks import check_verify
 from nearplane.verbs.verify_files import Fault, names, shard, sound_files
-from nearplane.verbs.verify_losses import MAX_NAMED, losses_again, tuned_norms
+from nearplane.verbs.verify_losses import MAX_NAMED, Agreement, losses_again, tuned_norms
 
 MAX_CHANGED_SHARE = 0.5  # of the tensors; if more differ from the original, it is another model
-TOLERANCE = 1e-6  # relative, of repeated losses; the same machine repeats them to the last digit
 QUANTIZATIONS = ("quantization_config", QUANTIZATION)  # entries of config.json
 VERSIONS = {"written_by", "meta"}  # entries of quantization_config that name the program which wrote it
 
@@ -62,6 +62,7 @@ class Verified:
         files, layers: Numbers of checked files and layers.
         asked: Whether the losses were to be measured again.
         measured: Whether all losses were measured again.
+        agreement: How closely the losses were to agree.
     """
 
     record: RunRecord
@@ -70,6 +71,7 @@ class Verified:
     layers: int
     asked: bool
     measured: bool
+    agreement: Agreement
 
     def summary(self) -> str:
         """Return the result in one sentence."""
@@ -80,7 +82,8 @@ class Verified:
             measured = "some losses could not be measured again"
         else:
             measured = "losses were not measured (this needs --against)"
-        return f"{checked}: {len(self.faults) or 'no'} fault{'' if len(self.faults) == 1 else 's'}; {measured}"
+        faults = f"{len(self.faults) or 'no'} fault{'' if len(self.faults) == 1 else 's'}"
+        return f"{checked}: {faults}; {measured}{self.agreement}"
 
 
 @checked("calibration")
@@ -89,7 +92,7 @@ def verify(
     *,
     against: str | Path | None = None,
     calibration: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor] | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     device: str = "auto",
     trust_remote_code: bool = False,
     progress: Progress = silent,
@@ -100,8 +103,9 @@ def verify(
         out: Folder that `quantize` wrote.
         against: The original model. If given, every loss is measured again.
         calibration: The calibration text, in any form that `quantize` accepts. None: the text named in the recipe.
-        tolerance: Largest relative deviation of a figure that is measured again.
-        device: Device to compute on.
+        tolerance: Largest relative deviation of a figure that is measured again. None: 1e-6, and 0.01 on another device
+            than that of the run, or 0.5 if its blocks ran in 16 bits.
+        device: Device to compute on, in the dtype of the run. "auto": one like that of the run, if there is one.
         trust_remote_code: Whether to run model code that comes with the original.
         progress: Display that wraps the iterators over files, over layers to check and over layers to measure.
 
@@ -109,11 +113,13 @@ def verify(
         NearplaneError: There is no run record, or the original or the text cannot be read.
     """
     record = check_verify(out, against=against, calibration=calibration, tolerance=tolerance)
-    folder, where, given, faults = Path(out), Device.named(device), Given.of(calibration), list[Fault]()
+    folder, where, given, faults = Path(out), _device(record, device), Given.of(calibration), list[Fault]()
     stored, measured = sound_files(folder, record, progress, faults), False
+    agreement = Agreement()
     if against is not None and stored is not None:
         return_large_blocks()
         model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)
+        agreement = Agreement.on(where, record, model.dtype, tolerance)
         differing, same = _unlike(folder, record, stored, model)
         faults += differing
         if same:
@@ -127,7 +133,7 @@ def verify(
             windows = _windows(saved, faults)
             if windows is not None:
                 with recorded_library(record.products, saved.device):
-                    measured = losses_again(saved, windows, tolerance, progress, faults)
+                    measured = losses_again(saved, windows, agreement, progress, faults)
     return Verified(
         record=record,
         faults=tuple(faults),
@@ -135,7 +141,22 @@ def verify(
         layers=len(record.layers),
         asked=against is not None,
         measured=measured,
+        agreement=agreement,
     )
+
+
+def _device(record: RunRecord, asked: str) -> Device:
+    """Return the device to measure on, in the dtype of the run; auto: one like that of the run, if there is one.
+
+    Raises:
+        RecipeError: This machine does not have the device that was asked for.
+    """
+    ran_on = without_number(record.device).partition(",")[0]
+    dtype = "float32" if record.compute_dtype == "auto" and ran_on == "cpu" else record.compute_dtype
+    if asked == "auto":
+        with suppress(RecipeError):
+            return Device.named(ran_on, dtype)
+    return Device.named(asked, dtype)
 
 
 def _unlike(folder: Path, record: RunRecord, stored: Stored, model: Model) -> tuple[list[Fault], bool]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bare_blocks import Convolution, Routed, bare, both
+from bare_blocks import Convolution, Routed, Skipping, bare, both
 from families import config_of, random_model
 from nearplane.calibration.activations import Stream, skeleton
 from nearplane.calibration.second_moments import Observed, observe
@@ -21,6 +21,7 @@ from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import Moments
 from nearplane.models.layers import as_layer
 from nearplane.models.model import Block, Model, open_model
+from pretended import pretended
 
 Saved = Callable[[str], Path]
 Loaded = Callable[[str], PreTrainedModel]
@@ -370,3 +371,23 @@ def test_from_pretrained_and_streamed_networks_agree_after_writing(saved: Saved,
         stream.advance(block)
     expected = plain(noisy, tokens, "transformer.h.1", "gpt2")
     close(torch.cat(stream.quantized).flatten(0, 1), expected.added["attn.c_proj"])
+
+
+def test_a_layer_that_no_token_of_a_batch_reaches_has_the_moments_of_the_other_batches_on_any_device() -> None:
+    """Its rows in that batch are none, on the device of the network."""
+
+    def moments(device: str) -> Tensor:
+        block, stream = bare(Skipping(), 3, 4)
+        stream.quantized = [x.abs().mul(sign).to(device) for x, sign in zip(stream.quantized, (1, -1), strict=True)]
+        assert block.original is not None
+        assert block.quantized is not None
+        block.original.to(device)
+        block.quantized.to(device)
+        groups = [(layer,) for layer in block.quantized_layers() if layer.name == "block.expert"]
+        (seen,) = observe(block, groups, both(stream))
+        return seen.moments["block.expert"].H
+
+    with pretended():
+        on_gpu = moments("pretend:0").cpu()
+    assert torch.equal(on_gpu, moments("cpu"))
+    assert on_gpu.any()

@@ -44,6 +44,21 @@ def test_it_refuses_to_go_on_before_a_stage_is_written(folder_of: Callable[[str]
             next(stages)
 
 
+def test_the_embeddings_moments_of_a_stopped_run_are_put_on_its_device(folder_of: Callable[[str], Path]) -> None:
+    """They are read from disk, on the CPU."""
+    recipe = nearplane.Recipe.from_spellings(rate=3.0, include_embeddings=True)
+    model = open_model(str(folder_of("llama")), embeddings=True)
+    assert model.embeddings is not None
+    name, shape = model.embeddings.name, model.embeddings.layers[0].shape
+    moments = {name: Moments(H=torch.eye(shape[1], dtype=torch.float64), tokens=280)}
+    with pretended():
+        setting = MemorySetting.usual(20, Device.named("pretend:0"))
+        with walk(model, recipe, WINDOWS, setting, moments=moments) as stages:
+            first = next(stages)
+            assert [layer.name for layer in first.layers] == [name]
+            assert first.inputs[0].moments.H.device == first.layers[0].read().device == torch.device("pretend:0")
+
+
 def test_writing_lets_go_of_the_inputs_and_wants_the_values_of_every_layer(folder_of: Callable[[str], Path]) -> None:
     recipe = nearplane.Recipe.from_spellings(bits=3, group_size=16)
     with walk(open_model(str(folder_of("llama"))), recipe, WINDOWS, USUAL) as stages:

@@ -205,6 +205,19 @@ def test_verify_takes_a_tolerance(monkeypatch, capsys, tiny, tmp_path):
     assert command(monkeypatch, capsys, *words, "--tolerance", 0.02)[0] == 0
 
 
+def test_blocks_run_in_the_compute_dtype_and_verify_runs_them_in_it_again(monkeypatch, capsys, tiny, tmp_path):
+    model, _, text = tiny
+    words = ("quantize", model, tmp_path / "out", "--bits", 4, "--group-size", 32, "--calibration", text, "--samples", 4,
+             "--seqlen", 40, "--device", "cpu", "--compute-dtype")  # fmt: skip
+    code, _, err = command(monkeypatch, capsys, *words, "int8")
+    assert code == 2
+    assert "--compute-dtype" in err
+    assert command(monkeypatch, capsys, *words, "bfloat16")[0] == 0
+    assert read_record(tmp_path / "out").compute_dtype == "bfloat16"
+    code, printed, _ = command(monkeypatch, capsys, "verify", tmp_path / "out", "--against", model)
+    assert (code, printed.splitlines()[-1].partition("; ")[2]) == (0, "every loss was measured again")
+
+
 def test_a_text_without_the_original_is_refused_in_one_sentence(monkeypatch, capsys, tiny):
     code, printed, err = command(monkeypatch, capsys, "verify", tiny[1], "--calibration", tiny[2])
     assert (code, printed) == (1, "")

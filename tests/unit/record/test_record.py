@@ -29,7 +29,8 @@ RUN = RunRecord(
 
 DEGENERATE = replace(LAYER, degenerate="all its weights are 0", limit=1.0, extra_by_source=(0.5, None))
 SOURCES = tuple(Source(name=name, weight=1.0, windows=1, extra_windows=1) for name in ("a.txt", "b.jsonl"))
-MIXED = replace(RUN, card=2048, sources=SOURCES, layers=(replace(LAYER, extra_by_source=(0.02, 0.04)), DEGENERATE))
+LAYERS = (replace(LAYER, extra_by_source=(0.02, 0.04)), DEGENERATE)
+MIXED = replace(RUN, card=2048, sources=SOURCES, layers=LAYERS, device="cuda:1, NVIDIA H100", compute_dtype="bfloat16")
 
 
 def test_a_record_survives_json():
@@ -41,6 +42,12 @@ def test_fields_of_a_mix_are_in_no_other_record():
     assert "source" not in RUN.to_json().replace('"source":', "")
     assert (MIXED.lost(0), MIXED.lost(1)) == (0.02, 0.04)  # the degenerate layer is left out
     assert RUN.lost(0) is None
+
+
+def test_the_dtype_of_a_run_in_float32_on_the_cpu_is_not_in_its_record():
+    """Records of older versions do not have it either."""
+    assert "compute_dtype" not in RUN.to_json()
+    assert RunRecord.from_json(RUN.to_json()).compute_dtype == "auto"
 
 
 def test_a_degenerate_layer_is_left_out_of_means():
@@ -128,6 +135,7 @@ WRONG = {  # JSON that is not what an annotation says
     "str": [None, 3, [], True],
     "int": [None, "3", 2.5, True, 10**30, []],
     "float": [None, "q", True, float("nan"), float("inf"), -float("inf"), 10**30, []],
+    "ComputeDtype": [None, 3, "", "int8", "torch.float32", []],
     "str | None": [3, [], True, {}],
     "bool | None": ["true", 1, 0.5, {}],
     "int | None": ["3", 2.5, True, []],

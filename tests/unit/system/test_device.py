@@ -29,9 +29,52 @@ def test_a_device_that_is_not_there_is_refused(name):
         Device.named(name)
 
 
-def test_blocks_run_in_float32_on_the_cpu_and_elsewhere_in_the_models_dtype():
-    assert Device(torch.device("cpu")).compute_dtype(torch.bfloat16) == torch.float32
-    assert Device(torch.device("cuda", 1)).compute_dtype(torch.bfloat16) == torch.bfloat16
+@pytest.mark.parametrize("name", ["mps", "xpu", "xpu:1"])
+def test_a_device_without_float64_is_refused_and_the_reason_given(name):
+    with pytest.raises(
+        RecipeError, match=f"^--device {name}: .* need float64, which this device does not have. Use --dev"
+    ):
+        Device.named(name)
+
+
+@pytest.mark.parametrize(
+    ("place", "stored", "computed"),
+    [
+        ("cpu", torch.bfloat16, torch.float32),
+        ("cpu", torch.float64, torch.float32),
+        ("cuda:1", torch.bfloat16, torch.bfloat16),
+        ("cuda:1", torch.float16, torch.float32),
+        ("cuda:1", torch.float32, torch.float32),
+    ],
+)
+def test_blocks_run_in_float32_and_in_bfloat16_on_a_gpu(place, stored, computed):
+    assert Device(torch.device(place)).compute_dtype(stored) == computed
+
+
+def test_a_dtype_that_is_asked_for_holds_on_every_device_and_is_said_where_it_rounds(caplog):
+    half = Device.named("cpu", "float16")
+    assert half.compute_dtype(torch.bfloat16) == torch.float16
+    assert (half.asked_dtype, Device.named("cpu").asked_dtype) == ("float16", "auto")
+    half.say_dtype(torch.float16)
+    assert not caplog.messages
+    half.say_dtype(torch.bfloat16)
+    assert caplog.messages == ["--compute-dtype float16 rounds the model's weights, which are in bfloat16"]
+
+
+def test_a_record_names_the_dtype_unless_it_is_float32_on_the_cpu():
+    assert Device.named("cpu").recorded_dtype(torch.bfloat16) == "auto"
+    assert Device.named("cpu", "float32").recorded_dtype(torch.bfloat16) == "auto"
+    assert Device.named("cpu", "bfloat16").recorded_dtype(torch.bfloat16) == "bfloat16"
+    assert Device(torch.device("cuda")).recorded_dtype(torch.float32) == "float32"
+
+
+def test_a_record_has_the_number_of_a_gpu_and_runs_go_on_on_any_of_its_model(monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda place: "NVIDIA H100")
+    devices = [Device(torch.device(name)) for name in ("cuda", "cuda:0", "cuda:1")]
+    assert [device.model() for device in devices] == [f"{name}, NVIDIA H100" for name in ("cuda", "cuda:0", "cuda:1")]
+    assert {device.run_input() for device in devices} == {"cuda, NVIDIA H100"}
+    assert Device(torch.device("cuda:1"), torch.float32).run_input() == "cuda, NVIDIA H100, float32"
+    assert Device.named("cpu").run_input() == Device.named("cpu").model() == "cpu"
 
 
 def test_what_is_free_is_asked_of_the_device(monkeypatch):

@@ -17,7 +17,7 @@ from nearplane.record.record import read_record
 from nearplane.system import matmul_library as products
 from nearplane.system.device import Device
 from nearplane.system.matmul_choice import Products
-from nearplane.system.matmul_library import chosen_library, kinds, recorded_library, trial
+from nearplane.system.matmul_library import chosen_library, exact_float32, kinds, recorded_library, trial
 
 CPU = Device(torch.device("cpu"))
 pytestmark = pytest.mark.skipif(products._switch() is None, reason="this torch has no oneDNN, or no switch for it")
@@ -95,6 +95,44 @@ def test_the_switch_is_set_inside_and_as_it_was_outside_even_after_an_error(oned
         assert switch() == before
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = own
+
+
+def precisions() -> list[str]:
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return [str(switch.fp32_precision) for switch in (cuda.matmul, cudnn.conv, cudnn.rnn)]
+
+
+@pytest.fixture
+def restored():
+    """Restore the switches that a test sets as a program would."""
+    before = [(switch, switch.fp32_precision) for switch in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)]
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for switch, precision in before:
+        switch.fp32_precision = precision
+
+
+@pytest.mark.parametrize("program", ["highest", "high", "medium", "switch"])
+@pytest.mark.parametrize(
+    "context", [lambda: chosen_library([], 0, CPU), lambda: recorded_library(None, CPU), exact_float32]
+)
+def test_float32_is_not_rounded_to_tf32_whatever_the_program_has_allowed(restored, program, context):
+    """On a GPU; and what the program has allowed holds again afterwards."""
+    if program == "switch":  # by the new way alone, which torch does not let the old way ask for
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    else:
+        torch.set_float32_matmul_precision(program)
+    before = precisions()
+    assert "tf32" in before
+    with suppress(KeyError), context():
+        assert precisions() == ["ieee"] * 3
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not torch.backends.cuda.matmul.allow_tf32  # torch raises if the old way says otherwise
+        assert switch() in ("ieee", "none")
+        raise KeyError
+    assert precisions() == before
+    if program != "switch":
+        assert torch.get_float32_matmul_precision() == program
 
 
 def test_importing_sets_nothing():
