@@ -71,6 +71,16 @@ def test_both_devices_verify_evaluate_load_and_continue_texts_alike(made):
     assert torch.equal(logits, logits_2)
 
 
+@pytest.mark.parametrize("run", daily(("grid", "rate", "experts"), ("grid",)))
+def test_a_model_in_bfloat16_is_quantized_and_verified(run, tmp_path):
+    """A GPU computes in it; the CPU computes in float32, so that its codes are others."""
+    model = save_model(run, tmp_path / "model", torch.bfloat16)
+    with pretended():
+        quantized(run, model, tmp_path / "out", "pretend:0")
+        verified = nearplane.verify(tmp_path / "out", against=model, calibration=TOKENS, device="pretend:0")
+    assert (verified.faults, verified.measured) == ((), True)
+
+
 def test_what_is_entropy_coded_is_loaded_packed_and_computes_the_same(made):
     folder, found = made("rate").cpu, []
     with pretended(), torch.no_grad():

@@ -7,6 +7,7 @@ python tests/support/device_runs.py --print    prints launches, synchronizations
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from dataclasses import asdict
@@ -45,11 +46,19 @@ COUNTED = ("grid", "rate", "gguf", "experts")  # in the table
 KEPT = ("synchronizations", "to_device", "to_device_bytes", "to_host", "to_host_bytes", "waiting")
 
 
-def save_model(run: str, folder: Path) -> Path:
-    """Write the model of a run in float32: one block."""
+def model_of(run: str) -> dict[str, Any]:
+    """Return what the counts of a run depend on."""
+    family, changes, options = RUNS[run]
+    config = config_of(family, **changes)
+    sizes = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size")}
+    return dict(family=family, **sizes, blocks=1, tokens="x".join(map(str, TOKENS.shape)), options=str(options))
+
+
+def save_model(run: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Write the model of a run: one block."""
     family, changes, _ = RUNS[run]
     config = config_of(family, vocab_size=TEXT_VOCABULARY, num_hidden_layers=1, **changes)
-    random_model(config).float().save_pretrained(folder)
+    random_model(config).to(dtype).save_pretrained(folder)
     add_tokenizer(folder)
     return folder
 
@@ -104,14 +113,16 @@ def main() -> None:
         print("\n".join(markdown(run, traffic) for run, traffic in runs.items()))
         return
     about = (
-        f"Written by `{COMMAND}`. What functions of the package cost on a GPU in one run each: values and sizes that the CPU "
-        f"waits for, copies with their bytes, and copies that the CPU waits for. They grow with the model."
+        f"Written by `{COMMAND}`. What each function of the package costs on a GPU in one run: values and sizes that the CPU "
+        "waits for, copies with their bytes, and copies that the CPU waits for. All of it grows with the model."
     )
-    models = {run: dict(family=RUNS[run][0], options=RUNS[run][2], config="tests/support/families.py") for run in runs}
-    data = dict(about=about, blocks=1, tokens=list(TOKENS.shape), models=models)
+    data = dict(about=about, models={run: model_of(run) for run in runs})
     data["functions"] = {run: table_of(traffic) for run, traffic in runs.items()}
+    text = re.sub(
+        r"\{\s+([^{}]*[^{}\s])\s+\}", lambda row: "{" + re.sub(r"\s+", " ", row[1]) + "}", json.dumps(data, indent=1)
+    )
     TABLE.parent.mkdir(exist_ok=True)
-    TABLE.write_text(json.dumps(data, indent=1) + "\n")
+    TABLE.write_text(text + "\n")
 
 
 if __name__ == "__main__":
