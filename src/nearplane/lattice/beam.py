@@ -55,7 +55,7 @@ def k_best(
     """
     if beam < 1:
         raise RecipeError(f"A beam needs at least one candidate per row; got {beam}.")
-    if not (bool(torch.isfinite(W).all()) and bool(torch.isfinite(factor.d).all())):
+    if not bool(torch.isfinite(W).all() & torch.isfinite(factor.d).all()):
         raise NumericalError("A weight or the factor of the Hessian is NaN or Inf.")
     order = factor.order
     dead = factor.dead[order]  # inputs that were always 0: any code is equally good, so no candidate is spent on them
@@ -64,7 +64,7 @@ def k_best(
     kernels = kernels_of(W)
     if memory is None:
         memory = kernels.memory(W.device)
-    group = grid.group[order]
+    group, codebook = grid.group[order], grid.codebook
     bytes_per_column = 2 * W.element_size() + 4  # a target, its copy when candidates are reordered, a code
     rows_at_once = max(1, memory // (bytes_per_column * beam * W.shape[1]))
     if (lanes := kernels.lanes) < rows_at_once < len(W):  # parts of about equal size, each a multiple of the lanes
@@ -74,7 +74,7 @@ def k_best(
     for a in range(0, len(W), rows_at_once):
         part = slice(a, a + rows_at_once)
         s, z = (x.expand(len(W), -1)[part][:, group].to(W.dtype) for x in (grid.scale, grid.zero))
-        codes[part, order] = _best(Weights(W[part][:, order], s, z, grid.codebook), factor.U, d, beam, block)
+        codes[part, order] = _best(Weights(W[part][:, order], s, z, codebook), factor.U, d, beam, block)
     return QuantizedMatrix(codes=codes, grid=grid)
 
 

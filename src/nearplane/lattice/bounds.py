@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearplane.lattice.factor import Factor, total
+from nearplane.lattice.factor import Factor, read, total
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.moments import Extra
 from nearplane.lattice.solvers import Solution
@@ -97,9 +97,12 @@ def certify(
     order, U = factor.order, factor.U.to(dtype)
     d = factor.d.to(dtype).masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
     # for errors that are large along strong directions of `H`, where float32 is accurate enough
-    largest = max(abs(float(extreme)) for extreme in W.aminmax())
-    least, most = SAFE_SQUARES
-    safe = least < largest**2 * float(H.diagonal().max()) < most
+    diagonal = H.diagonal()
+    strongest = H.index_select(0, diagonal.argmax(keepdim=True))  # (1, in), of the input of most energy
+    facts = diagonal.max(), diagonal.sum(), diagonal.count_nonzero(), strongest.square().sum() / diagonal.max()
+    lowest, highest, peak, *facts_of_inputs = read(*W.aminmax(), *facts)
+    largest, (least, most) = max(-lowest, highest), SAFE_SQUARES
+    safe = least < largest**2 * peak < most
     triangle = folded(H, torch.promote_types(W.dtype, torch.float32) if safe else dtype)
     parts: list[tuple[Tensor, ...]] = []  # each (rows,)
     for rows in torch.split(torch.arange(len(target), device=target.device), MEASURED_ROWS):
@@ -125,48 +128,52 @@ def certify(
         parts.append((loss, damped, nearest, energy, bounds, gammas, outside_part, squares))
     losses, damped, nearest, energy, bounds, gammas, outside, squares = map(torch.cat, zip(*parts, strict=True))
     size, columns = target.numel(), target.shape[1]
-    inside = outside == 0
-    bound, loss, share = float(bounds.mean() / columns), losses.sum(), largest**2 / (float(squares.sum()) or 1.0)
+    clipped = outside > 0
+    gamma = gammas.masked_fill(clipped, -torch.inf).max()
+    sums = losses.sum() / size, losses.sum() / energy.sum(), nearest.sum() / size, damped.sum() / size
+    others = bounds.mean() / columns, gamma, outside.sum(), clipped.double().mean(), squares.sum(), energy.mean()
+    figures = read(*sums, *others, energy.any())
+    loss, relative, nearest_loss, damped_loss, bound, largest_gamma, count, clipped_rows, square, mean, any_energy = figures
     return Certificate(
-        loss=float(loss / size),
+        loss=loss,
         row_losses=losses / columns,
-        relative_loss=float(loss / energy.sum()) if bool(energy.any()) else 0.0,
-        nearest_loss=float(nearest.sum() / size),
-        damped_loss=float(damped.sum() / size),
+        relative_loss=relative if any_energy else 0.0,
+        nearest_loss=nearest_loss,
+        damped_loss=damped_loss,
         worst_case=bound if swept else None,
         expected=bound / 3 if swept else None,
-        gamma=float(gammas[inside].max()) if swept and bool(inside.any()) else None,
-        clipped=int(outside.sum()) / size,
-        clipped_rows=float((~inside).double().mean()),
-        degenerate=degeneracy(share, float(energy.mean()), H),
+        gamma=largest_gamma if swept and clipped_rows < 1 else None,
+        clipped=count / size,
+        clipped_rows=clipped_rows,
+        degenerate=degeneracy(largest**2 / (square or 1.0), mean, len(H), *facts_of_inputs),
     )
 
 
-def degeneracy(share: float, energy: float, H: Tensor) -> str:
+def degeneracy(share: float, energy: float, inputs: int, trace: float, alive: float, in_one_direction: float) -> str:
     """Return why the losses of a layer tell nothing about it; empty for usual layers.
 
     Args:
         share: Share of the largest weight in the sum of the squared weights; 0 if all are 0.
         energy: Mean square of an output.
-        H: (in, in) undamped Hessian.
+        inputs: Number of inputs.
+        trace: Energy of all inputs.
+        alive: Number of inputs that are not always 0.
+        in_one_direction: Energy of the inputs along that of the input of most energy.
     """
-    diagonal = H.diagonal()
     if not share:
         return "all its weights are 0"
-    if not bool(diagonal.any()):
+    if not alive:
         return "all its inputs are 0"
     if energy < torch.finfo(torch.float32).tiny:
         return "its outputs are too small for float32"
-    strongest = H[diagonal.argmax()]
-    in_one_direction = float(strongest.square().sum() / diagonal.max())
-    if int(diagonal.count_nonzero()) > 1 and in_one_direction > CONSTANT_INPUTS * float(diagonal.sum()):
+    if alive > 1 and in_one_direction > CONSTANT_INPUTS * trace:
         return "its inputs are the same for every token"
-    return "one weight outweighs all others" if share > ONE_WEIGHT and H.numel() > 1 else ""
+    return "one weight outweighs all others" if share > ONE_WEIGHT and inputs > 1 else ""
 
 
 def losses_on_extra(
     W: Tensor, target: Tensor, matrix: QuantizedMatrix, extra: Extra, *, values: Tensor | None = None
-) -> tuple[float, float, float]:
+) -> Tensor:
     """Measure outputs `V x_hat` of a quantized matrix against outputs `W x` of the original, on rows outside every fit.
 
     Outputs are computed in the dtype of `W`, some rows of `W` at a time; squared differences are summed in float64.
@@ -176,13 +183,13 @@ def losses_on_extra(
         extra: Inputs of the layer on the extra windows; without those of the original model, `x` is `x_hat`.
 
     Returns:
-        The mean of `(W x - V x_hat)^2` over outputs and rows, divided by in; its ratio to the mean of `(W x)^2`; and
-        the first figure again, for rounding `target` to nearest on the grid.
+        (3,) float64: the mean of `(W x - V x_hat)^2` over outputs and rows, divided by in; its ratio to the mean of
+        `(W x)^2`; and the first figure again, for rounding `target` to nearest on the grid.
     """
     dtype = torch.promote_types(W.dtype, torch.float32)
     X_hat = extra.X_hat.to(dtype).T  # (in, tokens)
     X = X_hat if extra.X is None else extra.X.to(dtype).T
-    loss = nearest = energy = 0.0
+    loss, nearest, energy = torch.zeros(3, dtype=torch.float64, device=W.device)
     for rows in torch.split(torch.arange(len(target), device=target.device), MEASURED_ROWS):
         part = matrix.grid.of_rows(rows).to(dtype)
         V = part.decode(matrix.codes[rows]) if values is None else values[rows]
@@ -191,12 +198,12 @@ def losses_on_extra(
         loss += _sum_of_squares(torch.addmm(outputs, V.to(dtype), X_hat, alpha=-1))
         nearest += _sum_of_squares(outputs.addmm_(part.round(target[rows].to(dtype))[1], X_hat, alpha=-1))
     size = target.numel() * X.shape[1]
-    return loss / size, loss / energy if energy else 0.0, nearest / size
+    return torch.stack([loss / size, torch.where(energy == 0, 0, loss / energy), nearest / size])
 
 
-def _sum_of_squares(x: Tensor) -> float:
-    """Return the sum of squares, in float64."""
-    return float(total(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square()))
+def _sum_of_squares(x: Tensor) -> Tensor:
+    """Return () the sum of squares, in float64."""
+    return total(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square())
 
 
 def _bounds(steps: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,33 +249,37 @@ def limit(loss: float, row_energy: Tensor, eigenvalues: Tensor) -> float:
         row_energy: (out,) `sigma_i^2`, mean square of every row.
         eigenvalues: (in,) eigenvalues of `H`.
     """
-    log_rows = row_energy[row_energy > 0].double().log2()
-    log_lengths = eigenvalues[eigenvalues > 0].double().log2()
+    positive = read((row_energy > 0).sum(), (eigenvalues > 0).sum())
     count = row_energy.numel() * eigenvalues.numel()
-    if not len(log_rows) or not len(log_lengths):
+    if not all(positive):
         return 0.0
-    variances, weights = _pairwise_sums(log_rows, log_lengths)
-    low, high = float(variances.min()) - 60, float(variances.max())
+    log_rows, log_lengths = (  # selecting waits for a GPU
+        (x if kept == x.numel() else x[x > 0]).double().log2()
+        for x, kept in zip((row_energy, eigenvalues), positive, strict=True)
+    )
     if loss <= 0:
         return math.inf
+    variances, weights = _pairwise_sums(log_rows, log_lengths)
+    low, high = variances.min() - 60, variances.max()
     for _ in range(60):  # bisection in log2 theta
         center = (low + high) / 2
         capped = variances.clamp(max=center).mul_(math.log(2)).exp_()  # exp2 depends on how threads divide the tensor
-        distortion = float(total(capped.mul_(weights))) / count
-        low, high = (center, high) if distortion < loss else (low, center)
+        below = total(capped.mul_(weights)) / count < loss
+        low, high = torch.where(below, center, low), torch.where(below, high, center)
     return float(total((variances - low).clamp(min=0) * weights)) / (2 * count)
 
 
-def limit_of_all(loss: float, row_energy: Tensor, mean_log: float) -> float:
+def limit_of_all(loss: float, mean_log_energy: float, mean_log: float) -> float:
     """Return the same as `limit` where every `sigma_i^2 lambda_k` exceeds `loss`; only `log det H` is needed then.
 
         theta = D ;  R(D) = 1/2 (mean_i log2 sigma_i^2 + mean_k log2 lambda_k - log2 D)
 
     Args:
-        loss, row_energy: Loss and (out,) mean square of every row, as for `limit`; positive.
+        loss: Loss, as for `limit`.
+        mean_log_energy: Mean base-2 logarithm of the mean squares of the rows.
         mean_log: Mean base-2 logarithm of the eigenvalues of `H`.
     """
-    return 0.5 * (float(row_energy.double().log2().mean()) + mean_log - math.log2(loss))
+    return 0.5 * (mean_log_energy + mean_log - math.log2(loss))
 
 
 def _pairwise_sums(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,8 +287,8 @@ def _pairwise_sums(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if a.numel() * b.numel() > MAX_PAIRS:
         bins = max(1, MAX_PAIRS // b.numel())
         parts = a.sort().values.tensor_split(min(bins, MAX_BINS, len(a)))
-        a, counts = torch.stack([part.mean() for part in parts]), torch.tensor([float(len(part)) for part in parts])
+        a, counts = torch.stack([part.mean() for part in parts]), a.new_tensor([len(part) for part in parts])
     else:
-        counts = torch.ones(len(a))
+        counts = torch.ones_like(a)
     sums = (a[:, None] + b).flatten()
-    return sums, counts.to(sums)[:, None].expand(-1, len(b)).flatten()
+    return sums, counts[:, None].expand(-1, len(b)).flatten()

@@ -7,7 +7,7 @@ formula. A position is a weight in steps, `weight / scale + zero`; `Codebook.pos
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,12 +39,15 @@ class Codebook:
 
     Args:
         low, high: Limits of the codes, inclusive; None where codes are unbounded.
-        levels: (codes,) ascending positions of the codes 0, 1, ...; None where a code is its own position.
+        levels: (codes,) ascending positions of the codes 0, 1, ..., on the CPU; None where a code is its own position.
     """
 
     low: int | None = None
     high: int | None = None
     levels: Tensor | None = None
+    _placed: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.levels is None:
@@ -69,8 +72,7 @@ class Codebook:
     def nearest(self, position: Tensor) -> Tensor:
         """Return the nearest codes, in the shape and dtype of positions; ties: the even integer or the lower level."""
         if self.levels is not None:
-            levels = self.levels.to(position)
-            return torch.bucketize(position, (levels[1:] + levels[:-1]) / 2).to(position.dtype)
+            return torch.bucketize(position, self._on(position.device, position.dtype)[1]).to(position.dtype)
         code = position.round()
         return code.clamp_(self.low, self.high) if self.bounded else code
 
@@ -78,8 +80,16 @@ class Codebook:
         """Return the positions of codes, in steps."""
         if self.levels is None:
             return codes if dtype is None else codes.to(dtype)
-        levels = self.levels.to(device=codes.device, dtype=dtype or codes.dtype)
+        levels, _ = self._on(codes.device, dtype or codes.dtype)
         return levels[codes.long().clamp(0, len(levels) - 1)]
+
+    def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the levels and the midpoints of neighbouring ones on a device, copied there on first use."""
+        assert self.levels is not None, "only levels are copied"
+        if (device, dtype) not in self._placed:
+            levels = self.levels.to(device, dtype)
+            self._placed[device, dtype] = levels, (levels[1:] + levels[:-1]) / 2
+        return self._placed[device, dtype]
 
     @property
     def limits(self) -> tuple[float, float]:

@@ -10,6 +10,7 @@ of threads (measured with torch 2.13; a test checks it).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,10 +92,10 @@ def factorize(
     dtype = dtype or H.dtype
     diagonal = torch.empty(len(H), 2, dtype=dtype, device=H.device)[:, 0]
     diagonal.copy_(H.diagonal())  # strided as in H, so that sums are taken in the same order
-    if not bool(torch.isfinite(torch.stack(H.aminmax()).to(dtype)).all()):
+    *extremes, mean = read(*(extreme.to(dtype) for extreme in H.aminmax()), diagonal.mean())
+    if not all(map(math.isfinite, extremes)):
         raise NumericalError("The Hessian contains NaN or Inf: the calibration inputs of this layer are not finite.")
     dead = diagonal == 0
-    mean = float(diagonal.mean())
     for candidate in AUTO_DAMPS if damp == "auto" else (float(damp),):
         shift = candidate * mean
         damping = torch.full_like(diagonal, shift)
@@ -144,19 +145,22 @@ def _reverse_cholesky(H: Tensor, damping: Tensor) -> tuple[Tensor, int | None]:
     Blocks of columns from the last to the first: one matrix product, one small Cholesky and one triangular solve each.
     """
     R = H  # columns to the right of a block are R's, the others H's
+    failures: list[Tensor] = []  # () of each block: the first failing pivot, counted from 1; 0 if there is none
     for b in range(len(H), 0, -CHOLESKY_BLOCK):
         a = max(b - CHOLESKY_BLOCK, 0)
         S = torch.addmm(H[:b, a:b], R[:b, b:], R[a:b, b:].T, alpha=-1)  # (b, b - a), Schur complement of this block
         S[a:].diagonal().add_(damping[a:b])
         with one_thread():
             L, info = torch.linalg.cholesky_ex(S[a:].flip(0, 1))
-        positive = L.diagonal() > 0
-        if int(info) or not bool(positive.all()):
-            return R, b - (int(info) or 1 + int((~positive).nonzero()[0]))
+        failing = ~(L.diagonal() > 0)
+        failures.append(torch.where(info > 0, info, failing.any() * (1 + failing.to(torch.uint8).argmax())))
+        if H.device.type == "cpu" and int(failures[-1]):
+            break  # elsewhere reading it would cost more than the other blocks
         R[a:b, a:b] = L.flip(0, 1)
         R[b:, a:b] = 0
         R[:a, a:b] = triangular(R[a:b, a:b], S[:a].T, upper=True).T
-    return R, None
+    pivots = torch.stack(failures).tolist()
+    return R, next((len(H) - i * CHOLESKY_BLOCK - pivot for i, pivot in enumerate(pivots) if pivot), None)
 
 
 def rounding_order(H: Tensor, order: Order) -> Tensor:
@@ -203,7 +207,7 @@ def pivoted_order(H: Tensor, *, panel: int = 64) -> Tensor:
     order = torch.empty(n, dtype=torch.long, device=H.device)
     for start in range(0, n, panel):
         if len(left) - (n - start) > len(left) // 4:  # dropping eliminated columns costs a copy, so not at every panel
-            active = torch.isfinite(diagonal).nonzero()[:, 0]
+            active = torch.isinf(diagonal).to(torch.uint8).argsort(stable=True)[: n - start]
             left, diagonal, S = left[active], diagonal[active], S[active[:, None], active]
         picked, L = _eliminate(S, diagonal, floor[left], min(panel, n - start))
         order[start : start + panel] = left[picked]
@@ -271,6 +275,12 @@ def _solve(A: Tensor, X: Tensor, upper: bool, unit: bool) -> None:
     _solve(A[first, first], X[first], upper, unit)
     X[second].addmm_(A[second, first], X[first], alpha=-1)
     _solve(A[second, second], X[second], upper, unit)
+
+
+def read(*tensors: Tensor) -> list[float]:
+    """Return all numbers of some tensors, which wait for a GPU once."""
+    numbers: list[float] = torch.cat([each.double().reshape(-1) for each in tensors]).tolist()
+    return numbers
 
 
 def total(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -18,6 +18,8 @@ from typing_extensions import TypeVar
 from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.number_formats import NumberFormat
 
+NARROW = (torch.int8, torch.uint8, torch.int16)  # dtypes in which codes leave a GPU, instead of int32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
@@ -264,5 +266,10 @@ class QuantizedMatrix(Generic[G]):
         return cls(codes=codes, grid=kind(**parts))
 
     def to(self, device: torch.device | str) -> QuantizedMatrix[G]:
-        """Return the matrix on another device."""
-        return QuantizedMatrix(codes=self.codes.to(device), grid=cast(G, self.grid.to(device)))
+        """Return the matrix on another device; to the CPU, codes go in the narrowest dtype that holds them."""
+        codes = self.codes
+        if torch.device(device).type == "cpu" and codes.device.type != "cpu":
+            lowest, highest = torch.stack(codes.aminmax()).tolist()
+            dtypes = (dtype for dtype in NARROW if torch.iinfo(dtype).min <= lowest and highest <= torch.iinfo(dtype).max)
+            codes = codes.to(next(dtypes, codes.dtype)).to(device).to(codes.dtype)
+        return QuantizedMatrix(codes=codes.to(device), grid=cast(G, self.grid.to(device)))

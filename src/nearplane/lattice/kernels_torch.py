@@ -59,13 +59,14 @@ def sweep_block(target: Tensor, columns: Columns, U: Tensor, codes: Tensor, E: T
         E: (b, out) errors, written.
         tally: Sums over the columns of the sweep, updated.
     """
-    W, scale, zero, group, codebook = columns
-    for j, g in enumerate(group.tolist()):
+    W, codebook = columns.W, columns.codebook
+    scale, zero = columns.scale[columns.group], columns.zero[columns.group]  # (b, out)
+    for j in range(len(W)):
         t = target[j] + U[:j, j] @ E[:j]
-        position = t / scale[g] + zero[g]
+        position = t / scale[j] + zero[j]
         code = codebook.nearest(position)
         codes[j] = code
-        E[j] = W[j] - scale[g] * (codebook.position(code) - zero[g])
+        E[j] = W[j] - scale[j] * (codebook.position(code) - zero[j])
         new_loss, old_loss = (t - W[j] + E[j]).square(), (t - W[j]).square()
         tally.loss.add_(tally.d[j].to(t) * (new_loss - old_loss if tally.moves else new_loss))
         if len(tally.outside):
@@ -109,23 +110,28 @@ def beam_block(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Ten
     target = target.clone()
     chosen = target.new_empty(width, out, beam)
     parent = torch.arange(beam, device=d.device).repeat(width, out, 1)
-    for j, length in enumerate(d.tolist()):
+    side = (torch.arange(2 * beam, device=d.device, dtype=target.dtype) % 2 * 2 - 1).expand(out, -1)  # -1, 1, -1, ...
+    for j in range(width):
         columns = slice(j, j + 1)
         column = Weights(weights.W[:, columns], weights.scale[:, columns], weights.zero[:, columns], weights.codebook)
         t, (w, s, z, codebook) = target[:, :, j], column
         chosen[j] = codebook.nearest(t / s + z)
-        if length > 0:
-            chosen[j], parent[j] = _survivors(t, chosen[j], column, length, cost)
+        survivors = _survivors(t, chosen[j], column, side, d[j], cost)
+        for kept, each in zip((chosen[j], parent[j], cost), survivors, strict=True):  # a dead input keeps all candidates
+            kept.copy_(torch.where(d[j] > 0, each, kept))
         value = s * (codebook.position(chosen[j]) - z)
         target = target.gather(1, parent[j][:, :, None].expand(-1, -1, width))
         target[:, :, j + 1 :] += (w - value)[:, :, None] * U[j, j + 1 :]
     return chosen, parent
 
 
-def _survivors(t: Tensor, nearest: Tensor, column: Weights, length: float, cost: Tensor) -> tuple[Tensor, Tensor]:
-    """Fill the places of one column; update `cost`, which is infinite where no proposal is left.
+def _survivors(
+    t: Tensor, nearest: Tensor, column: Weights, side: Tensor, length: Tensor, cost: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill the places of one column.
 
-    Return (out, beam) codes, and (out, beam) int64 the candidate that proposed each.
+    Return (out, beam) codes, (out, beam) int64 the candidate that proposed each, and (out, beam) the costs after this
+    column, infinite where no proposal is left.
 
     Every candidate has two next proposals: one goes down from its nearest code, one goes up from the code above it.
     Distances grow in both directions, also on a table of levels.
@@ -134,14 +140,14 @@ def _survivors(t: Tensor, nearest: Tensor, column: Weights, length: float, cost:
         t: (out, beam) targets.
         nearest: (out, beam) codes nearest to the targets.
         column: (out, 1) weights and grid.
-        length: Squared length of this column.
-        cost: (out, beam) costs before this column; afterwards those after it.
+        side: (out, 2 beam) directions of the proposals: -1, 1, -1, ...
+        length: () squared length of this column.
+        cost: (out, beam) costs before this column.
     """
     out, beam = t.shape
     _, s, z, codebook = column
     low = -torch.inf if codebook.low is None else codebook.low
     high = torch.inf if codebook.high is None else codebook.high
-    side = torch.tensor([-1, 1], device=t.device, dtype=t.dtype).repeat(beam).expand(out, -1)  # (out, 2 beam)
     code = torch.stack([nearest, nearest + 1], 2).view(out, -1)
     t, before = t.repeat_interleave(2, 1), cost.repeat_interleave(2, 1)
 
@@ -150,17 +156,17 @@ def _survivors(t: Tensor, nearest: Tensor, column: Weights, length: float, cost:
         return total.masked_fill((code < low) | (code > high), torch.inf)
 
     total = price(code, t, before)
-    chosen, proposers = [], []
+    chosen, proposers, costs = [], [], []
     for place in range(beam):
         proposals = slice(0, 2 * place + 2 if place else 1)
         cheapest = total[:, proposals].argmin(1, keepdim=True)  # (out, 1), the first of equal costs
         chosen.append(code.gather(1, cheapest))
         proposers.append(cheapest // 2)
-        cost[:, place : place + 1] = total.gather(1, cheapest)
+        costs.append(total.gather(1, cheapest))
         next_code = chosen[-1] + side.gather(1, cheapest)
         code.scatter_(1, cheapest, next_code)
         total.scatter_(1, cheapest, price(next_code, t.gather(1, cheapest), before.gather(1, cheapest)))
-    return torch.cat(chosen, 1), torch.cat(proposers, 1)
+    return torch.cat(chosen, 1), torch.cat(proposers, 1), torch.cat(costs, 1)
 
 
 def trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:

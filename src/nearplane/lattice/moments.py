@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nearplane.lattice.factor import Factor, total
+from nearplane.lattice.factor import Factor, read, total
 
 SPAN = 256  # columns of a block of `X^T X`; only blocks on and above the diagonal are formed
 
@@ -226,10 +226,9 @@ def trust(lost_held_out: Tensor, H_held_out: Tensor, Delta: Tensor) -> float:
         Delta: (out, in) correction fitted on the other windows.
     """
     dtype = H_held_out.dtype
-    energy = float(total((Delta @ H_held_out.to(Delta.dtype)) * Delta, dtype))
-    if energy <= 0:
-        return 0.0
-    return min(1.0, max(0.0, float(total(lost_held_out * Delta, dtype)) / energy))
+    energies = (Delta @ H_held_out.to(Delta.dtype)) * Delta
+    energy, product = read(total(energies, dtype), total(lost_held_out * Delta, dtype))
+    return min(1.0, max(0.0, product / energy)) if energy > 0 else 0.0
 
 
 def weighted_difference(whole: Tensor, tokens: int, part: Tensor, part_tokens: int) -> Tensor:

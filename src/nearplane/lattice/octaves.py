@@ -55,11 +55,9 @@ def octaves(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Cal
 class OctaveFit:
     """Fit of every step by trial: a sweep over the codes of its group on half, once and twice the step."""
 
-    def fit(self, state: State, a: int, b: int, EH: Tensor) -> bool:
+    def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Move steps and codes of the groups one after another; see `Fit`."""
-        group, end, changed = state.grid.group[a:b], a, False
-        for g, size in zip(*(part.tolist() for part in group.unique_consecutive(return_counts=True)), strict=True):
-            start, end = end, end + size
+        for g, start, end in state.groups_in(a, b):
             old = state.scale[g].clone()
             values = state.in_steps(start, end).mul_(old)
             codes, moves, least = state.codes[start:end].clone(), torch.zeros_like(values), torch.zeros_like(old)
@@ -73,8 +71,7 @@ class OctaveFit:
             state.codes[start:end] = codes
             state.E[start:end] += moves
             EH.addmm_(state.H[a:b, start:end], moves)
-            changed = bool((least < 0).any()) or changed
-        return changed
+            state.moved |= (least < 0).any()
 
     def grid(self, state: State, start: Grid) -> Grid:
         """Return the grid `start` with the fitted steps."""
@@ -99,7 +96,7 @@ def _trial(state: State, start: int, values: Tensor, EH: Tensor, step: Tensor) -
         step[None],
         torch.zeros_like(step)[None],
         torch.zeros(end - start, dtype=torch.int64, device=step.device),
-        state.grid.codebook,
+        state.codebook,
     )
     tally = Tally(d.masked_fill(d == torch.inf, 0), loss, codes.new_empty(0), moves=True)
     target, U = EH / d[:, None] + values, (state.H[start:end, start:end] / d).triu(1)

@@ -8,17 +8,19 @@ need `E H`; one matrix product serves both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.kernels import kernels_of
 from nearplane.lattice.kernels_torch import Columns, Tally
-from nearplane.lattice.scale import stored
+from nearplane.lattice.scale import to_storage
 from nearplane.lattice.solvers import Solution
 
 SPAN = 256  # columns per product with the Hessian; whole groups where steps are fitted
@@ -36,6 +38,9 @@ class State:
         H: (in, in) Hessian.
         diagonal: (in,) diagonal of H, infinite for a dead input, whose codes then stay.
         gained, fitted: (out,) changes of the loss by moves of codes, and by moves of steps.
+        groups: Number, first column and column after the last of every group, on the host; empty if steps are not fitted.
+        codebook: Codebook of the grid; computed.
+        moved: () bool, whether any code or step moved since it was cleared, kept on the device; computed.
     """
 
     grid: Grid
@@ -47,10 +52,21 @@ class State:
     diagonal: Tensor
     gained: Tensor
     fitted: Tensor
+    groups: Sequence[tuple[int, int, int]] = ()
+    codebook: Codebook = field(init=False)
+    moved: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.codebook = self.grid.codebook
+        self.moved = torch.zeros((), dtype=torch.bool, device=self.E.device)
+
+    def groups_in(self, a: int, b: int) -> list[tuple[int, int, int]]:
+        """Return the groups in the columns from `a` to `b`."""
+        return [each for each in self.groups if a <= each[1] < b]
 
     def positions(self, a: int, b: int) -> Tensor:
         """Return (b - a, out) positions of the codes of some columns, in steps."""
-        return self.grid.codebook.position(self.codes[a:b], self.E.dtype)
+        return self.codebook.position(self.codes[a:b], self.E.dtype)
 
     def in_steps(self, a: int, b: int) -> Tensor:
         """Return (b - a, out) positions minus zeros."""
@@ -60,16 +76,13 @@ class State:
 class Fit(Protocol):
     """Fit of the steps of a grid to its codes during coordinate descent."""
 
-    def fit(self, state: State, a: int, b: int, EH: Tensor) -> bool:
+    def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Fit the steps of the columns from `a` to `b`, which are whole groups, everything else fixed.
 
         Args:
-            state: State of the descent; scale, zero, E and fitted are updated.
+            state: State of the descent; scale, zero, E, fitted and moved are updated.
             a, b: First column, and the column after the last.
             EH: (b - a, out) `(E H)^T` of these columns, updated.
-
-        Returns:
-            Whether any step changed.
         """
 
     def grid(self, state: State, start: Grid) -> Grid:
@@ -84,18 +97,16 @@ class PlainFit:
 
     def stored(self, steps: Tensor) -> Tensor:
         """Round steps to those that the file holds, in their dtype."""
-        return stored(steps, self.storage)
+        return to_storage(steps, self.storage)  # all below `largest`
 
     @property
     def largest(self) -> float:
         """Return the largest step that the file holds."""
         return torch.finfo(self.storage).max
 
-    def fit(self, state: State, a: int, b: int, EH: Tensor) -> bool:
+    def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Fit the groups one after another; see `Fit`."""
-        group, end, changed = state.grid.group[a:b], a, False
-        for g, size in zip(*(part.tolist() for part in group.unique_consecutive(return_counts=True)), strict=True):
-            start, end = end, end + size
+        for g, start, end in state.groups_in(a, b):
             v = state.in_steps(start, end)  # (size, out)
             vH = state.H[a:b, start:end] @ v  # (b - a, out)
             inner = slice(start - a, end - a)
@@ -110,8 +121,7 @@ class PlainFit:
             state.scale[g] += move
             state.E[start:end] -= v * move
             EH -= vH.mul_(move)
-            changed = bool(move.any()) or changed
-        return changed
+            state.moved |= move.any()
 
     def grid(self, state: State, start: Grid) -> Grid:
         """Return the grid `start` with the fitted steps."""
@@ -204,8 +214,9 @@ def descend(
     """Descend as `polish` does; also return the (out,) float64 change of the loss of every row."""
     start, grid, H, dtype = matrix, matrix.grid, H.to(W.dtype), W.dtype
     columns = torch.arange(len(H), device=W.device)
-    if fit is not None and bool((grid.group.diff() < 0).any()):  # make the columns of a group adjacent
-        columns = torch.argsort(grid.group, stable=True)
+    group = torch.empty(0) if fit is None else grid.group.cpu()  # read once, not by every pass
+    if bool((group.diff() < 0).any()):  # make the columns of a group adjacent
+        columns, group = torch.argsort(grid.group, stable=True), group.sort().values
         grid, H = replace(grid, group=grid.group[columns]), H[columns[:, None], columns]
         W, matrix = W[:, columns], QuantizedMatrix(codes=matrix.codes[:, columns], grid=grid)
     scale, zero = (
@@ -222,38 +233,46 @@ def descend(
         diagonal=torch.where(H.diagonal() > 0, H.diagonal(), torch.inf),
         gained=W.new_zeros(len(W)),
         fitted=W.new_zeros(len(W)),
+        groups=_groups(group),
     )
     for a in range(0, len(H), SPAN):
         state.E[a : a + SPAN] -= state.in_steps(a, a + SPAN).mul_(scale[grid.group[a : a + SPAN]])
-    spans = _spans(grid.group, fitted=fit is not None)
-    for _ in range(sweeps):
-        if not any([_pass(state, a, b, fit, block) for a, b in spans]):
+    spans = [(a, min(a + SPAN, len(H))) for a in range(0, len(H), SPAN)] if fit is None else _spans(state.groups)
+    for left in reversed(range(sweeps)):
+        for a, b in spans:
+            _pass(state, a, b, fit, block)
+        if left and not bool(state.moved):
             break
+        state.moved.zero_()
     codes = torch.empty_like(start.codes)
     codes[:, columns] = state.codes.T
     grid = start.grid if fit is None else fit.grid(state, start.grid)
     return QuantizedMatrix(codes=codes, grid=grid), state.gained.double() + state.fitted.double()
 
 
-def _spans(group: Tensor, *, fitted: bool) -> list[tuple[int, int]]:
-    """Return the column ranges that share one product; where steps are fitted, each is one or more whole groups."""
-    if not fitted:
-        return [(a, min(a + SPAN, len(group))) for a in range(0, len(group), SPAN)]
+def _groups(group: Tensor) -> list[tuple[int, int, int]]:
+    """Return number, first column and column after the last of every group, from (in,) sorted groups on the CPU."""
+    numbers, sizes = (part.tolist() for part in group.unique_consecutive(return_counts=True))
+    ends = [0, *accumulate(sizes)]
+    return list(zip(numbers, ends, ends[1:], strict=False))
+
+
+def _spans(groups: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Return the column ranges that share one product where steps are fitted: each is one or more whole groups."""
     spans: list[tuple[int, int]] = []
-    end = 0
-    for size in group.bincount().tolist():
-        start, end = end, end + size
+    for _, start, end in groups:
         if spans and end - spans[-1][0] <= SPAN:
             spans[-1] = (spans[-1][0], end)
-        elif size:
+        else:
             spans.append((start, end))
     return spans
 
 
-def _pass(state: State, a: int, b: int, fit: Fit | None, block: int) -> bool:
-    """Fit the steps of columns `a` to `b` if `fit` is given, and move their codes; return whether any changed."""
+def _pass(state: State, a: int, b: int, fit: Fit | None, block: int) -> None:
+    """Fit the steps of columns `a` to `b` if `fit` is given, and move their codes."""
     EH = state.H[a:b] @ state.E  # (b - a, out), updated for the later columns
-    changed = fit is not None and fit.fit(state, a, b, EH)
+    if fit is not None:
+        fit.fit(state, a, b, EH)
     grid, moves_buffer = state.grid, torch.empty_like(EH[:block])
     sweep = kernels_of(EH).sweep
     for i in range(a, b, block):
@@ -264,10 +283,9 @@ def _pass(state: State, a: int, b: int, fit: Fit | None, block: int) -> bool:
         U = state.H[i:k, i:k] / d  # effect of a column's move on later columns; only the triangle is read
         tally = Tally(d.masked_fill(d == torch.inf, 0), state.gained, state.codes.new_empty(0), moves=True)
         moves = moves_buffer[: k - i]  # old minus new values
-        columns = Columns(values, state.scale, state.zero, grid.group[i:k], grid.codebook)
+        columns = Columns(values, state.scale, state.zero, grid.group[i:k], state.codebook)
         sweep(target, columns, U.triu(1), state.codes[i:k], moves, tally)
-        changed = bool(moves.any()) or changed
+        state.moved |= moves.any()
         state.E[i:k] += moves
         if k < b:
             EH[k - a :].addmm_(state.H[k:b, i:k], moves)
-    return changed

@@ -77,11 +77,10 @@ class Steps:
     def fit(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale and zero (...) for weights (..., g)."""
         minimum, maximum = weights.amin(-1).clamp(max=0), weights.amax(-1).clamp(min=0)
-        scale, zero = self._from_range(minimum, maximum)
         if self.search == "minmax":
-            return scale, zero
-        candidates = [self._from_range(minimum * shrink, maximum * shrink) for shrink in SHRINKS]
-        scales, zeros = (torch.stack(parts) for parts in zip(*candidates, strict=True))  # (candidates, ...)
+            return self._from_range(minimum, maximum)
+        shrinks = weights.new_tensor(SHRINKS).view(-1, *[1] * minimum.dim())
+        scales, zeros = self._from_range(minimum * shrinks, maximum * shrinks)  # (candidates, ...)
         flat = weights.reshape(-1, weights.shape[-1]), scales.flatten(1), zeros.flatten(1)
         # (1, ...) index of the candidate with the least error; ties: the first
         best = kernels_of(weights).search(*flat, self.codebook).view(1, *weights.shape[:-1])
@@ -99,19 +98,24 @@ class Steps:
 
 
 def stored(scale: Tensor, storage: torch.dtype) -> Tensor:
-    """Round steps to values of `storage`, in the dtype of `scale`; a group of zeros gets step 1.
+    """Round steps as `to_storage` does, and check that they fit.
 
     Raises:
         NumericalError: A step is too large for `storage`.
     """
-    info = torch.finfo(storage)
-    rounded = scale.to(storage).to(scale.dtype)
+    rounded = to_storage(scale, storage)
     if bool(torch.isinf(rounded).any()):
         raise NumericalError(
             f"A step of {float(scale.max()):.3g} does not fit {storage}: the weights are too large for it."
         )
+    return rounded
+
+
+def to_storage(scale: Tensor, storage: torch.dtype) -> Tensor:
+    """Round steps to values of `storage`, in the dtype of `scale`; a group of zeros gets step 1."""
+    info = torch.finfo(storage)
     tiny = info.smallest_normal * info.eps
-    return torch.where(scale == 0, torch.ones_like(scale), rounded.clamp(min=tiny))
+    return torch.where(scale == 0, torch.ones_like(scale), scale.to(storage).to(scale.dtype).clamp(min=tiny))
 
 
 def high_rate_step(rms: Tensor, lengths: Tensor, rate: float) -> float:
@@ -124,7 +128,7 @@ def high_rate_step(rms: Tensor, lengths: Tensor, rate: float) -> float:
         lengths: (in,) `sqrt(d_j)` in the order of the columns; ones for a single step.
         rate: Bits per weight.
     """
-    spread = (rms * lengths).double()
+    spread = (rms * lengths).double().cpu()  # all at once
     alive = spread > 0
     if not bool(alive.any()):
         return 0.0
@@ -154,12 +158,13 @@ def row_exponents(sensitivity: Tensor, columns: int, resolution: int) -> Tensor:
         columns: Number of weights of a row.
         resolution: Number of exponents per octave.
     """
+    device, sensitivity = sensitivity.device, sensitivity.cpu()
     h = sensitivity.double().clamp(min=1e-12 * float(sensitivity.max()) + 1e-300).sqrt()
     gain = 0.5 * float(h.mean().log2() - h.log2().mean())
     if gain * columns < 2 + math.log2(resolution):
-        return torch.zeros(len(h), dtype=torch.int32, device=h.device)
+        return torch.zeros(len(h), dtype=torch.int32, device=device)
     logs = -h.log2() / 2
-    return ((logs - logs.median()).clamp(-4, 4) * resolution).round_().to(torch.int32)
+    return ((logs - logs.median()).clamp(-4, 4) * resolution).round_().to(device, torch.int32)
 
 
 def ladder(count: int) -> int:

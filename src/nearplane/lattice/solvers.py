@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nearplane.errors import NumericalError
 from nearplane.lattice.beam import k_best
-from nearplane.lattice.factor import Factor
+from nearplane.lattice.factor import Factor, read
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.kernels import kernels_of
 from nearplane.lattice.kernels_torch import Columns, Tally
@@ -116,9 +116,11 @@ def nearest_plane(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) ->
 
 def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> Solution:
     """Round as `nearest_plane` does, and add up the loss and the number of clipped targets of every row."""
-    if not (bool(torch.isfinite(torch.stack(W.aminmax())).all()) and bool(torch.isfinite(factor.d).all())):
-        raise NumericalError("A weight or the factor of the Hessian is NaN or Inf.")
     order, out = factor.order, len(W)
+    d = factor.d.masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
+    *extremes, mean = read(*W.aminmax(), *factor.d.aminmax(), d.mean())
+    if not all(map(math.isfinite, extremes)):
+        raise NumericalError("A weight or the factor of the Hessian is NaN or Inf.")
     target = W.T.clone(memory_format=torch.contiguous_format)
     WT = target.index_select(0, order)  # (in, out), in rounding order
     target.copy_(WT)  # (in, out), with all errors so far fed forward
@@ -130,14 +132,13 @@ def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> 
         for part in (grid.scale, grid.zero)
     )
     group = grid.group[order]  # (in,)
-    d = factor.d.masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
-    _, octave = math.frexp(float(d.mean()))
+    _, octave = math.frexp(mean)
     d = d * 2.0**-octave  # large weights times large inputs overflow float32
-    loss, outside = W.new_zeros(out), torch.zeros(out, dtype=torch.int32, device=W.device)
+    codebook, loss, outside = grid.codebook, W.new_zeros(out), torch.zeros(out, dtype=torch.int32, device=W.device)
     sweep = kernels_of(WT).sweep
     for a in range(0, len(WT), block):
         b = min(a + block, len(WT))
-        columns = Columns(WT[a:b], scale, zero, group[a:b], grid.codebook)
+        columns = Columns(WT[a:b], scale, zero, group[a:b], codebook)
         tally = Tally(d[a:b], loss, outside, moves=False)
         U = factor.U[a:b, a:].to(W.dtype)  # (b - a, columns left)
         sweep(target[a:b], columns, U[:, : b - a], codes[a:b], E[: b - a], tally)

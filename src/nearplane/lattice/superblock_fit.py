@@ -45,17 +45,15 @@ class SuperFit:
         stored = start.parts
         return start.with_parts({name: part.T.to(stored[name].dtype).contiguous() for name, part in self.parts.items()})
 
-    def fit(self, state: State, a: int, b: int, EH: Tensor) -> bool:
+    def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Fit the blocks of the columns from `a` to `b`, one after another."""
-        changed = False
         for start in range(a, b, self.kind.columns):
-            changed |= self._block(state, a, b, start, EH)
+            self._block(state, a, b, start, EH)
             if not self.kind.single:
                 for first in range(start, start + self.kind.columns, self.kind.group):
-                    changed |= self._group(state, a, b, first, EH)
-        return changed
+                    self._group(state, a, b, first, EH)
 
-    def _block(self, state: State, a: int, b: int, start: int, EH: Tensor) -> bool:
+    def _block(self, state: State, a: int, b: int, start: int, EH: Tensor) -> None:
         """Fit step and offset of the block that begins with column `start`."""
         end, block = start + self.kind.columns, start // self.kind.columns
         group, inner = state.grid.group[start:end], slice(start - a, end - a)
@@ -69,7 +67,8 @@ class SuperFit:
             change = x * (x * vv - 2 * vr)
             x = torch.where(change < 0, x, 0)
             self._move_block(state, block, x, None)
-            return self._apply(state, EH, start, v * x, vH.mul_(x), torch.where(x == 0, 0, change))
+            self._apply(state, EH, start, v * x, vH.mul_(x), torch.where(x == 0, 0, change))
+            return
         u = self.parts["m"][group]
         uH = H @ u
         uu, uv, ur = (u * uH[inner]).sum(0), (u * vH[inner]).sum(0), (u * EH[inner]).sum(0)
@@ -81,7 +80,7 @@ class SuperFit:
         better = change < 0
         x, y = torch.where(better, x, 0), torch.where(better, y, 0)
         self._move_block(state, block, x, y)
-        return self._apply(state, EH, start, v * x - u * y, vH.mul_(x).sub_(uH.mul_(y)), torch.where(better, change, 0))
+        self._apply(state, EH, start, v * x - u * y, vH.mul_(x).sub_(uH.mul_(y)), torch.where(better, change, 0))
 
     def _step(self, d: Tensor, move: Tensor, known: Tensor) -> Tensor:
         """Return (out,) changes of steps, to stored numbers of the same sign within [1/3, 3] times the old ones."""
@@ -112,7 +111,7 @@ class SuperFit:
         if self.kind.m:
             state.zero[group] = self.parts["dmin"][block] * self.parts["m"][group] / scale
 
-    def _group(self, state: State, a: int, b: int, start: int, EH: Tensor) -> bool:
+    def _group(self, state: State, a: int, b: int, start: int, EH: Tensor) -> None:
         """Fit the integers of the group that begins with column `start`."""
         end, g, block = start + self.kind.group, start // self.kind.group, start // self.kind.columns
         inner, H = slice(start - a, end - a), state.H[a:b, start:end]
@@ -149,11 +148,11 @@ class SuperFit:
             y = torch.where(better, y.gather(0, index)[0], 0)
             moves, H_moves = moves.sub_(y), H_moves.sub_(ones[:, None] * y)
         self._update_grid(state, g)
-        return self._apply(state, EH, start, moves, H_moves, torch.where(better, least, 0))
+        self._apply(state, EH, start, moves, H_moves, torch.where(better, least, 0))
 
-    def _apply(self, state: State, EH: Tensor, start: int, moves: Tensor, H_moves: Tensor, change: Tensor) -> bool:
+    def _apply(self, state: State, EH: Tensor, start: int, moves: Tensor, H_moves: Tensor, change: Tensor) -> None:
         """Subtract (size, out) changes of values from E, and (b - a, out) their products with H from EH."""
         state.fitted += change
         state.E[start : start + len(moves)] -= moves
         EH -= H_moves
-        return bool(change.any())
+        state.moved |= change.any()

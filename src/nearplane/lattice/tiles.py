@@ -39,9 +39,8 @@ def tiles(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Calla
 class FixedFit:
     """No fit: steps stay."""
 
-    def fit(self, state: State, a: int, b: int, EH: Tensor) -> bool:
+    def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Change nothing; see `Fit`."""
-        return False
 
     def grid(self, state: State, start: Grid) -> Grid:
         """Return the grid `start`."""

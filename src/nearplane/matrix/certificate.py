@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nearplane.coding.blob import Contents, size
 from nearplane.lattice.bounds import certify, limit, limit_of_all, losses_on_extra
+from nearplane.lattice.factor import read
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.solvers import SOLVERS, Solution, sweep_planes
 from nearplane.matrix.inputs import Inputs, corrected
@@ -87,19 +88,21 @@ def measure(
     values = None if base is None else matrix.decode()
     solution = Solution(matrix=cast("QuantizedMatrix[Grid]", on_grid), outside=outside)
     figures = certify(W, target, solution, H, sweep, values=values)
-    extra: tuple[float | None, ...] = (None, None, None)
-    by_source: list[float | None] = []
-    if (extra_inputs := moments.extra) is not None:
-        extra = losses_on_extra(W, target, on_grid, extra_inputs, values=values)
-        for rows in extra_inputs.by_source():
-            by_source.append(None if rows is None else losses_on_extra(W, target, on_grid, rows, values=values)[1])
+    parts = [] if moments.extra is None else [moments.extra, *moments.extra.by_source()]
+    on_extra = [losses_on_extra(W, target, on_grid, part, values=values) for part in parts if part is not None]
     entropy = None  # on fixed grids; else bits per weight under the tables in the file
     if isinstance(grid, ProductGrid):
-        entropy = size(Contents.of(matrix.codes, grid)).payload / matrix.codes.numel()
+        on_host = matrix.to("cpu")
+        entropy = size(Contents.of(on_host.codes, on_host.grid)).payload / matrix.codes.numel()
     losses = figures.row_losses  # (out,), means over the inputs
     weight = grid.row_weight().to(losses)
     energy = target.to(losses).square().mean(1) * weight
-    groups = losses.tensor_split(row_groups(*W.shape))
+    groups = [group.mean() for group in losses.tensor_split(row_groups(*W.shape))]
+    pruned = damped.dead if moments.alive is None else damped.dead & moments.alive
+    facts = (losses * weight).mean(), energy.min(), energy.double().log2().mean(), damped.dead.sum(), pruned.sum()
+    loss, least, mean_log_energy, dead, pruned_inputs, *others = read(*facts, *groups, *on_extra)
+    row_losses, found = others[: len(groups)], iter(others[len(groups) :])
+    extra, *by_source = [None if part is None else [next(found) for _ in range(3)] for part in parts] or [None]
     measured = {field.name: getattr(figures, field.name) for field in fields(figures) if field.name != "row_losses"}
     return LayerRecord(
         name=name,
@@ -107,19 +110,19 @@ def measure(
         in_features=W.shape[1],
         **measured,
         format=scheme.number_format.name,
-        row_losses=tuple(float(f"{float(group.mean()):.9g}") for group in groups),
-        limit=None if len(H) > MAX_CERTIFIED_INPUTS else limit_under(inputs, float((losses * weight).mean()), energy),
+        row_losses=tuple(float(f"{each:.9g}") for each in row_losses),
+        limit=None if len(H) > MAX_CERTIFIED_INPUTS else limit_under(inputs, loss, energy, least, mean_log_energy),
         entropy=entropy,
         base=base,
         correction=correction,
         damp=damped.damp,
         sweep_damp=sweep.damp,
-        extra_loss=extra[0],
-        extra_relative_loss=extra[1],
-        extra_nearest_loss=extra[2],
-        extra_by_source=tuple(by_source),
-        dead=int(damped.dead.sum()),
-        pruned=None if moments.alive is None else int((damped.dead & moments.alive).sum()),
+        extra_loss=extra and extra[0],
+        extra_relative_loss=extra and extra[1],
+        extra_nearest_loss=extra and extra[2],
+        extra_by_source=tuple(each and each[1] for each in by_source),
+        dead=int(dead),
+        pruned=None if moments.alive is None else int(pruned_inputs),
         tokens=moments.tokens - (moments.blended or 0),
         alike=moments.alike,
         blended=moments.blended,
@@ -128,10 +131,14 @@ def measure(
     )
 
 
-def limit_under(inputs: Inputs, loss: float, row_energy: Tensor) -> float:
-    """Return the limit of `bounds.limit`, without computing eigenvalues if the water level is below all of them."""
-    least = float(row_energy.min())
+def limit_under(inputs: Inputs, loss: float, row_energy: Tensor, least: float, mean_log_energy: float) -> float:
+    """Return the limit of `bounds.limit`, without computing eigenvalues if the water level is below all of them.
+
+    Args:
+        inputs, loss, row_energy: Inputs with H, loss, and (out,) mean square of every row.
+        least, mean_log_energy: Least of these mean squares, and the mean of their base-2 logarithms.
+    """
     mean_log = inputs.mean_log_eigenvalue(loss / least) if least > 0 else None
     if mean_log is None:
         return limit(loss, row_energy, inputs.eigenvalues())
-    return limit_of_all(loss, row_energy, mean_log)
+    return limit_of_all(loss, mean_log_energy, mean_log)

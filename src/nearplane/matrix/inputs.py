@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.factor import Factor, factorize, one_thread
+from nearplane.lattice.factor import Factor, factorize, one_thread, read
 from nearplane.lattice.moments import Moments, correction, mismatch, trust, weighted_difference
 from nearplane.recipe.scheme import Order, Scheme
 from nearplane.system.device import refuse_meta
@@ -56,6 +56,7 @@ class Inputs:
         self._damped: dict[tuple[str, float | str, bool], Damped] = {}
         self._eigenvalues: list[Tensor] = []
         self._mean_log: list[float | None] = []
+        self._least_diagonal: list[float] = []
 
     def of(self, statistics: Moments) -> Inputs:
         """Return the inputs of another layer with the same H: its own residual mismatch, shared factors."""
@@ -63,7 +64,8 @@ class Inputs:
             raise NumericalError("Factors are shared between layers whose inputs differ.")
         other = Inputs(statistics)
         other._factors, other._eigenvalues = self._factors, self._eigenvalues
-        other._mean_log, other._damped, self._last = self._mean_log, self._damped, False
+        other._mean_log, other._least_diagonal = self._mean_log, self._least_diagonal
+        other._damped, self._last = self._damped, False
         return other
 
     def used_once(self) -> Inputs:
@@ -75,7 +77,7 @@ class Inputs:
         """Return (in,) eigenvalues of H, clipped at 0 from below."""
         if not self._eigenvalues:
             H = self.moments.H
-            diagonal = int(H.count_nonzero()) == int(H.diagonal().count_nonzero())
+            diagonal = bool(H.count_nonzero() == H.diagonal().count_nonzero())
             with one_thread():
                 self._eigenvalues.append((H.diagonal() if diagonal else torch.linalg.eigvalsh(H)).clamp(min=0))
         return self._eigenvalues[0]
@@ -87,16 +89,19 @@ class Inputs:
         eigenvalues. float32 is enough: `level` is far below the eigenvalues or among them. A failing one fails early.
         """
         H = self.moments.H
-        if self._eigenvalues or not 0 < level < float(H.diagonal().min()):
+        if not self._least_diagonal:
+            self._least_diagonal.append(float(H.diagonal().min()))
+        if self._eigenvalues or not 0 < level < self._least_diagonal[0]:
             return None
         lower = H.to(torch.float32, copy=True)
         lower.diagonal().sub_(level)
         with one_thread():
             if int(torch.linalg.cholesky_ex(lower).info):
                 return None
-            L, info = (None, 0) if self._mean_log else torch.linalg.cholesky_ex(H)
-        if L is not None:
-            self._mean_log.append(None if int(info) else 2 * float(L.diagonal().double().log2().mean()))
+            if not self._mean_log:
+                L, info = torch.linalg.cholesky_ex(H)
+                failed, mean_log = read(info, L.diagonal().double().log2().mean())
+                self._mean_log.append(None if failed else 2 * mean_log)
         return self._mean_log[0]
 
     def damped(self, factor: Factor, dtype: torch.dtype) -> Tensor:
@@ -179,7 +184,7 @@ def lattice_problem(
         if not bool(torch.isfinite(H).all()):
             raise NumericalError(f"{name}: H contains NaN or Inf. Check the rows of X from which H was computed.")
         if H.shape[0] == H.shape[1]:
-            asymmetry, largest = float((H - H.T).abs().max()), float(H.abs().max())
+            asymmetry, largest = read((H - H.T).abs().max(), H.abs().max())
             if asymmetry > MAX_ASYMMETRY * largest:
                 raise NumericalError(
                     f"{name}: H is not symmetric: entries across the diagonal differ by up to {asymmetry:.3g}, "

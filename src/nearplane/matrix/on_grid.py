@@ -14,10 +14,10 @@ Rows are solved part by part. Runs of rows, between which G is not known, are so
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def quantize_matrix(
         raise RecipeError(
             f"{name}: {len(W)} outputs are not a multiple of the {rows} rows that share steps. Use another --grid."
         )
-    if stored.peak is None:
+    if stored.peak is None and scheme.number_format.global_scale:
         stored = stored._replace(peak=float(W.abs().max()))
     try:
         aim = corrected(W, inputs, scheme)
@@ -123,8 +123,9 @@ def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, stor
     if not rounds and not sweeps:
         return rounded(target, grid, factor, scheme, inputs.moments.H)
     H = inputs.damped(factor, target.dtype)
-    _, octave = math.frexp(float(H.diagonal().mean()))
-    unit = 2.0 ** -min(126, max(-126, octave))  # keeps float32 from overflowing; changes no code
+    mean = H.diagonal().mean()
+    # a power of two that keeps float32 from overflowing and changes no code; 1 if all inputs are 0
+    unit = (torch.frexp(mean).mantissa / mean).nan_to_num(nan=1.0).clamp(2.0**-126, 2.0**126)
     H.mul_(unit)
 
     def once(now: Grid) -> Solution:
@@ -156,22 +157,21 @@ def solve_joined(target: Tensor, together: Sequence[Tensor], solve: Callable[[Te
     """
     if sum(map(len, together)) != len(target):
         raise NumericalError(f"Found gradients of {sum(map(len, together))} outputs; expected {len(target)}.")
-    feedback, parts, first = [], [], 0
+    feedback, parts, starts = [], [], [0, *accumulate(map(len, together))]
     for G in together:
         factor = factorize(G.double(), "natural", damp=ROW_DAMP)
         feedback.append((factor.d.sqrt()[:, None] * factor.U.T).to(target))  # M of G = M^T M, lower triangular
         size = max(MIN_ROWS, -(-len(G) // MAX_PARTS))
-        parts.append(torch.arange(first, first + len(G), device=target.device).split(size))
-        first += len(G)
+        parts.append([range(len(G))[a : a + size] for a in range(0, len(G), size)])
     errors = torch.zeros_like(target)  # errors of the rows that are solved already
-    starts = [int(each[0][0]) for each in parts]
     solved: list[tuple[Tensor, QuantizedMatrix[Grid]]] = []
     for step in range(max(map(len, parts))):
-        current = [each[step] if step < len(each) else each[0][:0] for each in parts]
-        targets = [
-            target[rows] + _passed_on(M, errors[start : start + len(M)], rows - start)
-            for M, rows, start in zip(feedback, current, starts, strict=True)
-        ]
+        targets, current = [], []
+        for M, each, start in zip(feedback, parts, starts, strict=False):
+            if step < len(each):
+                rows = torch.arange(start + each[step].start, start + each[step].stop, device=target.device)
+                targets.append(target[rows] + _passed_on(M, errors[start : start + len(M)], each[step]))
+                current.append(rows)
         rows = torch.cat(current)
         matrix = solve(torch.cat(targets)).matrix
         errors[rows] = target[rows] - matrix.decode().to(target)
@@ -179,11 +179,11 @@ def solve_joined(target: Tensor, together: Sequence[Tensor], solve: Callable[[Te
     return Solution(matrix=_assembled(solved))
 
 
-def _passed_on(M: Tensor, errors: Tensor, rows: Tensor) -> Tensor:
+def _passed_on(M: Tensor, errors: Tensor, rows: range) -> Tensor:
     """Return (rows, in) errors that these rows take over from the errors (run, in) of the rows before them."""
-    if not len(rows) or not rows[0]:
-        return errors[rows]  # all 0
-    first, end = int(rows[0]), int(rows[-1]) + 1
+    first, end = rows.start, rows.stop
+    if not first:
+        return errors[:end]  # all 0
     carried = M[first:end, :first] @ errors[:first]
     with one_thread():
         passed: Tensor = torch.linalg.solve_triangular(M[first:end, first:end], carried, upper=False)

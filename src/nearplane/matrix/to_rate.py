@@ -19,7 +19,7 @@ from nearplane.coding.blob import Contents, encode, size, stored_base
 from nearplane.coding.cost import geometric_bits
 from nearplane.errors import NumericalError, RecipeError
 from nearplane.lattice.bounds import MEASURED_ROWS, quadratic
-from nearplane.lattice.factor import Factor
+from nearplane.lattice.factor import Factor, read
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, waterfill_exponents
@@ -93,7 +93,8 @@ class Search:
     def estimated(self, log_step: float, rows: Tensor | slice, overhead: float) -> Trial:
         """Sweep some rows and estimate the size of all: the bits of these codes plus `overhead` bits per weight."""
         matrix = self.swept(log_step, rows)
-        return Trial(log_step=log_step, matrix=matrix, rate=geometric_bits(matrix.codes.cpu().numpy()) + overhead)
+        means = matrix.codes.abs().sum(0).double() / len(matrix.codes)  # (in,), exact sums
+        return Trial(log_step=log_step, matrix=matrix, rate=geometric_bits(means.cpu().numpy()) + overhead)
 
     def swept(self, log_step: float, rows: Tensor | slice = slice(None)) -> QuantizedMatrix[ProductGrid]:
         """Sweep some rows with step `2^log_step`."""
@@ -111,6 +112,7 @@ def coded_rate(matrix: QuantizedMatrix[ProductGrid]) -> float:
 
     For large matrices the prediction would use a sample of the rows, which need not be typical.
     """
+    matrix = matrix.to("cpu")
     contents, weights = Contents.of(matrix.codes, matrix.grid), matrix.codes.numel()
     if weights > MAX_PREDICTED_WEIGHTS:
         return 8 * len(encode(contents)) / weights
@@ -125,12 +127,13 @@ def scaled(matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor) -> Quanti
     """
     grid = matrix.grid
     weight = grid.row_weight().to(H.dtype)
-    cross = square = energy = 0.0  # <T, V>, <V, V> and <T, T> under H, rows weighted
+    sums = torch.zeros(3, dtype=torch.float64, device=T.device)  # <T, V>, <V, V> and <T, T> under H, rows weighted
     for rows in torch.split(torch.arange(len(T), device=T.device), MEASURED_ROWS):
         t, v = T[rows].to(H.dtype), replace(grid, rows=grid.rows[rows]).decode(matrix.codes[rows]).to(H.dtype)
         vH = v @ H
-        cross, square = (a + float(((vH * x).sum(1) * weight[rows]).sum()) for a, x in ((cross, t), (square, v)))
-        energy += float((quadratic(t, H) * weight[rows]).sum())
+        products = (vH * t).sum(1), (vH * v).sum(1), quadratic(t, H)
+        sums += torch.stack([(x * weight[rows]).sum() for x in products])
+    cross, square, energy = sums.tolist()
     if cross <= 0 or square <= 0:
         return matrix
     return replace(matrix, grid=replace(grid, base=stored_base(grid.base * math.sqrt(energy / square))))
@@ -190,7 +193,7 @@ def quantize_matrix_to_rate(
 
 def check_codes(codes: Tensor, T: Tensor) -> None:
     """Raise NumericalError if a code is too large for float32, in which the sweep computes."""
-    lowest, highest = (int(extreme) for extreme in codes.aminmax())
+    lowest, highest = read(*codes.aminmax())
     if max(-lowest, highest) > MAX_CODE:
         largest = max(abs(float(extreme)) for extreme in T.aminmax())
         raise NumericalError(

@@ -11,6 +11,7 @@ from nearplane.calibration.walk import Stage
 from nearplane.errors import RecipeError
 from nearplane.formats.container import Container
 from nearplane.formats.table import FORMATS
+from nearplane.lattice.factor import read
 from nearplane.lattice.scale import StepStorage
 from nearplane.lattice.shared_grid import LARGEST, SMALLEST
 from nearplane.matrix.on_grid import with_tensors
@@ -122,7 +123,8 @@ def peaks_of(layers: Sequence[Layer]) -> dict[str, float]:
     Raises:
         RecipeError: The weights of a layer are so small beside those of another that all its steps would be 0.
     """
-    own = {layer.name: float(layer.read().abs().max()) for layer in layers}
+    magnitudes = [layer.read().abs().max() for layer in layers]
+    own = dict(zip((layer.name for layer in layers), read(*magnitudes) if magnitudes else (), strict=True))
     largest: dict[str, float] = {}
     for name, peak in own.items():
         module = name.rpartition(".")[0]

@@ -384,7 +384,8 @@ def test_losses_beside_are_those_of_outputs_on_the_rows(generator: torch.Generat
     target = p.W + 0.01 * torch.randn(p.W.shape, generator=generator, dtype=torch.float64)
     X_hat = torch.randn(40, 12, generator=generator, dtype=torch.float64)
     X = X_hat + 0.1 * torch.randn(X_hat.shape, generator=generator, dtype=torch.float64) if two else X_hat
-    loss, relative, nearest = losses_on_extra(p.W, target, matrix, Extra(X_hat=X_hat, X=X if two else None))
+    losses = losses_on_extra(p.W, target, matrix, Extra(X_hat=X_hat, X=X if two else None))
+    loss, relative, nearest = losses.tolist()
     outputs, plain = X @ p.W.T, p.grid.decode(p.grid.round(target)[0])
     lost, would = (float((outputs - X_hat @ V.T).square().mean()) / 12 for V in (matrix.decode(), plain))
     assert close(loss, lost)
