@@ -118,11 +118,15 @@ def certify(
             loss = damped - factor.shift * E.square().sum(1)
         loss = loss.clamp(min=0)
         nearest_codes = book.nearest(t / scale + zero)
-        equals_nearest = not swept and values is None and torch.equal(nearest_codes, codes.to(nearest_codes))
+        unmoved = None if swept or values is not None else (nearest_codes == codes).all()
         nearest_error = (t - scale * (book.position(nearest_codes) - zero)).to(triangle.dtype)
         bounds, gammas = _bounds((scale * book.widest)[:, order].expand(len(t), -1), d)
         outside_part = book.outside(t / scale + zero).sum(1) if solution.outside is None else solution.outside[rows]
-        nearest = loss if equals_nearest else _quadratic_form(nearest_error, triangle).to(dtype)
+        if unmoved is not None and unmoved.device.type == "cpu" and bool(unmoved):
+            nearest = loss  # elsewhere reading the flag would cost more than the product
+        else:
+            nearest = _quadratic_form(nearest_error, triangle).to(dtype)
+            nearest = nearest if unmoved is None else torch.where(unmoved, loss, nearest)
         energy = _quadratic_form(W[rows].to(triangle.dtype), triangle).to(dtype)
         squares = W[rows].to(dtype).square().sum(1)
         parts.append((loss, damped, nearest, energy, bounds, gammas, outside_part, squares))
@@ -132,10 +136,10 @@ def certify(
     gamma = gammas.masked_fill(clipped, -torch.inf).max()
     sums = losses.sum() / size, losses.sum() / energy.sum(), nearest.sum() / size, damped.sum() / size
     others = bounds.mean() / columns, gamma, outside.sum(), clipped.double().mean(), squares.sum(), energy.mean()
-    figures = read(*sums, *others, energy.any())
-    loss, relative, nearest_loss, damped_loss, bound, largest_gamma, count, clipped_rows, square, mean, any_energy = figures
+    mean_loss, relative, nearest_loss, damped_loss, *figures = read(*sums, *others, energy.any())
+    bound, largest_gamma, count, clipped_rows, square, mean_energy, any_energy = figures
     return Certificate(
-        loss=loss,
+        loss=mean_loss,
         row_losses=losses / columns,
         relative_loss=relative if any_energy else 0.0,
         nearest_loss=nearest_loss,
@@ -145,7 +149,7 @@ def certify(
         gamma=largest_gamma if swept and clipped_rows < 1 else None,
         clipped=count / size,
         clipped_rows=clipped_rows,
-        degenerate=degeneracy(largest**2 / (square or 1.0), mean, len(H), *facts_of_inputs),
+        degenerate=degeneracy(largest**2 / (square or 1.0), mean_energy, len(H), *facts_of_inputs),
     )
 
 

@@ -270,6 +270,7 @@ class QuantizedMatrix(Generic[G]):
         codes = self.codes
         if torch.device(device).type == "cpu" and codes.device.type != "cpu":
             lowest, highest = torch.stack(codes.aminmax()).tolist()
-            dtypes = (dtype for dtype in NARROW if torch.iinfo(dtype).min <= lowest and highest <= torch.iinfo(dtype).max)
-            codes = codes.to(next(dtypes, codes.dtype)).to(device).to(codes.dtype)
+            limits = ((dtype, torch.iinfo(dtype)) for dtype in NARROW)
+            narrow = next((dtype for dtype, info in limits if info.min <= lowest and highest <= info.max), codes.dtype)
+            codes = codes.to(narrow).to(device).to(codes.dtype)
         return QuantizedMatrix(codes=codes.to(device), grid=cast(G, self.grid.to(device)))

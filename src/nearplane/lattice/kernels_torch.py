@@ -117,8 +117,8 @@ def beam_block(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Ten
         t, (w, s, z, codebook) = target[:, :, j], column
         chosen[j] = codebook.nearest(t / s + z)
         survivors = _survivors(t, chosen[j], column, side, d[j], cost)
-        for kept, each in zip((chosen[j], parent[j], cost), survivors, strict=True):  # a dead input keeps all candidates
-            kept.copy_(torch.where(d[j] > 0, each, kept))
+        for kept, each in zip((chosen[j], parent[j], cost), survivors, strict=True):
+            kept.copy_(torch.where(d[j] > 0, each, kept))  # a dead input keeps all candidates
         value = s * (codebook.position(chosen[j]) - z)
         target = target.gather(1, parent[j][:, :, None].expand(-1, -1, width))
         target[:, :, j + 1 :] += (w - value)[:, :, None] * U[j, j + 1 :]

@@ -92,7 +92,7 @@ def measure(
     on_extra = [losses_on_extra(W, target, on_grid, part, values=values) for part in parts if part is not None]
     entropy = None  # on fixed grids; else bits per weight under the tables in the file
     if isinstance(grid, ProductGrid):
-        on_host = matrix.to("cpu")
+        on_host = QuantizedMatrix(codes=matrix.codes, grid=grid).to("cpu")
         entropy = size(Contents.of(on_host.codes, on_host.grid)).payload / matrix.codes.numel()
     losses = figures.row_losses  # (out,), means over the inputs
     weight = grid.row_weight().to(losses)
@@ -102,7 +102,8 @@ def measure(
     facts = (losses * weight).mean(), energy.min(), energy.double().log2().mean(), damped.dead.sum(), pruned.sum()
     loss, least, mean_log_energy, dead, pruned_inputs, *others = read(*facts, *groups, *on_extra)
     row_losses, found = others[: len(groups)], iter(others[len(groups) :])
-    extra, *by_source = [None if part is None else [next(found) for _ in range(3)] for part in parts] or [None]
+    none: tuple[float | None, ...] = (None, None, None)
+    extra, *by_source = [none if part is None else (next(found), next(found), next(found)) for part in parts] or [none]
     measured = {field.name: getattr(figures, field.name) for field in fields(figures) if field.name != "row_losses"}
     return LayerRecord(
         name=name,
@@ -117,10 +118,10 @@ def measure(
         correction=correction,
         damp=damped.damp,
         sweep_damp=sweep.damp,
-        extra_loss=extra and extra[0],
-        extra_relative_loss=extra and extra[1],
-        extra_nearest_loss=extra and extra[2],
-        extra_by_source=tuple(each and each[1] for each in by_source),
+        extra_loss=extra[0],
+        extra_relative_loss=extra[1],
+        extra_nearest_loss=extra[2],
+        extra_by_source=tuple(each[1] for each in by_source),
         dead=int(dead),
         pruned=None if moments.alive is None else int(pruned_inputs),
         tokens=moments.tokens - (moments.blended or 0),
