@@ -264,10 +264,11 @@ def limit(loss: float, row_energy: Tensor, eigenvalues: Tensor) -> float:
     if loss <= 0:
         return math.inf
     variances, weights = _pairwise_sums(log_rows, log_lengths)
-    low, high = variances.min() - 60, variances.max()
+    low, high, capped = variances.min() - 60, variances.max(), torch.empty_like(variances)
     for _ in range(60):  # bisection in log2 theta
         center = (low + high) / 2
-        capped = variances.clamp(max=center).mul_(math.log(2)).exp_()  # exp2 depends on how threads divide the tensor
+        # exp2 depends on how threads divide the tensor
+        torch.clamp(variances, max=center, out=capped).mul_(math.log(2)).exp_()
         below = total(capped.mul_(weights)) / count < loss
         low, high = torch.where(below, center, low), torch.where(below, high, center)
     return float(total((variances - low).clamp(min=0) * weights)) / (2 * count)

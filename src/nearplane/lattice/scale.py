@@ -115,7 +115,7 @@ def to_storage(scale: Tensor, storage: torch.dtype) -> Tensor:
     """Round steps to values of `storage`, in the dtype of `scale`; a group of zeros gets step 1."""
     info = torch.finfo(storage)
     tiny = info.smallest_normal * info.eps
-    return torch.where(scale == 0, torch.ones_like(scale), scale.to(storage).to(scale.dtype).clamp(min=tiny))
+    return torch.where(scale == 0, 1, scale.to(storage).to(scale.dtype).clamp(min=tiny))
 
 
 def high_rate_step(rms: Tensor, lengths: Tensor, rate: float) -> float:
