@@ -51,6 +51,10 @@ class FormatError(NearplaneError):
     """A file violates its format, or cannot be written."""
 
 
+class DeviceMemoryError(NearplaneError):
+    """A GPU has no room for what is computed on it."""
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of another library's error message, or the type of the error if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -248,7 +248,7 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
                     if never := never_run(model, block, stream):
                         raise CalibrationError(never) from None
         return looks
-    except NearplaneError:
+    except (NearplaneError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the code of a model may raise anything
         raise ModelError(

@@ -26,7 +26,7 @@ from nearplane.loading.packed_linear import PackedLinear
 from nearplane.models.conversion import Names, names_apart, patterns_apart
 from nearplane.models.experts import ExpertLayer, is_stack, stacked_layers
 from nearplane.models.layers import is_linear
-from nearplane.models.pretrained import empty_network, network_of
+from nearplane.models.pretrained import CPU, empty_network, network_of
 from nearplane.system.file_hashes import check_hashes
 from nearplane.system.fp8_mxfp4 import WidenedReader
 
@@ -104,13 +104,19 @@ def decoded_tensors(folder: Path, empty: nn.Module, *, check: bool = True) -> It
 
 
 def dense_network(
-    folder: Path, *, dtype: torch.dtype | str = torch.float32, check: bool = True, trust_remote_code: bool = False
+    folder: Path,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    device: torch.device = CPU,
+    check: bool = True,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load the language model of a folder with every weight decoded, without the packages of the format's reader.
 
     Args:
         folder: A folder that is quantized in a format that nearplane reads, or not quantized.
         dtype: Dtype of the weights; "auto" is the dtype in config.json.
+        device: Device of the weights, to which each is sent as it is decoded.
         check: Whether files are compared with the run record, if there is one.
         trust_remote_code: Whether code that comes with the model may run.
 
@@ -121,15 +127,14 @@ def dense_network(
     reader = reader_of(folder)
     empty = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader)
     if quantization_of(folder) is None:
-        return network_of(folder, dtype=dtype, empty=empty, trust_remote_code=trust_remote_code)
-    if isinstance(dtype, str):
-        dtype = empty.dtype if dtype == "auto" else getattr(torch, dtype)
+        return network_of(folder, dtype=dtype, device=device, empty=empty, trust_remote_code=trust_remote_code)
+    floats: torch.dtype | None = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, empty.dtype)
     if isinstance(reader, WidenedReader):
         tensors: Iterator[tuple[str, Tensor]] = ((name, reader.read([name])[name]) for name in reader.names())
     else:
         tensors = decoded_tensors(folder, empty, check=check)
-    weights = {name: values.to(dtype) if values.is_floating_point() else values for name, values in tensors}
-    return network_of(folder, dtype=dtype, weights=weights, empty=empty)
+    weights = {name: values.to(device, floats if values.is_floating_point() else None) for name, values in tensors}
+    return network_of(folder, dtype=empty.dtype if floats is None else floats, device=device, weights=weights, empty=empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

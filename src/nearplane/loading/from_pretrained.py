@@ -90,7 +90,7 @@ def load(
     Args:
         source: A folder, a hub id, or a .gguf file of an architecture that nearplane writes.
         dtype: Dtype of the computation; "auto" is the dtype in config.json.
-        device: Device as in `Device.named`; "auto" is the GPU if there is one.
+        device: Device as in `Device.named`; "auto" is the GPU if there is one. Each weight is sent to it as it is read.
         packed: Whether native weights stay packed, half a byte or a byte each; else they are decoded to `dtype`.
         check: Whether the files are compared with the hashes in the run record, if there is one.
         activations: Whether the network rounds the inputs of its layers as runtimes do.
@@ -102,6 +102,7 @@ def load(
         RecipeError: There is no such dtype.
     """
     register()
+    place = Device.named(device).place
     compute_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype != "auto" and not (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point):
         raise RecipeError(f"dtype is {dtype!r}; expected auto, or a dtype of torch: float32, float16, bfloat16.")
@@ -117,19 +118,19 @@ def load(
         activations or two_stacks or not FORMATS[str(method)].layers.stays_packed(quantization, compute_dtype)
     )
     if dense:
-        model = dense_network(folder, dtype=dtype, check=check, trust_remote_code=trust_remote_code)
+        model = dense_network(folder, dtype=dtype, device=place, check=check, trust_remote_code=trust_remote_code)
     else:
         empty = empty_network(folder, trust_remote_code=trust_remote_code)
         if check:
             check_hashes(folder, weights=method != METHOD)  # transformers reads the files, native ones through `verify`
-        model = network_of(folder, dtype=dtype, empty=empty, trust_remote_code=trust_remote_code)
+        model = network_of(folder, dtype=dtype, device=place, empty=empty, trust_remote_code=trust_remote_code)
         if grid_format:
             _check_packed(model, folder)
     if not packed and isinstance(getattr(model, "hf_quantizer", None), NearplaneQuantizer):
         model = model.dequantize(model.dtype)
     if activations:
         round_inputs(rounded_layers(model, folder), model)
-    return model.to(Device.named(device).place)
+    return model
 
 
 def _check_packed(model: PreTrainedModel, folder: Path) -> None:

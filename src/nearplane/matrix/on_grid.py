@@ -44,7 +44,7 @@ MAX_PARTS, MIN_ROWS = 16, 16  # a run of rows is solved in at most 16 parts, of 
 STEP_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of steps in files
 
 
-@checked("W", "statistics", "scheme")
+@checked("W", "statistics", "scheme", verb=False)
 def quantize_matrix(
     W: Tensor | NDArray[Any],
     statistics: Tensor | NDArray[Any] | Moments | Inputs,

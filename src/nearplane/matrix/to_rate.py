@@ -139,7 +139,7 @@ def scaled(matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor) -> Quanti
     return replace(matrix, grid=replace(grid, base=stored_base(grid.base * math.sqrt(energy / square))))
 
 
-@checked("W", "statistics")
+@checked("W", "statistics", verb=False)
 def quantize_matrix_to_rate(
     W: Tensor | NDArray[Any],
     statistics: Tensor | NDArray[Any] | Moments | Inputs,

@@ -37,6 +37,7 @@ from nearplane.models.structure import (
 )
 from nearplane.system.files import read_object
 from nearplane.system.fp8_mxfp4 import METHODS, WidenedReader, method_of, source_reader
+from nearplane.system.out_of_memory import working_on
 from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE, TensorReader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -315,7 +316,7 @@ class Block:
     def on(self, device: torch.device | str, dtype: torch.dtype, *, original: bool = True) -> Iterator[Block]:
         """Load the block's weights as `quantized`, and a second copy as `original` if requested."""
         shared = {id(config): config for config in self._model.configs()}
-        try:
+        with working_on(self.name), self._freed():
             self.quantized = deepcopy(self.empty, dict(shared)).eval().requires_grad_(False)
             coming, self.coming = self.coming, None
             loaded = None if coming is None else coming.result()
@@ -327,6 +328,12 @@ class Block:
                 if name.startswith(f"{self.name}."):
                     self.quantized.get_parameter(name[len(self.name) + 1 :]).copy_(values)
             yield self
+
+    @contextmanager
+    def _freed(self) -> Iterator[None]:
+        """Free the weights of both modules at the end."""
+        try:
+            yield
         finally:
             for module in (self.original, self.quantized):
                 if module is not None:

@@ -6,6 +6,7 @@ or all memory are refused beforehand, and every error that transformers raises b
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,22 +28,25 @@ from nearplane.system.files import read_object
 from nearplane.system.paths import folder_named, refuse_unfinished
 from nearplane.system.safetensors_files import ShardReader, TensorReader
 
+logger = logging.getLogger(__name__)
+
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*")
 MAX_QUOTED_LETTERS = 400  # letters of a message of transformers that an error quotes
 TOKENIZER, PIECES = "tokenizer.json", "tokenizer.model"
 OTHER_TOKENIZERS = (PIECES, "tokenizer_config.json", "vocab.json", "vocab.txt")  # alternatives to tokenizer.json
 READERS = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # {package to read PIECES: its module}
+CPU = torch.device("cpu")
 GPTQ_READERS = "pip install optimum gptqmodel"  # packages with which transformers loads GPTQ
 
 
 @contextmanager
 def as_model_error(what: str) -> Iterator[None]:
-    """Convert any error raised within, except nearplane's own, into a ModelError that begins with `what`."""
+    """Convert any error raised within, except nearplane's own and a full device, into a ModelError that begins with `what`."""
     try:
         yield
     except BaseException as error:
         raised = isinstance(error, Exception) or type(error).__name__ == "PanicException"  # of tokenizers, in Rust
-        if isinstance(error, NearplaneError) or not raised:
+        if isinstance(error, NearplaneError | torch.OutOfMemoryError) or not raised:
             raise
         message = " ".join(str(error).split())[:MAX_QUOTED_LETTERS]  # all lines: the first is often a heading
         raise ModelError(f"{what} ({': '.join(part for part in (type(error).__name__, message) if part)}).") from error
@@ -132,15 +136,20 @@ def network_of(
     folder: Path,
     *,
     dtype: torch.dtype | str,
+    device: torch.device = CPU,
     weights: dict[str, Tensor] | None = None,
     empty: PreTrainedModel | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load the language model of a folder, or the encoder, with all weights.
 
+    On another device than the CPU each weight is sent as it is read, if accelerate is installed, which transformers needs
+    for that; else the whole network is read first, and then sent.
+
     Args:
         folder: The folder of the model.
         dtype: Dtype of the loaded weights; "auto" is the dtype in config.json.
+        device: Device of the loaded weights.
         weights: {name: tensor} in place of the weights in the folder; None: transformers reads the folder.
         empty: The network from `empty_network`, if it was built already.
         trust_remote_code: Whether code that comes with the model may run.
@@ -150,6 +159,14 @@ def network_of(
     """
     empty = empty or empty_network(folder, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    if device.type != "cpu" and _is_installed("accelerate"):
+        options["device_map"] = {"": device}
+    elif device.type != "cpu":
+        logger.warning(
+            "%s is read into main memory before it is sent to %s. To send each weight as it is read, run pip install accelerate",
+            folder,
+            device,
+        )
     with as_model_error(f"transformers cannot load a language model from {folder}{_needs(folder)}"):
         if weights is None:
             options["trust_remote_code"] = trust_remote_code
@@ -162,7 +179,7 @@ def network_of(
             f"{folder}: the weight files lack {len(missing)} of the weights that config.json describes, first "
             f"{missing[0]}; they would be random numbers. These files do not belong together. Fetch the folder again."
         )
-    return model.eval()
+    return model.to(device).eval()
 
 
 def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from nearplane.errors import RecipeError
+from nearplane.system.out_of_memory import device_full, is_out_of_memory
 from nearplane.system.paths import check_path
 
 P = ParamSpec("P")
@@ -32,11 +33,12 @@ MAX_SHOWN_LETTERS = 60  # letters of a value that a message quotes
 hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
-def checked(*excepted: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def checked(*excepted: str, verb: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that refuses arguments which do not fit their annotations.
 
     Args:
         excepted: Names of the arguments that the function checks itself.
+        verb: Whether the function is a verb, which raises `DeviceMemoryError` instead of torch's error where a device is full.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -46,7 +48,12 @@ def checked(*excepted: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             for name, value in (*zip(kinds, args, strict=False), *kwargs.items()):
                 if name not in excepted:
                     check_type(name, value, kinds.get(name, Any))
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                if verb and is_out_of_memory(error):
+                    raise device_full(error) from error
+                raise
 
         return call
 

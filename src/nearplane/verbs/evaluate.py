@@ -388,5 +388,5 @@ def load_dense(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in float32 with every weight decoded, and its tokenizer."""
     folder = source_folder(source, trust_remote_code=trust_remote_code)
-    model = dense_network(folder, trust_remote_code=trust_remote_code).to(device)
+    model = dense_network(folder, device=device, trust_remote_code=trust_remote_code)
     return model, tokenizer_of(folder, trust_remote_code=trust_remote_code)

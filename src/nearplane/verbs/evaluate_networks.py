@@ -3,7 +3,7 @@
 A batch of windows runs up to the head. Logits are then computed for some positions at a time, since those of a long window
 and a large vocabulary take more memory than all else.
 
-If a network in float32 would need too much of the free memory, only one of its blocks is in memory at a time, with the
+If a network in float32 would need too much of the device's free memory, only one of its blocks is there at a time, with the
 hidden states of a chunk of the windows. The predictions agree to rounding in float32. Several networks run batch by batch.
 """
 
@@ -50,7 +50,7 @@ from nearplane.recipe.sizes import size_text
 from nearplane.system.device import Device
 from nearplane.system.file_hashes import check_hashes
 from nearplane.system.fp8_mxfp4 import method_of
-from nearplane.system.memory import free_memory, return_large_blocks
+from nearplane.system.memory import return_large_blocks
 
 BATCH_TOKENS, OTHER_BATCH = 2048, 8  # tokens of text in a batch, and windows of other inputs
 MAX_MEMORY_SHARE = 0.4  # of the free memory, which one network may use in float32
@@ -294,7 +294,7 @@ def opened(
         return Held(outline, outline.network)
     folder = outline.folder
     size, free = outline.size * dtype.itemsize // 4, device.free()
-    if device.on_cpu and free is not None and size > MAX_MEMORY_SHARE * free:
+    if free is not None and size > MAX_MEMORY_SHARE * free:
         try:
             streamed = Streamed(outline, on_disk(folder, trust_remote_code=trust_remote_code), device.place, dtype)
         except ModelError as error:
@@ -303,7 +303,8 @@ def opened(
             sizes = outline.name, size_text(size), str(dtype).removeprefix("torch."), size_text(free)
             log.info("%s runs block by block, because it would need %s in %s and %s are free", *sizes)
             return streamed
-    return Held(outline, dense_network(folder, dtype=dtype, trust_remote_code=trust_remote_code).to(device.place))
+    network = dense_network(folder, dtype=dtype, device=device.place, trust_remote_code=trust_remote_code)
+    return Held(outline, network)
 
 
 def on_disk(folder: Path, *, ends: tuple[bool, bool] = (False, False), trust_remote_code: bool = False) -> Model:
@@ -382,7 +383,8 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 def _chunk(networks: Sequence[Network], seqlen: int, batch: int) -> int:
     """Return the number of windows that pass through the blocks together: as many whole batches as fit in memory."""
-    width, free = sum(network.width for network in networks), free_memory()
-    if not width or free is None:
+    streamed = [network for network in networks if network.width]
+    if not streamed:
         return 1 << 60
+    width, free = sum(network.width for network in streamed), min(Device(each.device).free() or 0 for each in streamed)
     return batch * max(1, int(STATES * free / (4 * width * seqlen * batch)))

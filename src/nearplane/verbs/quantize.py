@@ -20,6 +20,7 @@ from nearplane.planning.ledger import Solved
 from nearplane.planning.start import Job, Options, container_for, open_resolved
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, read_record
+from nearplane.system.out_of_memory import working_on
 from nearplane.verbs.quantize_journal import Journal
 from nearplane.verbs.quantize_run import Run, start_run
 
@@ -61,4 +62,8 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
 def solve_stage(stage: Stage, run: Run) -> list[Solved]:
     """Solve the layers of a stage, each by its scheme and with the second moments of its inputs."""
     tasks = zip(stage.layers, run.tasks(stage), strict=True)
-    return [Solved(layer, *solve_layer(task)) for layer, task in tasks]
+    solved = []
+    for layer, task in tasks:
+        with working_on(task.name):
+            solved.append(Solved(layer, *solve_layer(task)))
+    return solved

@@ -1,0 +1,44 @@
+"""Out-of-memory errors of torch as one sentence of `DeviceMemoryError`. Imports no torch.
+
+Memory is planned before a run (`planning/memory_bound.py`), so this error means that something else took memory, or that the plan
+was wrong. It is converted where a verb ends (`arguments.py`) and nowhere else; work is never repeated on its account.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nearplane.errors import DeviceMemoryError
+
+ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
+REMEDY = (
+    "Use fewer --samples, a shorter --seqlen or, for quantize, a --device-memory below what is free on the device; or --device cpu"
+)
+
+
+@contextmanager
+def working_on(name: str) -> Iterator[None]:
+    """Name the block or layer in out-of-memory errors that are raised within; the innermost name counts."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            error.add_note(name)
+        raise
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether torch raised this error because a device is full."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+def device_full(error: BaseException) -> DeviceMemoryError:
+    """Return the error to raise in place of one of torch: with the layer, the bytes that were asked for, and what to change."""
+    notes, asked = getattr(error, "__notes__", []), ASKED.search(str(error))
+    where = f"{notes[0]}: the device" if notes else "The device"
+    size = f"{asked[1]} more" if asked else "more"
+    return DeviceMemoryError(f"{where} has no room for {size}. {REMEDY}.")
