@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from nearplane.calibration.activations import Stream
 from nearplane.calibration.rounded_stream import RoundedStream
 from nearplane.calibration.stages import FirstLook, first_look, rows_by_batch
+from nearplane.calibration.states_on_disk import Keep, StatesOnDisk
+from nearplane.calibration.states_on_host import StatesOnHost
 from nearplane.calibration.watch import Additions, InParts, Results, RoutedRows, Rows, Seen, rows_of, total, wide
 from nearplane.errors import CalibrationError
 from nearplane.models.experts import by_expert
@@ -50,7 +52,7 @@ class MemorySetting:
         batch: Windows per forward pass; floating-point sums depend on it.
         room: Bytes that paused activations may take; stages that need more are separate passes.
         device: The device of the computation.
-        disk: Whether hidden states between blocks lie in a file.
+        states: Where hidden states between blocks lie: on the device, in memory of its host, or in a file.
         folder: Folder of that file; None: the system's folder for temporary files.
         experts: Most experts of a block that are solved together; their inputs are in memory at the same time.
     """
@@ -58,9 +60,16 @@ class MemorySetting:
     batch: int
     room: int
     device: Device
-    disk: bool = False
+    states: Literal["device", "host", "disk"] = "device"
     folder: Path | None = None
     experts: int = 1
+
+    @property
+    def keep(self) -> Keep:
+        """Function that makes a list of hidden states."""
+        if self.states == "disk":
+            return partial(StatesOnDisk, self.folder)
+        return list if self.states == "device" else StatesOnHost
 
     @classmethod
     def usual(cls, seqlen: int, device: Device, batch: int | None = None) -> MemorySetting:
@@ -210,8 +219,10 @@ class BlockForward:
                 self._ends.enter_context(layer.before(partial(_pause, stage_of[layer.name])))
             if layer.name in self._adding:
                 self._ends.enter_context(layer.after(self._watch))
-        inputs = [self.stream.block_input(self.block, batch) for batch in range(len(states))]
-        forwards = [_Forward(partial(self._run, module, batch, states), x) for batch, x in enumerate(inputs)]
+        forwards = [
+            _Forward(partial(self._run, module, batch, states), self.stream.block_input(self.block, batch))
+            for batch in range(len(states))
+        ]
         for forward in forwards:
             self._ends.callback(forward.end)
         return forwards

@@ -14,7 +14,7 @@ from torch import Tensor
 from nearplane.errors import FormatError
 
 Keep = Callable[[Iterable[Tensor]], MutableSequence[Tensor]]
-"""Function that makes a list of hidden states: `list`, or `StatesOnDisk` with its folder."""
+"""Function that makes a list of hidden states: `list`, `StatesOnHost`, or `StatesOnDisk` with its folder."""
 
 
 class _Entry(NamedTuple):

@@ -24,7 +24,6 @@ from nearplane.calibration.one_forward import BlockForward, MemorySetting
 from nearplane.calibration.rounded_stream import RoundedStream
 from nearplane.calibration.second_moments import Observed, observe, shared_inputs, sum_moments
 from nearplane.calibration.stages import before_the_head
-from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.calibration.windows import Windows
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.solvers import SOLVERS
@@ -189,8 +188,7 @@ class _Walk:
         if self.windows.fitted is None or not SOLVERS[self.recipe.scheme.solver].needs_inputs:
             return None
         fitted, extra = self.windows.batches(self.setting.batch)
-        keep = partial(StatesOnDisk, self.setting.folder) if self.setting.disk else list
-        place = self.setting.device.place
+        keep, place = self.setting.keep, self.setting.device.place
         stream = skeleton(self.model, [*fitted, *extra], device=place, dtype=dtype, embeddings=embeddings, keep=keep)
         stream.fitted, stream.sources = len(fitted), self.windows.extra_sources(self.setting.batch)
         how = self.recipe.input_rounding

@@ -51,6 +51,7 @@ def quantize(
     compute_dtype: Annotated[ComputeDtype, Parameter(group=RUN_GROUP)] = "auto",
     overwrite: Annotated[bool, Parameter(group=RUN_GROUP, negative="")] = False,
     memory: Annotated[str | None, Parameter(group=RUN_GROUP)] = None,
+    device_memory: Annotated[str | None, Parameter(group=RUN_GROUP)] = None,
     trust_remote_code: Annotated[bool, Parameter(group=RUN_GROUP, negative="")] = False,
     json: Annotated[bool, Parameter(group=RUN_GROUP, negative="")] = False,
 ) -> None:
@@ -82,6 +83,7 @@ def quantize(
         overwrite: Replace an existing checkpoint in OUT, once the new one is complete. Both need room on disk.
         memory: Memory limit of the run, for example 12GB. Default: no limit. Cannot be used with --tune network.
             The run then repeats passes and keeps states on disk. A limit that is too small is refused at once.
+        device_memory: The same for the memory of a GPU. Default: what is free there. States then lie in main memory.
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the run record as JSON instead of a summary.
     """
@@ -98,7 +100,7 @@ def quantize(
         tune=tune,
         pre=pre,
     )
-    check_quantize(model, out, recipe, overwrite=overwrite, memory=memory)
+    check_quantize(model, out, recipe, overwrite=overwrite, memory=memory, device_memory=device_memory)
     opening(model)
     from nearplane import quantize as run
 
@@ -112,6 +114,7 @@ def quantize(
         trust_remote_code=trust_remote_code,
         progress=bar,
         memory=memory,
+        device_memory=device_memory,
     )
     from nearplane.record.summary import summary
 

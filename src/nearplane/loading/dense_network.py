@@ -134,7 +134,9 @@ def dense_network(
     else:
         tensors = decoded_tensors(folder, empty, check=check)
     weights = {name: values.to(device, floats if values.is_floating_point() else None) for name, values in tensors}
-    return network_of(folder, dtype=empty.dtype if floats is None else floats, device=device, weights=weights, empty=empty)
+    return network_of(
+        folder, dtype=empty.dtype if floats is None else floats, device=device, weights=weights, empty=empty
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Forecast of a run's memory and time before its first layer, measurement after its first block, and the limit of --memory.
+"""Forecast of a run's memory and time before its first layer, measurement after its first block, and limits of memory.
 
 Reads shapes from the model and measures two inputs of `memory_bound.py`: resident memory at the start, and the time of one
 matrix product.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import math
 import timeit
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 
-from nearplane.calibration.one_forward import MemorySetting, never_pauses
+from nearplane.calibration.one_forward import PAUSED_DIVISOR, MemorySetting, never_pauses
 from nearplane.calibration.stages import FirstLook, blocks_by_kind
 from nearplane.calibration.windows import Windows
 from nearplane.coding.blob import Contents, size
@@ -25,29 +26,41 @@ from nearplane.models.experts import by_expert
 from nearplane.models.kinds import InputKind, input_kind
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
-from nearplane.planning.memory_bound import Blocks, Group, Shapes, bound, choose, multiplications, settings
+from nearplane.planning.memory_bound import (
+    Blocks,
+    Bound,
+    Group,
+    Place,
+    Shapes,
+    bound,
+    choose,
+    multiplications,
+    settings,
+)
 from nearplane.planning.plan import expected_work
 from nearplane.planning.request import rehearse
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import AnyScheme, GridScheme
-from nearplane.recipe.sizes import size_text
+from nearplane.recipe.sizes import Limits, size_text
 from nearplane.system.device import Device
-from nearplane.system.memory import release, resident
-from nearplane.system.progress import duration, peak_memory
+from nearplane.system.memory import free_memory, release, resident
+from nearplane.system.progress import duration
 
 log = logging.getLogger(__name__)
 ROWS, COLUMNS, SIDE = 128, 512, 1024  # shape of the layer that loads the libraries, size of the timed matrices
+HOST: Place = "host"
+DEVICE: Place = "device"
 RESERVE = 1.05  # factor of the recommended limit, because resident memory at the start differs between runs
 NO_BOUND = (
-    "the memory of this run cannot be predicted, because its first window does not reach all layers, it takes images or sound, "
-    "or nothing is calibrated."
+    "cannot be used: the memory of this run cannot be predicted, because its first window does not reach all layers, it takes "
+    "images or sound, or nothing is calibrated. Leave out"
 )
 REPEATS = 3  # repetitions of the timed product, of which the fastest counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Memory settings of a run, and the upper bound of its memory in bytes; None if that is not known."""
+    """Memory settings of a run, and the upper bound of the memory where it computes in bytes; None if that is not known."""
 
     setting: MemorySetting
     bytes: int | None = None
@@ -59,9 +72,12 @@ class Forecast:
             seconds: Time since the walk began.
             left: Number of remaining blocks.
         """
+        device = self.setting.device
         most = f" (at most {size_text(self.bytes)} expected)" if self.bytes else ""
         remaining = f"; the remaining {left:,} blocks take about {duration(left * seconds)}" if left else ""
-        log.info(f"the first block took {duration(seconds)} and {size_text(peak_memory())} of memory{most}{remaining}")
+        log.info(
+            f"the first block took {duration(seconds)} and {size_text(device.peak() or 0)} of {_memory_of(device)}{most}{remaining}"
+        )
 
 
 def forecast(
@@ -69,56 +85,91 @@ def forecast(
     recipe: Recipe,
     windows: Windows,
     device: Device,
-    limit: int | None,
+    limits: Limits,
     batch: int | None = None,
 ) -> Forecast:
-    """Rehearse a run; on the CPU, also bound its memory, log the bound, and choose settings that keep within a limit.
+    """Rehearse a run, bound its memory, log the bound, and choose settings that keep within its limits.
+
+    The limit of a GPU is at most what is free there. With a GPU, the host's is what is free, unless it is given.
 
     Args:
         model: The model to quantize.
         recipe, windows: Recipe and windows of the run.
         device: Device of the computation.
-        limit: Memory limit in bytes; None: no limit.
+        limits: Memory limits of host and device in bytes.
         batch: Windows per batch of a run that is resumed, which affect the order of sums; None: chosen here.
 
     Raises:
-        RecipeError: The most economical settings need more than the limit, or the memory cannot be predicted.
+        RecipeError: The most economical settings need more than a limit, or the memory cannot be predicted.
         NearplaneError: The rehearsal fails, see `rehearse`.
     """
     looks = rehearse(model, recipe, windows, device)
     usual = MemorySetting.usual(windows.seqlen, device, batch)
-    shapes = shapes_of(model, recipe, windows, looks) if looks and device.on_cpu else None
+    shapes = shapes_of(model, recipe, windows, looks, device) if looks else None
     if shapes is None:
-        if limit is not None:
-            why = NO_BOUND if device.on_cpu else f"it limits the memory of the CPU, but this run computes on {device}."
-            raise RecipeError(f"--memory cannot be used: {why} Leave out --memory.")
+        if options := " and ".join(limits.options()):
+            raise RecipeError(f"{options} {NO_BOUND} {options}.")
         return Forecast(setting=usual)
     load_libraries(recipe.scheme)
     release()
-    start = resident() or 0
-    most = bound(shapes, usual, start)
-    if limit is not None:
-        candidates = (bound(shapes, each, start) for each in settings(shapes, usual, batches=batch is None))
-        most, fits = choose(candidates, limit)
-        if not fits:
-            raise RecipeError(
-                f"--memory {size_text(limit)} is too small: the most economical settings need {size_text(most.bytes)} (while "
-                f"{most.while_}). Use --memory {math.ceil(RESERVE * most.bytes / 1e7) / 100:.2f}GB or fewer --samples."
-            )
-    seconds = multiplications(shapes) * seconds_of_a_multiplication()
-    log.info(
-        f"quantizing takes at most {size_text(most.bytes)} of memory (while {most.while_}) and at least {duration(seconds)} for "
-        f"{shapes.all_windows * shapes.seqlen:,} tokens"
+    start, allowed = resident() or 0, {HOST: limits.host or inf}
+    if not device.on_cpu:
+        allowed = {
+            HOST: limits.host or start + (free_memory() or inf),
+            DEVICE: min(limits.device or inf, device.free() or inf),
+        }
+        usual = replace(usual, room=int(min(usual.room, allowed[DEVICE] // PAUSED_DIVISOR)))
+
+    def bounds(setting: MemorySetting) -> list[Bound]:
+        return [bound(shapes, setting, start if place == "host" else 0, place) for place in reversed(allowed)]
+
+    most: Sequence[Bound] = bounds(usual)
+    if not device.on_cpu or limits.host is not None:
+        candidates = settings(shapes, usual, batches=batch is None and any(limits))
+        most, exceeding = choose(map(bounds, candidates), allowed)
+        if exceeding is not None:
+            raise RecipeError(_too_small(exceeding, limits, allowed[exceeding.place]))
+    seconds = multiplications(shapes) * seconds_of_a_multiplication(device)
+    sizes = " and ".join(
+        f"{size_text(each.bytes)} of {_memory_of(device, each.place)} (while {each.while_})" for each in most
     )
-    return Forecast(setting=most.setting, bytes=most.bytes)
+    log.info(
+        f"quantizing takes at most {sizes} and at least {duration(seconds)} for {shapes.all_windows * shapes.seqlen:,} tokens"
+    )
+    if (states := most[0].setting.states) != "device":
+        log.info(f"hidden states between blocks lie {'on the host' if states == 'host' else 'on disk'}")
+    return Forecast(setting=most[0].setting, bytes=most[0].bytes)
 
 
-def shapes_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str, FirstLook]) -> Shapes | None:
+def _memory_of(device: Device, place: Place = "device") -> str:
+    """Return the name of a memory in messages."""
+    return "memory" if device.on_cpu else f"memory on {device}" if place == "device" else "the host's memory"
+
+
+def _too_small(exceeding: Bound, limits: Limits, allowed: float) -> str:
+    """Return the message that even the most economical settings exceed a limit."""
+    device, place = exceeding.setting.device, exceeding.place
+    option, given = ("--memory", limits.host) if place == "host" else ("--device-memory", limits.device)
+    needs = f"the most economical settings need {size_text(exceeding.bytes)} (while {exceeding.while_})"
+    if given is not None and given <= allowed:
+        enough = f"{math.ceil(RESERVE * exceeding.bytes / 1e7) / 100:.2f}GB"
+        return f"{option} {size_text(given)} is too small: {needs}. Use {option} {enough} or fewer --samples."
+    where = f"on {device}" if place == "device" else "on the host"
+    other = " or --device cpu" if place == "device" else ""
+    return (
+        f"{size_text(int(allowed))} of memory are free {where}, which is too little: {needs}. Use fewer --samples or a shorter "
+        f"--seqlen,{other} or end other programs that use this memory."
+    )
+
+
+def shapes_of(
+    model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str, FirstLook], device: Device
+) -> Shapes | None:
     """Return the shapes that determine the memory of a run; None if the first window did not reach all layers of some
     block, or if the model takes images or sound.
 
     Args:
-        model, recipe, windows: Arguments of `forecast`.
+        model, recipe, windows, device: Arguments of `forecast`.
         looks: Results of running one window through one block of each kind, by name.
     """
     scheme, blocks = recipe.scheme, []
@@ -152,6 +203,7 @@ def shapes_of(model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str
         probe=probe,
         backward=backward,
         rounded=recipe.activations != "none",
+        number=device.compute_dtype(model.dtype).itemsize,
     )
 
 
@@ -166,10 +218,12 @@ def load_libraries(scheme: AnyScheme) -> None:
         size(Contents.of(matrix.codes, grid))
 
 
-def seconds_of_a_multiplication() -> float:
-    """Measure the time of a multiplication in a float32 matrix product."""
-    X = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0))
-    return min(timeit.repeat(lambda: X @ X, number=1, repeat=REPEATS)) / SIDE**3
+def seconds_of_a_multiplication(device: Device) -> float:
+    """Measure the time of a multiplication in a float32 matrix product on a device."""
+    X = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0)).to(device.place)
+    return (
+        min(timeit.repeat(lambda: float((X @ X)[0, 0]), number=1, repeat=REPEATS)) / SIDE**3
+    )  # reading a number waits
 
 
 def _group(look: FirstLook, group: tuple[Layer, ...]) -> Group:

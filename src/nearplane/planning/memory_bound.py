@@ -2,15 +2,17 @@
 
     bound = ALLOCATOR_FACTOR * (resident memory at the start + maximum of live bytes)
 
-Live bytes are counted part by part: hidden states, waiting activations and second moments of `calibration/`, the solve in
-`matrix/`, and `planning/probe.py` before the first layer. Changes there must be made here too; `benchmarks/speed/memory_bound.py`
-compares the bound with measured peaks.
+A run on a GPU has two bounds: of the GPU's memory, and of the host's, which holds what is read, written and moved aside. On the
+CPU both are one. Live bytes are counted part by part: hidden states, waiting activations and second moments of
+`calibration/`, the solve in `matrix/`, and `planning/probe.py` before the first layer. Changes there must be made here too;
+`benchmarks/speed/memory_bound.py` compares the bound with measured peaks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from nearplane.calibration.one_forward import MemorySetting, paused_bytes
 from nearplane.planning.probe import COMPARED_LOGITS, Extent
@@ -27,6 +29,11 @@ BEAM_BYTES = 128 << 20  # maximum for the targets, their copies and the codes of
 LOGITS_COPIES = 6  # of a window's logits in the backward pass: logits, probabilities, gradients, each with a temporary
 COMPARED_COPIES = 5  # of logits when predictions are compared: both log-probabilities, exp, difference, product
 ROUNDING_COPIES = 5  # of the input of a layer, while it is rounded
+READ_BLOCKS = 2  # blocks in memory of a GPU's host: the one that is sent, and the next one
+PACKED_BYTES = 16  # per weight of a layer, while its codes are packed and compared on a GPU's host
+SENT_STATES = (
+    2  # batches of each network's hidden states on a GPU while the others lie elsewhere: one is used, one is sent
+)
 BACKWARD_COPIES = 3  # of a forward pass's largest activations, which a backward pass keeps
 
 
@@ -90,6 +97,7 @@ class Shapes:
         probe: Work of the probe before the first layer; None: no probe.
         backward: Tokens of the backward pass; 0: no backward pass.
         rounded: Whether the quantized network rounds the inputs of its layers.
+        number: Bytes of a number of weights and hidden states in the network that runs.
     """
 
     blocks: tuple[Blocks, ...]
@@ -106,6 +114,7 @@ class Shapes:
     probe: Extent | None = None
     backward: int = 0
     rounded: bool = False
+    number: int = SINGLE
 
     @property
     def all_windows(self) -> int:
@@ -115,47 +124,89 @@ class Shapes:
     @property
     def state(self) -> int:
         """Bytes of one window's hidden states in one network."""
-        return SINGLE * self.seqlen * self.hidden
+        return self.number * self.seqlen * self.hidden
+
+
+Place = Literal["host", "device"]
+"""Memory that a bound is for: of the CPU, or of the GPU that computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Upper bound of a run's memory in bytes with a setting, and the activity in which it is reached."""
+    """Upper bound of a run's memory with a setting.
+
+    Args:
+        setting: Measures that save memory.
+        place: Memory that is bounded.
+        live: Maximum of live bytes, without those at the start.
+        bytes: The bound.
+        while_: Activity in which it is reached.
+    """
 
     setting: MemorySetting
+    place: Place = "host"
+    live: int = 0
     bytes: int
     while_: str
 
 
-def bound(shapes: Shapes, setting: MemorySetting, resident: int) -> Bound:
+class Moment(NamedTuple):
+    """Bytes that are live during an activity, in addition to those at the start: where the run computes, and on the host."""
+
+    while_: str
+    computing: int
+    host: int = 0
+
+
+def bound(shapes: Shapes, setting: MemorySetting, resident: int, place: Place = "host") -> Bound:
     """Return an upper bound of the memory of a run.
 
     Args:
         shapes: Shapes of the model, the text and the recipe.
         setting: Measures that save memory.
-        resident: Bytes of the process at the start, with its libraries loaded.
+        resident: Bytes at the start: of the process with its libraries loaded, or on the device.
+        place: Memory that is bounded. A run on the CPU has everything on the host.
     """
-    while_, live = max(_moments(shapes, setting), key=lambda moment: moment[1])
-    return Bound(setting=setting, bytes=round(ALLOCATOR_FACTOR * (resident + live)), while_=while_)
+    on_cpu, bounds = setting.device.on_cpu, []
+    for while_, computing, host in _moments(shapes, setting):
+        here = computing * (on_cpu or place == "device") + host * (place == "host")
+        bounds.append((here, while_))
+    live, while_ = max(bounds, key=lambda moment: moment[0])
+    most = round(ALLOCATOR_FACTOR * (resident + live))
+    return Bound(setting=setting, place=place, live=live, bytes=most, while_=while_)
 
 
-def choose(bounds: Iterable[Bound], limit: int) -> tuple[Bound, bool]:
-    """Return the first bound within a limit and True; if there is none, the smallest bound and False."""
-    candidates = list(bounds)
-    fitting = [each for each in candidates if each.bytes <= limit]
-    return (fitting[0], True) if fitting else (min(candidates, key=lambda each: each.bytes), False)
+def choose(
+    candidates: Iterable[Sequence[Bound]], limits: Mapping[Place, float]
+) -> tuple[Sequence[Bound], Bound | None]:
+    """Return the first bounds that are all within the limit of their place, and None.
+
+    If there are none, return those that exceed a limit least, and the one that exceeds it most.
+    """
+
+    def excess(each: Bound) -> float:
+        return each.bytes / limits[each.place]
+
+    tried = list(candidates)
+    fitting = [bounds for bounds in tried if all(excess(each) <= 1 for each in bounds)]
+    if fitting:
+        return fitting[0], None
+    least = min(tried, key=lambda bounds: max(map(excess, bounds)))
+    return least, max(least, key=excess)
 
 
 def settings(shapes: Shapes, first: MemorySetting, *, batches: bool) -> Iterator[MemorySetting]:
     """Yield settings from `first` on in the order in which they are tried, each of which needs less memory.
 
-    First, passes are repeated instead of paused, stage by stage. Then hidden states move to disk. With `batches`, fewer windows run
-    at a time, which is the only step that changes the bytes of the checkpoint.
+    First, passes are repeated instead of paused, stage by stage. Then hidden states move from a GPU to its host, and to disk. With
+    `batches`, fewer windows run at a time, which is the only step that changes the bytes of the checkpoint.
     """
     rooms = {needed - 1 for kind in shapes.blocks for needed in waits(shapes, kind, first)}
     for room in (first.room, *sorted(rooms, reverse=True), 0):
         yield (setting := replace(first, room=room))
-    yield (setting := replace(setting, disk=True))
+    if not first.device.on_cpu:
+        yield replace(setting, states="host")
+    yield (setting := replace(setting, states="disk"))
     while batches and setting.batch > 1:
         yield (setting := replace(setting, batch=setting.batch // 2))
 
@@ -196,26 +247,43 @@ def multiplications(shapes: Shapes) -> float:
     return total
 
 
-def _moments(shapes: Shapes, setting: MemorySetting) -> Iterator[tuple[str, int]]:
-    """Yield activities of a run, and the bytes that are live then in addition to those at the start."""
-    states = (setting.batch if setting.disk else shapes.all_windows) * shapes.state
-    yield "embedding the tokens", states + 4 * setting.batch * shapes.state + SINGLE * shapes.embeddings
-    yield "copying tensors that are not quantized", shapes.streams * states + shapes.ends
+def _moments(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:
+    """Yield the activities of a run."""
+    states, aside = _states(shapes, setting)
+    embedding = 4 * setting.batch * shapes.state + shapes.number * shapes.embeddings
+    yield Moment("embedding the tokens", states + embedding, aside)
+    yield Moment(
+        "copying tensors that are not quantized", shapes.streams * states, shapes.streams * aside + shapes.ends
+    )
     yield from _before_the_first_layer(shapes)
     for kind in shapes.blocks:
-        yield from _in_a_block(shapes, kind, setting)
+        moved = shapes.streams * aside
+        if not setting.device.on_cpu:
+            largest = max((_largest(group) for group in kind.groups), default=0)
+            moved += READ_BLOCKS * shapes.number * kind.weights + PACKED_BYTES * largest
+        for moment in _in_a_block(shapes, kind, setting):
+            yield moment._replace(host=moved)
 
 
-def _before_the_first_layer(shapes: Shapes) -> Iterator[tuple[str, int]]:
+def _states(shapes: Shapes, setting: MemorySetting) -> tuple[int, int]:
+    """Return the bytes of one network's hidden states where the run computes, and those moved aside to the host."""
+    if setting.states == "device":
+        return shapes.all_windows * shapes.state, 0
+    if setting.states == "host":
+        return SENT_STATES * setting.batch * shapes.state, shapes.all_windows * shapes.state
+    return setting.batch * shapes.state, 0
+
+
+def _before_the_first_layer(shapes: Shapes) -> Iterator[Moment]:
     width, window = SINGLE * shapes.hidden, shapes.seqlen
     head = SINGLE * (shapes.embeddings + shapes.hidden * shapes.vocabulary)
     block = SINGLE * max(kind.weights for kind in shapes.blocks)
     alive = max(kind.most_alive for kind in shapes.blocks) / window  # bytes per token
     if shapes.backward:
         gradients = 2 * width * shapes.backward
-        yield "measuring gradients", gradients + LOGITS_COPIES * SINGLE * window * shapes.vocabulary + head
+        yield Moment("measuring gradients", gradients + LOGITS_COPIES * SINGLE * window * shapes.vocabulary + head)
         kept = round(BACKWARD_COPIES * alive * min(shapes.backward, 8 * window))
-        yield "measuring gradients", block + gradients + kept
+        yield Moment("measuring gradients", block + gradients + kept)
     if shapes.probe is not None:
         seen, travelling, travellers, *_ = shapes.probe
         differences = 2 * travellers * travelling * shapes.hidden  # bfloat16
@@ -223,16 +291,16 @@ def _before_the_first_layer(shapes: Shapes) -> Iterator[tuple[str, int]]:
         sums = DOUBLE * max(sum(group.inputs**2 for group in kind.groups) for kind in shapes.blocks)
         solving = max(2 * DOUBLE * group.inputs**2 + SOLVED_BYTES * _largest(group) for group in groups)
         states = 2 * width * (seen + travelling) + differences + round(alive * min(seen, 8 * window))
-        yield "probing layers", block + states + sums + solving
+        yield Moment("probing layers", block + states + sums + solving)
         logits = COMPARED_COPIES * SINGLE * min(COMPARED_LOGITS, travelling * shapes.vocabulary)
-        yield "comparing predictions", width * seen + differences + logits + head
+        yield Moment("comparing predictions", width * seen + differences + logits + head)
 
 
-def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterator[tuple[str, int]]:
+def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterator[Moment]:
     streams, split, windows = shapes.streams, shapes.streams - 1, shapes.all_windows
-    block, held = SINGLE * kind.weights * streams, waits(shapes, kind, setting)
+    block, held = shapes.number * kind.weights * streams, waits(shapes, kind, setting)
     all_paused = len(held) == len(kind.groups)
-    states = 0 if all_paused else streams * (setting.batch if setting.disk else windows) * shapes.state
+    states = 0 if all_paused else streams * _states(shapes, setting)[0]
     for stage, group in enumerate(kind.groups):
         n, paused = group.inputs, stage < len(held)
         last = all_paused and stage == len(kind.groups) - 1 and group.experts == 1
@@ -257,9 +325,9 @@ def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterato
         extra = streams * SINGLE * min(EXTRA_ROWS, shapes.extra * shapes.seqlen) * n
         checked = n * n * (SINGLE * split + FINITE_BYTES) + extra  # held-out moments in float32 and the check for NaN
         waiting_first = held[stage] if paused else waiting_now
-        yield "running a block", block + states + waiting_first + running + rows + products + sums + extra
-        yield "running a block", block + states + waiting_now + sums + extra + checked
-        yield "solving a layer", block + states + waiting_now + _solving(shapes, group)
+        yield Moment("running a block", block + states + waiting_first + running + rows + products + sums + extra)
+        yield Moment("running a block", block + states + waiting_now + sums + extra + checked)
+        yield Moment("solving a layer", block + states + waiting_now + _solving(shapes, group))
 
 
 def _solving(shapes: Shapes, group: Group) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from nearplane.planning.forecast import Forecast, forecast
 from nearplane.planning.plan import Plan, plan
 from nearplane.planning.request import check_request, open_original, quantization_config, resolved
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.sizes import Limits
 from nearplane.record.record import RunRecord, versions
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library, recorded_library
@@ -33,7 +34,7 @@ class Options:
     Args:
         name: Name of the model in the run record.
         given: Texts or tokens that were passed from Python.
-        memory: Memory limit in bytes; None: no limit.
+        limits: Limits of memory.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Options:
     overwrite: bool
     trust_remote_code: bool
     progress: Progress
-    memory: int | None = None
+    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,11 +174,11 @@ def decide(job: Job, container: Container, before: StoppedRun | None) -> Iterato
         container.room = max_final_record_bytes(model, record)
         with recorded_library(record.products, device):
             batch = record.batch or default_batch(windows.seqlen)  # affects the order of sums
-            prediction = forecast(model, job.recipe, windows, device, job.options.memory, batch)
+            prediction = forecast(model, job.recipe, windows, device, job.options.limits, batch)
             yield Decisions(record, before.plan, prediction)
         return
     with chosen_library([layer.shape for layer in model.layers], windows.count * windows.seqlen, device) as products:
-        prediction = forecast(model, job.recipe, windows, device, job.options.memory)
+        prediction = forecast(model, job.recipe, windows, device, job.options.limits)
         batch = prediction.setting.batch
         record = replace(
             job.record(), products=products, batch=None if batch == default_batch(windows.seqlen) else batch

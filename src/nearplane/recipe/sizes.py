@@ -5,11 +5,33 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 from nearplane.errors import RecipeError
 from nearplane.system.paths import UNFINISHED
 
 SIZE_UNITS = ("bytes", "KB", "MB", "GB", "TB")  # each is 1000 times the one before
+
+
+class Limits(NamedTuple):
+    """Limits of a run's memory in bytes, of the host (--memory) and of a GPU (--device-memory); None: what is free counts."""
+
+    host: int | None = None
+    device: int | None = None
+
+    @classmethod
+    def of(cls, memory: str | int | None, device_memory: str | int | None) -> Limits:
+        """Read both options.
+
+        Raises:
+            RecipeError: One is no size.
+        """
+        given = (("memory", memory), ("device-memory", device_memory))
+        return cls(*(None if value is None else bytes_in(str(value), called) for called, value in given))
+
+    def options(self) -> list[str]:
+        """Return the options that are given."""
+        return [name for name, limit in zip(("--memory", "--device-memory"), self, strict=True) if limit is not None]
 
 
 def bytes_in(text: str, called: str = "size") -> int:

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nearplane.errors import RecipeError
 from nearplane.system.arguments import ComputeDtype
 from nearplane.system.memory import free_memory
+from nearplane.system.progress import peak_memory
 
 log = logging.getLogger("nearplane")
 WITHOUT_FLOAT64 = ("mps", "xpu")  # devices of Apple and Intel
@@ -107,6 +109,12 @@ class Device:
         unused = runtime.memory_reserved(self.place) - runtime.memory_allocated(self.place)
         return int(runtime.mem_get_info(self.place)[0] + unused)
 
+    def peak(self) -> int:
+        """Return the most bytes that tensors took on the device at a time; on the CPU, that this process took."""
+        if self.on_cpu:
+            return peak_memory()
+        return int(torch.get_device_module(self.place).max_memory_allocated(self.place))
+
     def model(self) -> str:
         """Return the device and the model of its GPU, on which results depend, as the run record holds them."""
         if self.on_cpu:
@@ -138,6 +146,34 @@ def repeatable_backward(place: torch.device) -> Iterator[None]:
             yield
     finally:
         cudnn.deterministic = before
+
+
+class CopyStream:
+    """Copies from pinned memory of the host to a device, beside its computation on CUDA.
+
+    Args:
+        place: The device.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._stream = torch.cuda.Stream(place) if place.type == "cuda" else None
+
+    def send(self, x: Tensor) -> Tensor:
+        """Begin to copy a tensor to the device, after all work that the device was given so far."""
+        if self._stream is None:
+            return x.to(self._place, non_blocking=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._place))
+        with torch.cuda.stream(self._stream):
+            return x.to(self._place, non_blocking=True)
+
+    def arrived(self, x: Tensor) -> Tensor:
+        """Return a sent tensor for computation, which waits for it on the device."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._place)
+            current.wait_stream(self._stream)
+            x.record_stream(current)  # its memory is not reused before the computation has read it
+        return x
 
 
 def refuse_meta() -> None:

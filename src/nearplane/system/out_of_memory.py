@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from nearplane.errors import DeviceMemoryError
 
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
-REMEDY = (
-    "Use fewer --samples, a shorter --seqlen or, for quantize, a --device-memory below what is free on the device; or --device cpu"
-)
+REMEDY = "Use fewer --samples, a shorter --seqlen, for quantize a smaller --device-memory, or --device cpu"
 
 
 @contextmanager

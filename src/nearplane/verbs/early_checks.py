@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import FILE_FORMATS
-from nearplane.recipe.sizes import bytes_in, check_room
+from nearplane.recipe.sizes import Limits, check_room
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.arguments import whole, within
 from nearplane.system.files import check_writable
@@ -78,18 +78,24 @@ def check_evaluate_tasks(
 
 
 def check_quantize(
-    model: Any, out: str | Path, recipe: Recipe, *, overwrite: bool, memory: str | int | None
-) -> int | None:
-    """Refuse arguments of `quantize`, except its text, of which only the shares of a mix; return the memory limit in bytes."""
-    limit = None if memory is None else bytes_in(str(memory), "memory")
-    if limit is not None and recipe.tune != "none":
+    model: Any,
+    out: str | Path,
+    recipe: Recipe,
+    *,
+    overwrite: bool,
+    memory: str | int | None,
+    device_memory: str | int | None = None,
+) -> Limits:
+    """Refuse arguments of `quantize`, except its text, of which only the shares of a mix; return the limits of memory."""
+    limits = Limits.of(memory, device_memory)
+    if limits.host is not None and recipe.tune != "none":
         raise RecipeError(
             "--memory does not limit tuning. Leave out --tune, and tune the checkpoint with nearplane tune."
         )
     check_named(_path(model))
     check_shares(texts_of(recipe.calibration.calibration), recipe.calibration.samples)
     Unfinished(Path(out), overwrite=overwrite, sources=_folders(model))
-    return limit
+    return limits
 
 
 def check_tune(

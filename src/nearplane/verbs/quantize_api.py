@@ -49,6 +49,7 @@ def quantize(
     trust_remote_code: bool = False,
     progress: Progress = silent,
     memory: str | int | None = None,
+    device_memory: str | int | None = None,
     **spellings: Any,
 ) -> RunRecord:
     """Quantize a language model into a checkpoint that other programs load.
@@ -65,8 +66,11 @@ def quantize(
         overwrite: Whether to replace a checkpoint in `out`, once the new one is complete.
         trust_remote_code: Whether to run model code that comes with the checkpoint.
         progress: Display that wraps an iterator: (items, label, total) -> items. "nearplane.system.progress" logs as well.
-        memory: Memory limit of the run on the CPU, in bytes or as "12GB". To stay below it, the run repeats forward passes
-            instead of pausing them, then keeps hidden states in a file, then uses smaller batches. None: no limit.
+        memory: Limit of the memory of the process, in bytes or as "12GB". To stay below it, the run repeats forward passes
+            instead of pausing them, then keeps hidden states in a file, then uses smaller batches. None: no limit on the
+            CPU; with a GPU, what is free.
+        device_memory: Limit of the memory on the GPU. To stay below it, the run repeats forward passes, then keeps hidden
+            states on the host. None: what is free there.
         spellings: Fields of `Recipe`, or other tools' names for them; see `Recipe.from_spellings`. Instead of a text file,
             `calibration` may be a list of texts, token ids (windows, seqlen), for vision models pixel values (images,
             channels, height, width), or for speech recognition (input_features, token_ids): sound (windows, mel bins,
@@ -85,14 +89,19 @@ def quantize(
     if recipe is not None and spellings:
         raise RecipeError(f"Pass a recipe or keywords, not both (found a recipe and {', '.join(spellings)}).")
     recipe = recipe or Recipe.from_spellings(**spellings)
+    place = Device.named(device, compute_dtype)
+    if place.on_cpu and device_memory is not None:
+        raise RecipeError(
+            f"--device-memory limits the memory on a GPU, but this run computes on {place}. Use --memory."
+        )
     options = Options(
         name=model_label(model),
         given=given,
-        device=Device.named(device, compute_dtype),
+        device=place,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         progress=progress,
-        memory=check_quantize(model, out, recipe, overwrite=overwrite, memory=memory),
+        limits=check_quantize(model, out, recipe, overwrite=overwrite, memory=memory, device_memory=device_memory),
     )
     calibrates_on_text = (given is None or given.tokens is None) and recipe.scheme.calibrated
     if calibrates_on_text and tokenizer is None and isinstance(model, torch.nn.Module):

@@ -88,7 +88,7 @@ def test_where_memory_is_not_known_no_limit_is_taken(model, tmp_path) -> None:
 )
 def test_the_same_bytes_come_out_however_memory_is_spared(room, disk, model, whole, tmp_path, monkeypatch) -> None:
     """But for the number of windows that pass at a time. And a run that was stopped goes on the same way."""
-    setting = MemorySetting(batch=8, room=room, device=CPU, disk=disk)
+    setting = MemorySetting(batch=8, room=room, device=CPU, states="disk" if disk else "device")
     monkeypatch.setattr("nearplane.planning.start.forecast", lambda *_: Forecast(setting=setting))
     monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", float("inf"))
     monkeypatch.setattr("nearplane.verbs.quantize_journal.PAGE", 1 << 14)

@@ -88,15 +88,20 @@ def test_memory_is_spared_by_passes_then_on_disk_then_by_fewer_windows() -> None
     assert tried[0] == FREE
     assert rooms == sorted(rooms, reverse=True)
     passes = next(index for index, setting in enumerate(tried) if setting.room == 0)
-    assert [(each.disk, each.batch) for each in tried[passes:]] == [(False, 4), (True, 4), (True, 2), (True, 1)]
-    assert not any(each.disk for each in tried[:passes])
+    assert [(each.states == "disk", each.batch) for each in tried[passes:]] == [
+        (False, 4),
+        (True, 4),
+        (True, 2),
+        (True, 1),
+    ]
+    assert not any(each.states == "disk" for each in tried[:passes])
     assert {each.batch for each in settings(SHAPES, FREE, batches=False)} == {4}
     bounds = [bound(SHAPES, each, 0).bytes for each in tried]
     assert bounds[-1] == min(bounds) < bounds[0] / 2
 
 
 def test_the_first_that_fits_is_chosen_and_else_the_least() -> None:
-    bounds = [Bound(setting=FREE, bytes=size, while_="running a block") for size in (9, 7, 8, 5)]
-    assert choose(iter(bounds), 8) == (bounds[1], True)
-    assert choose(iter(bounds), 100) == (bounds[0], True)
-    assert choose(iter(bounds), 4) == (bounds[3], False)
+    bounds = [[Bound(setting=FREE, bytes=size, while_="running a block")] for size in (9, 7, 8, 5)]
+    assert choose(bounds, {"host": 8}) == (bounds[1], None)
+    assert choose(bounds, {"host": 100}) == (bounds[0], None)
+    assert choose(bounds, {"host": 4}) == (bounds[3], bounds[3][0])
