@@ -129,13 +129,13 @@ def forecast(
         most, exceeding = choose(map(bounds, candidates), allowed)
         if exceeding is not None:
             raise RecipeError(_too_small(exceeding, limits, allowed[exceeding.place]))
-    seconds = multiplications(shapes) * seconds_of_a_multiplication(device)
     sizes = " and ".join(
         f"{size_text(each.bytes)} of {_memory_of(device, each.place)} (while {each.while_})" for each in most
     )
-    log.info(
-        f"quantizing takes at most {sizes} and at least {duration(seconds)} for {shapes.all_windows * shapes.seqlen:,} tokens"
-    )
+    time = ""  # of a GPU it is mostly not that of multiplications
+    if device.on_cpu:
+        time = f" and at least {duration(multiplications(shapes) * seconds_of_a_multiplication())}"
+    log.info(f"quantizing takes at most {sizes}{time} for {shapes.all_windows * shapes.seqlen:,} tokens")
     if (states := most[0].setting.states) != "device":
         log.info(f"hidden states between blocks lie {'on the host' if states == 'host' else 'on disk'}")
     return Forecast(setting=most[0].setting, bytes=most[0].bytes)
@@ -218,12 +218,10 @@ def load_libraries(scheme: AnyScheme) -> None:
         size(Contents.of(matrix.codes, grid))
 
 
-def seconds_of_a_multiplication(device: Device) -> float:
-    """Measure the time of a multiplication in a float32 matrix product on a device."""
-    X = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0)).to(device.place)
-    return (
-        min(timeit.repeat(lambda: float((X @ X)[0, 0]), number=1, repeat=REPEATS)) / SIDE**3
-    )  # reading a number waits
+def seconds_of_a_multiplication() -> float:
+    """Measure the time of a multiplication in a float32 matrix product."""
+    X = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    return min(timeit.repeat(lambda: X @ X, number=1, repeat=REPEATS)) / SIDE**3
 
 
 def _group(look: FirstLook, group: tuple[Layer, ...]) -> Group:
