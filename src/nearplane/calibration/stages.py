@@ -183,7 +183,7 @@ def rows_by_batch(
         for group, record in zip(groups, records, strict=True):
             for layer in group:
                 if layer.name in additions.found:
-                    record.added[layer.name] = total(additions.found[layer.name]).reshape(-1, layer.shape[0])
+                    record.added[layer.name] = total(additions.found.pop(layer.name)).reshape(-1, layer.shape[0])
         if to_the_end:
             states[batch] = stream.noted(output)
         return records

@@ -76,7 +76,7 @@ class Forecast:
         most = f" (at most {size_text(self.bytes)} expected)" if self.bytes else ""
         remaining = f"; the remaining {left:,} blocks take about {duration(left * seconds)}" if left else ""
         log.info(
-            f"the first block took {duration(seconds)} and {size_text(device.peak() or 0)} of {_memory_of(device)}{most}{remaining}"
+            f"the first block took {duration(seconds)} and {size_text(device.peak())} of {_memory_of(device)}{most}{remaining}"
         )
 
 

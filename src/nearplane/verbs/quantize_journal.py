@@ -150,7 +150,7 @@ def _pages(stream: Stream) -> list[list[tuple[str, int]]]:
 
 def _on(stream: Stream | None, page: list[tuple[str, int]]) -> dict[str, Tensor]:
     """Return the hidden states of a page by name."""
-    return {f"{name}.{batch}": getattr(stream, name)[batch] for name, batch in page}
+    return {f"{name}.{batch}": getattr(stream, name)[batch].cpu() for name, batch in page}
 
 
 def _behind(blocks: int | str, page: int | str) -> str:
