@@ -436,8 +436,8 @@ def test_layers_whose_codes_may_come_to_be_trained_count_before_the_solve(model_
 
     original, words = model_of("llama"), dict(group_size=16, device="cpu", tune="network", progress=solves)
     model = nearplane.models.model.open_model(original)
-    enough, _ = needed(model, torch.zeros(60, 40), batch=6, codes=0)
-    monkeypatch.setattr(Device, "free", lambda device: enough)
+    needs = needed(model, torch.zeros(60, 40), batch=6, codes=0)
+    monkeypatch.setattr(Device, "free", lambda device: needs.streamed + needs.states)
     for asked, error in (({"bits": 4}, BeganError), ({"bits": 3.5}, RecipeError), ({"rate": 3.0}, RecipeError)):
         own = {key: value for key, value in words.items() if key != "group_size" or "bits" in asked}
         with pytest.raises(error):

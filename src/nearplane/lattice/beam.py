@@ -45,7 +45,7 @@ def k_best(
         beam: Number of candidates of every row; time and memory grow with it.
         block: Columns swept before the error is propagated as one matrix product.
         memory: Limit in bytes for the targets and codes of the rows in work at a time (at least one row is); None: 128
-            MiB on the CPU, half of the free memory on a GPU.
+            MiB on the CPU, 1 GiB on a GPU.
 
     Raises:
         NumericalError: `W` or the factor is not finite.
@@ -63,7 +63,7 @@ def k_best(
     d = d.masked_fill(dead, 0)
     kernels = kernels_of(W)
     if memory is None:
-        memory = kernels.memory(W.device)
+        memory = kernels.beam_bytes
     group, codebook = grid.group[order], grid.codebook
     bytes_per_column = 2 * W.element_size() + 4  # a target, its copy when candidates are reordered, a code
     rows_at_once = max(1, memory // (bytes_per_column * beam * W.shape[1]))

@@ -49,11 +49,6 @@ class BeamBlock(NamedTuple):
     parent: Indices
 
 
-def memory(_: torch.device) -> int:
-    """Return the limit in bytes for the targets and codes of the rows in work."""
-    return BEAM_BYTES
-
-
 def trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
     """Follow the candidates at the end of a block back to its start, as the torch form does."""
     width, out, beam = chosen.shape

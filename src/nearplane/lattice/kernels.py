@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 from torch import Tensor
 
 
@@ -23,7 +22,7 @@ class Kernels:
         search: Selection of the best candidate step for every group.
         beam: Pass of several candidates per row through a block of columns.
         trace: Reconstruction of the candidates' codes back to the start of a block.
-        memory: Limit in bytes for the targets and codes of a beam.
+        beam_bytes: Limit in bytes for the targets and codes of a beam.
         lanes: Number of rows that the beam sweeps together.
     """
 
@@ -31,7 +30,7 @@ class Kernels:
     search: Callable[..., Tensor]
     beam: Callable[..., tuple[Tensor, Tensor]]
     trace: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    memory: Callable[[torch.device], int]
+    beam_bytes: int
     lanes: int = 1
 
 
@@ -44,7 +43,7 @@ def _numba() -> Kernels:
         search=kernels_cpu.best_candidate,
         beam=beam_cpu.beam_block,
         trace=beam_cpu.trace,
-        memory=beam_cpu.memory,
+        beam_bytes=beam_cpu.BEAM_BYTES,
         lanes=beam_cpu.LANES,
     )
 
@@ -59,7 +58,7 @@ def torch_kernels() -> Kernels:
         search=forms.best_candidate,
         beam=forms.beam_block,
         trace=forms.trace,
-        memory=forms.memory,
+        beam_bytes=forms.BEAM_BYTES,
     )
 
 

@@ -11,7 +11,7 @@ from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.grid import Weights
 
 NORM = 2.5  # exponent in the search for steps; 2.4 in GPTQ, here a square times a square root
-BEAM_BYTES = 128 << 20  # of a beam on devices that do not report their free memory
+BEAM_BYTES = 1 << 30  # targets and codes of the rows in a beam at a time: enough to keep a GPU busy
 
 
 class Columns(NamedTuple):
@@ -186,10 +186,3 @@ def trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
         codes[:, :, j] = chosen[j].gather(1, place)
         place = parent[j].gather(1, place)
     return codes, place
-
-
-def memory(device: torch.device) -> int:
-    """Return the limit in bytes for targets and codes of a beam: half of the free memory of a GPU."""
-    if device.type == "cpu":
-        return BEAM_BYTES
-    return int(torch.get_device_module(device).mem_get_info(device)[0]) // 2

@@ -12,6 +12,7 @@ import timeit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 import torch
 
@@ -104,41 +105,74 @@ def forecast(
         NearplaneError: The rehearsal fails, see `rehearse`.
     """
     looks = rehearse(model, recipe, windows, device)
-    usual = MemorySetting.usual(windows.seqlen, device, batch)
-    shapes = shapes_of(model, recipe, windows, looks, device) if looks else None
-    if shapes is None:
+    planned = within_limits(model, recipe, windows, looks, device, limits, batch)
+    if planned is None:
         if options := " and ".join(limits.options()):
             raise RecipeError(f"{options} {NO_BOUND} {options}.")
-        return Forecast(setting=usual)
-    load_libraries(recipe.scheme)
-    release()
-    start, allowed = resident() or 0, {HOST: limits.host or inf}
-    if not device.on_cpu:
-        allowed = {
-            HOST: limits.host or start + (free_memory() or inf),
-            DEVICE: min(limits.device or inf, device.free() or inf),
-        }
-        usual = replace(usual, room=int(min(usual.room, allowed[DEVICE] // PAUSED_DIVISOR)))
-
-    def bounds(setting: MemorySetting) -> list[Bound]:
-        return [bound(shapes, setting, start if place == "host" else 0, place) for place in reversed(allowed)]
-
-    most: Sequence[Bound] = bounds(usual)
-    if not device.on_cpu or limits.host is not None:
-        candidates = settings(shapes, usual, batches=batch is None and any(limits))
-        most, exceeding = choose(map(bounds, candidates), allowed)
-        if exceeding is not None:
-            raise RecipeError(_too_small(exceeding, limits, allowed[exceeding.place]))
+        return Forecast(setting=MemorySetting.usual(windows.seqlen, device, batch))
+    shapes, bounds, exceeding, allowed = planned
+    if exceeding is not None:
+        raise RecipeError(_too_small(exceeding, limits, allowed[exceeding.place]))
     sizes = " and ".join(
-        f"{size_text(each.bytes)} of {_memory_of(device, each.place)} (while {each.while_})" for each in most
+        f"{size_text(each.bytes)} of {_memory_of(device, each.place)} (while {each.while_})" for each in bounds
     )
     time = ""  # of a GPU it is mostly not that of multiplications
     if device.on_cpu:
         time = f" and at least {duration(multiplications(shapes) * seconds_of_a_multiplication())}"
     log.info(f"quantizing takes at most {sizes}{time} for {shapes.all_windows * shapes.seqlen:,} tokens")
-    if (states := most[0].setting.states) != "device":
+    if (states := bounds[0].setting.states) != "device":
         log.info(f"hidden states between blocks lie {'on the host' if states == 'host' else 'on disk'}")
-    return Forecast(setting=most[0].setting, bytes=most[0].bytes)
+    return Forecast(setting=bounds[0].setting, bytes=bounds[0].bytes)
+
+
+class Planned(NamedTuple):
+    """Shapes of a run, bounds of its chosen setting, where the run computes first, the bound that exceeds its limit, and limits."""
+
+    shapes: Shapes
+    bounds: Sequence[Bound]
+    exceeding: Bound | None
+    allowed: Mapping[Place, float]
+
+
+def within_limits(
+    model: Model,
+    recipe: Recipe,
+    windows: Windows,
+    looks: Mapping[str, FirstLook],
+    device: Device,
+    limits: Limits,
+    batch: int | None,
+) -> Planned | None:
+    """Choose the fastest setting of a run that keeps within its limits; without limits and on the CPU, the fastest.
+
+    Args:
+        model, recipe, windows, device, limits, batch: Arguments of `forecast`.
+        looks: Results of running one window through one block of each kind, by name.
+
+    Returns:
+        The choice; if no setting keeps within the limits, the most economical one. None if the memory cannot be predicted.
+    """
+    shapes = shapes_of(model, recipe, windows, looks, device) if looks else None
+    if shapes is None:
+        return None
+    load_libraries(recipe.scheme)
+    release()
+    usual, start = MemorySetting.usual(windows.seqlen, device, batch), resident() or 0
+    allowed = {HOST: limits.host or inf}
+    if not device.on_cpu:
+        allowed = {
+            DEVICE: min(limits.device or inf, device.free() or inf),
+            HOST: limits.host or start + (free_memory() or inf),
+        }
+        usual = replace(usual, room=int(min(usual.room, allowed[DEVICE] // PAUSED_DIVISOR)))
+
+    def bounds(setting: MemorySetting) -> list[Bound]:
+        return [bound(shapes, setting, start if place == HOST else 0, place) for place in allowed]
+
+    if device.on_cpu and limits.host is None:
+        return Planned(shapes, bounds(usual), None, allowed)
+    candidates = settings(shapes, usual, batches=batch is None and any(limits))
+    return Planned(shapes, *choose(map(bounds, candidates), allowed), allowed)
 
 
 def _memory_of(device: Device, place: Place = "device") -> str:

@@ -5,16 +5,19 @@ Used by `tune` and `verify`. Also refuses what cannot be tuned before work start
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearplane.calibration.given import Given, refuse_unrecorded
 from nearplane.calibration.mix import Mix
+from nearplane.calibration.states_on_disk import Keep
+from nearplane.calibration.states_on_host import StatesOnHost
 from nearplane.calibration.texts import read_windows
 from nearplane.calibration.windows import default_seqlen, extra_windows
 from nearplane.errors import CalibrationError, RecipeError
@@ -28,10 +31,13 @@ from nearplane.recipe.schemes import BlockScheme, GridScheme
 from nearplane.recipe.sizes import size_text
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.device import Device
+from nearplane.system.memory import free_memory
 from nearplane.system.named_texts import text_to_calibrate_on
 from nearplane.tuning.network import needed, norms_of
 from nearplane.tuning.parameters import TunedBlocks, TunedLadders, TunedLayer, TunedMatrix, TunedVector
 from nearplane.tuning.settings import CODE_BITS, Split, split
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,17 +213,40 @@ def check_model(model: Model, record: RunRecord, stored: Stored) -> None:
             )
 
 
-def fits(model: Model, cut: Split, codes: int, device: Device) -> bool:
-    """Return whether memory suffices to hold all blocks at a time while so many codes are trained.
+class Room(NamedTuple):
+    """Arguments of `TunedNetwork` that depend on memory."""
+
+    hold: bool
+    keep: Keep
+
+
+def fits(model: Model, cut: Split, codes: int, device: Device) -> Room:
+    """Return what to hold in memory while so many codes are trained, and log how much tuning takes.
+
+    Where hidden states do not fit on a GPU, they lie on its host.
 
     Raises:
         RecipeError: Memory does not even suffice to stream the blocks.
     """
-    streamed, held = needed(model, cut.windows, batch=cut.batch, codes=codes)
-    free = device.free()
-    if free is not None and streamed > free:
+    needs, free = needed(model, cut.windows, batch=cut.batch, codes=codes), device.free()
+    if free is None:
+        return Room(hold=False, keep=list)
+    aside = not device.on_cpu and needs.streamed + needs.states > free
+    states = needs.sent if aside else needs.states
+    size, on_host = needs.streamed + states, free_memory()
+    if size > free:
         raise RecipeError(
-            f"Tuning needs about {size_text(streamed)} of memory on {device}, but only {size_text(free)} are free. Use fewer "
+            f"Tuning needs about {size_text(size)} of memory on {device}, but only {size_text(free)} are free. Use fewer "
             f"--samples."
         )
-    return free is not None and 2 * held <= free
+    if aside and on_host is not None and needs.states > on_host:
+        raise RecipeError(
+            f"Tuning needs about {size_text(needs.states)} of the host's memory for hidden states, which do not fit on {device}, "
+            f"but only {size_text(on_host)} are free. Use fewer --samples."
+        )
+    hold = 2 * (needs.held + states) <= free
+    log.info(
+        f"tuning takes about {size_text((needs.held if hold else needs.streamed) + states)} of memory on {device}"
+        + (f" and {size_text(needs.states)} of the host's for hidden states" if aside else "")
+    )
+    return Room(hold=hold, keep=StatesOnHost if aside else list)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from nearplane.calibration.activations import readout, skeleton
+from nearplane.calibration.states_on_disk import Keep
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.models.experts import parameter_of
 from nearplane.models.kinds import Divergence, divergence
@@ -40,6 +41,7 @@ class TunedNetwork:
         cut: Windows and batch size.
         ends: Values of quantized embeddings and head, by name of the parameter; they are not trained.
         hold: Whether weights and activations of all blocks are kept in memory during a step, which saves a quarter of the work.
+        keep: Function that makes the lists of hidden states.
     """
 
     def __init__(
@@ -51,22 +53,22 @@ class TunedNetwork:
         *,
         ends: Mapping[str, Tensor] | None = None,
         hold: bool = False,
+        keep: Keep = list,
     ) -> None:
         self._model, self._hold, self._tokens = model, hold, cut.windows.split(cut.batch)
         self._device = device = next(leaf.device for each in matrices.values() for leaf in each.trained().values())
         self._ends = dict(ends or {})
         first = None if model.embeddings is None else self._ends.get(f"{model.embeddings.name}.weight")
-        self._stream = skeleton(model, self._tokens, device=device, dtype=torch.float32, embeddings=first)
-        self._entering = list(self._stream.quantized)
+        stream = skeleton(model, self._tokens, device=device, dtype=torch.float32, embeddings=first, keep=keep)
+        self._stream, self._entering = stream, stream.quantized
         self._blocks: list[_Block] = []
-        self._original = list(self._stream.original or self._entering)  # hidden states of the original model
+        self._original = stream.original or keep(self._entering)  # hidden states of the original model
         for block in model.in_turn(model.blocks, device):
             with torch.no_grad(), block.on(device, torch.float32, original=False):
                 module = block.quantized
-                self._original = [
-                    self._stream.noted(self._stream.forward(block, module, i, x)) for i, x in enumerate(self._original)
-                ]
-                self._stream.check(block)
+                for i, x in enumerate(self._original):
+                    self._original[i] = stream.noted(stream.forward(block, module, i, x))
+                stream.check(block)
                 self._blocks.append(_Block(block, matrices, vectors))
         self._after = {name: each for name, each in vectors.items() if not any(name in b.vectors for b in self._blocks)}
         self._logits: Callable[..., Tensor] | None = None
@@ -89,10 +91,9 @@ class TunedNetwork:
             hidden = [self.forward(block, tensors, i, x) for i, x in zip(numbers, hidden, strict=True)]
         after, total = self._values_after(), Divergence()
         for i, x in zip(numbers, hidden, strict=True):
+            original = self._original[i]
             for part in self._parts(i):
-                total += divergence(
-                    self._predicted(i, part, self._original[i][part]), self._predicted(i, part, x[part], after)
-                )
+                total += divergence(self._predicted(i, part, original[part]), self._predicted(i, part, x[part], after))
         return total
 
     def backward(self, batch: int) -> Divergence:
@@ -110,10 +111,10 @@ class TunedNetwork:
             passes.append(_Pass(self, block, batch, hidden, hold=self._hold))
             hidden = passes[-1].forward()
         predicted = self._tokens[batch][:, 1:].numel()
-        after, parts = _Leaves(self._values_after()), []
+        after, parts, original = _Leaves(self._values_after()), [], self._original[batch]
         for part in self._parts(batch):
             with torch.no_grad():
-                expected = self._predicted(batch, part, self._original[batch][part])
+                expected = self._predicted(batch, part, original[part])
             leaf = hidden.detach()[part].requires_grad_()
             log_probs = self._predicted(batch, part, leaf, after.leaves)
             kl = (expected.exp() * (expected - log_probs)).sum() / predicted
@@ -250,8 +251,24 @@ class _Leaves:
             torch.autograd.backward([self._computed[name] for name in names], [self._sums[name] for name in names])
 
 
-def needed(model: Model, windows: Tensor, *, batch: int, codes: int) -> tuple[int, int]:
-    """Return estimates of tuning's memory in bytes: with streamed blocks, and with all blocks held (see `TunedNetwork`).
+class Needed(NamedTuple):
+    """Estimates of tuning's memory in bytes.
+
+    Args:
+        streamed: With streamed blocks, without `states`.
+        held: With all blocks held, see `TunedNetwork`, without `states`.
+        states: Hidden states of all windows in both networks.
+        sent: Hidden states on a GPU while the others lie on the host.
+    """
+
+    streamed: int
+    held: int
+    states: int
+    sent: int
+
+
+def needed(model: Model, windows: Tensor, *, batch: int, codes: int) -> Needed:
+    """Return estimates of tuning's memory.
 
     Args:
         model: The original model.
@@ -265,9 +282,14 @@ def needed(model: Model, windows: Tensor, *, batch: int, codes: int) -> tuple[in
     dim = model.network.get_input_embeddings().weight.shape[1]
     logits = min(MAX_LOGITS, batch * windows.shape[1] * model.network.get_input_embeddings().weight.shape[0])
     small = 4 * (ends + inside - sum(sizes))  # including unquantized tensors of blocks
-    base = CODE_BYTES * sum(sizes) + (LEAF_BYTES - CODE_BYTES) * codes + small + 8 * windows.numel() * dim + 16 * logits
-    passing = 4 * batch * windows.shape[1] * dim * ACTIVATIONS
-    return base + 12 * max(sizes) + passing, base + 12 * sum(sizes) + passing * len(sizes)
+    base = CODE_BYTES * sum(sizes) + (LEAF_BYTES - CODE_BYTES) * codes + small + 16 * logits
+    state = 4 * batch * windows.shape[1] * dim
+    return Needed(
+        streamed=base + 12 * max(sizes) + state * ACTIVATIONS,
+        held=base + 12 * sum(sizes) + state * ACTIVATIONS * len(sizes),
+        states=8 * windows.numel() * dim,
+        sent=4 * state,
+    )
 
 
 def norms_of(network: nn.Module) -> list[str]:

@@ -41,7 +41,7 @@ from nearplane.system.arguments import ComputeDtype, checked
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.progress import Progress, silent
-from nearplane.tuning.checkpoint import Checkpoint, check_model, fits, norms_stored, trains_codes
+from nearplane.tuning.checkpoint import Checkpoint, Room, check_model, fits, norms_stored, trains_codes
 from nearplane.tuning.loop import Outcome, TrainingJournal, mean_kl, train
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
@@ -109,7 +109,7 @@ def tune(
     windows = _windows_of_the_run(solved)
     cut = split(solved.windows, record, **counts)
     codes = sum(layer.out_features * layer.in_features for layer in solved.of_blocks() if trains_codes(layer))
-    hold = fits(model, cut, codes, where)
+    room = fits(model, cut, codes, where)
     matrices = solved.matrices(codes=True)
     with container, recorded_library(record.products, where) as products:
         settings = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.steps}
@@ -118,7 +118,7 @@ def tune(
         if container.whole:  # only the folder was not renamed yet
             return read_record(container.folder)
         trained = Trained(solved, cut, matrices, solved.vectors(matrices))
-        tuning, layers = _tuned(trained, container, hold=hold, kept=kept, progress=progress)
+        tuning, layers = _tuned(trained, container, room, kept=kept, progress=progress)
         read = Stored(container.folder, unfinished=container.config)
         model.tuned = tuned_norms(read, model, tuning)
         retuned = replace(solved, record=replace(record, layers=layers), stored=read)
@@ -172,13 +172,13 @@ class Trained(NamedTuple):
 
 
 def _tuned(
-    trained: Trained, container: Container, *, hold: bool, kept: TrainingJournal, progress: Progress
+    trained: Trained, container: Container, room: Room, *, kept: TrainingJournal, progress: Progress
 ) -> tuple[Tuning, tuple[LayerRecord, ...]]:
     """Train, write the blocks and read them back; return the record of tuning and those of the layers."""
     solved, cut, matrices, vectors = trained
     coded = {name: each for name, each in matrices.items() if isinstance(each, TunedLadders)}
     most = _byte_limit(solved.record) if coded else None
-    network = TunedNetwork(solved.model, matrices, vectors, cut, ends=solved.ends(), hold=hold)
+    network = TunedNetwork(solved.model, matrices, vectors, cut, ends=solved.ends(), **room._asdict())
     with network.ready():
         outcome = train(
             network,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.one_forward import MemorySetting
+from nearplane.calibration.stages import try_blocks
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows, digest_of
 from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, first_few
@@ -24,7 +25,9 @@ from nearplane.matrix.certificate import SolvedMatrix, remeasure
 from nearplane.matrix.inputs import Inputs
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
+from nearplane.planning.forecast import within_limits
 from nearplane.planning.plan import moments_of_embeddings
+from nearplane.recipe.sizes import Limits
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.device import Device, dtype_name, without_number
@@ -106,9 +109,9 @@ def along_both_networks(
         measure: Function that returns the weights that later layers see (None: the original's) and a measurement.
         input_scales: Receives {layer name: global scale of its rounded inputs}, where there are such.
     """
-    model, record, entries = (saved.model, saved.record, {layer.name: layer for layer in saved.record.layers})
+    model, entries = saved.model, {layer.name: layer for layer in saved.record.layers}
     moments = moments_of_embeddings(model, saved.recipe.scheme, windows.fitted, saved.device)
-    setting = MemorySetting.usual(windows.seqlen, saved.device, record.batch)
+    setting = _setting(saved, windows)
     results: list[Measured] = []
     with (
         walk(model, saved.recipe, windows, setting, moments=moments) as stages,
@@ -124,6 +127,17 @@ def along_both_networks(
                 input_scales |= stage.input_scales
             del measured
     return results
+
+
+def _setting(saved: Checkpoint, windows: Windows) -> MemorySetting:
+    """Return the memory settings of a walk: on a GPU those of a solve, which takes more."""
+    device, batch = saved.device, saved.record.batch
+    if windows.fitted is not None and not device.on_cpu:
+        looks = try_blocks(saved.model, windows.fitted, device)
+        planned = within_limits(saved.model, saved.recipe, windows, looks, device, Limits(), batch)
+        if planned is not None:
+            return planned.bounds[0].setting
+    return MemorySetting.usual(windows.seqlen, device, batch)
 
 
 def losses_again(
