@@ -1,0 +1,65 @@
+"""A device that is full is said in one sentence by the verb, and left alone below it."""
+
+import pytest
+import torch
+
+import nearplane
+from families import config_of, random_model
+from nearplane.errors import DeviceMemoryError, NearplaneError
+from nearplane.matrix.on_grid import quantize_matrix
+from nearplane.recipe.schemes import GridScheme
+from nearplane.system.arguments import checked
+from nearplane.system.out_of_memory import working_on
+from nearplane.verbs import quantize
+from pretended import pretended
+
+CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 15.77 GiB of which 1.20 GiB is free."
+
+
+@checked()
+def verb(error: Exception) -> None:
+    with working_on("model.layers.3"), working_on("model.layers.3.mlp.down_proj"):
+        raise error
+
+
+def test_a_verb_names_the_innermost_layer_the_bytes_and_what_to_change():
+    with pytest.raises(
+        DeviceMemoryError,
+        match=r"^model\.layers\.3\.mlp\.down_proj: the device has no room for 2\.50 GiB more\. Use fewer --samples",
+    ):
+        verb(torch.OutOfMemoryError(CUDA))
+    assert issubclass(DeviceMemoryError, NearplaneError)
+
+
+def test_other_errors_pass():
+    with pytest.raises(RuntimeError, match="^something else$") as raised:
+        verb(RuntimeError("something else"))
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_one_matrix_raises_what_torch_raises():
+    with pretended(memory=20_000):
+        W, H = torch.randn(32, 32).to("pretend:0"), torch.eye(32, dtype=torch.float64).to("pretend:0")
+        with pytest.raises(torch.OutOfMemoryError):
+            quantize_matrix(W, H, GridScheme(bits=4, group_size=16))
+
+
+def test_a_run_for_which_the_device_got_too_small_names_its_layer(tmp_path, monkeypatch):
+    """Something else takes memory after the plan was made."""
+    random_model(config_of("llama", num_hidden_layers=1)).float().save_pretrained(tmp_path / "model")
+    tokens = torch.randint(96, (8, 32), generator=torch.Generator().manual_seed(0))
+    with pretended() as gpu:
+        solve = quantize.solve_layer
+
+        def later(task):
+            if task.name.endswith("o_proj"):
+                gpu.cards[0].memory = gpu.cards[0].live + 100
+            return solve(task)
+
+        monkeypatch.setattr(quantize, "solve_layer", later)
+        with pytest.raises(DeviceMemoryError, match=r"^model\.layers\.0\.self_attn\.o_proj: the device has no room"):
+            nearplane.quantize(
+                tmp_path / "model", tmp_path / "out", bits=4, group_size=16, calibration=tokens, device="pretend:0"
+            )
+        assert gpu.cards[0].live < 10_000  # nothing of the run stays there
+    assert not (tmp_path / "out").exists()
