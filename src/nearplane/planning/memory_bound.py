@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from nearplane.calibration.one_forward import MemorySetting, paused_bytes
+from nearplane.lattice import kernels_torch
 from nearplane.planning.probe import COMPARED_LOGITS, Extent
 from nearplane.record.record import MAX_CERTIFIED_INPUTS
 
@@ -22,10 +23,9 @@ ALLOCATOR_FACTOR = 1.3  # factor for memory that allocators keep between live te
 SINGLE, DOUBLE = 4, 8  # bytes of a float32 and of a float64 number
 EXTRA_ROWS = 1024  # rows of extra windows that are kept for a layer
 CERTIFIED_ROWS, CERTIFIED_BYTES = 256, 110  # rows that a certificate measures at a time, bytes per weight of these rows
-SOLVED_BYTES = 36  # per weight in a solve: W, target, values, codes, errors, candidate codes and sums
 CORRECTED_BYTES = 20  # per weight while its target is corrected: W, lost outputs twice, the correction, the target
 FINITE_BYTES = 10  # per float64 number that is checked to be finite: absolute value, two comparisons
-BEAM_BYTES = 128 << 20  # maximum for the targets, their copies and the codes of a beam
+BEAM_COLUMNS = 128  # that a beam sweeps together
 LOGITS_COPIES = 6  # of a window's logits in the backward pass: logits, probabilities, gradients, each with a temporary
 COMPARED_COPIES = 5  # of logits when predictions are compared: both log-probabilities, exp, difference, product
 ROUNDING_COPIES = 5  # of the input of a layer, while it is rounded
@@ -129,6 +129,24 @@ class Shapes:
 
 Place = Literal["host", "device"]
 """Memory that a bound is for: of the CPU, or of the GPU that computes."""
+
+
+class Costs(NamedTuple):
+    """Memory of kernels, which are compiled on the CPU and torch's own on a GPU, see `lattice/kernels.py`.
+
+    Args:
+        solved: Bytes per weight in a solve: W, target, values, codes, errors, candidate codes or steps, and sums.
+        beam: Maximum for the targets of a beam, their copies and their codes.
+        swept: Bytes per candidate and weight of the columns that a beam sweeps together, in addition.
+    """
+
+    solved: int
+    beam: int
+    swept: int
+
+
+CPU = Costs(solved=36, beam=128 << 20, swept=0)
+GPU = Costs(solved=60, beam=kernels_torch.BEAM_BYTES, swept=24)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +273,7 @@ def _moments(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:
     yield Moment(
         "copying tensors that are not quantized", shapes.streams * states, shapes.streams * aside + shapes.ends
     )
-    yield from _before_the_first_layer(shapes)
+    yield from _before_the_first_layer(shapes, CPU if setting.device.on_cpu else GPU)
     for kind in shapes.blocks:
         moved = shapes.streams * aside
         if not setting.device.on_cpu:
@@ -274,7 +292,7 @@ def _states(shapes: Shapes, setting: MemorySetting) -> tuple[int, int]:
     return setting.batch * shapes.state, 0
 
 
-def _before_the_first_layer(shapes: Shapes) -> Iterator[Moment]:
+def _before_the_first_layer(shapes: Shapes, costs: Costs) -> Iterator[Moment]:
     width, window = SINGLE * shapes.hidden, shapes.seqlen
     head = SINGLE * (shapes.embeddings + shapes.hidden * shapes.vocabulary)
     block = SINGLE * max(kind.weights for kind in shapes.blocks)
@@ -289,7 +307,7 @@ def _before_the_first_layer(shapes: Shapes) -> Iterator[Moment]:
         differences = 2 * travellers * travelling * shapes.hidden  # bfloat16
         groups = [group for kind in shapes.blocks for group in kind.groups]
         sums = DOUBLE * max(sum(group.inputs**2 for group in kind.groups) for kind in shapes.blocks)
-        solving = max(2 * DOUBLE * group.inputs**2 + SOLVED_BYTES * _largest(group) for group in groups)
+        solving = max(2 * DOUBLE * group.inputs**2 + costs.solved * _largest(group) for group in groups)
         states = 2 * width * (seen + travelling) + differences + round(alive * min(seen, 8 * window))
         yield Moment("probing layers", block + states + sums + solving)
         logits = COMPARED_COPIES * SINGLE * min(COMPARED_LOGITS, travelling * shapes.vocabulary)
@@ -298,6 +316,7 @@ def _before_the_first_layer(shapes: Shapes) -> Iterator[Moment]:
 
 def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterator[Moment]:
     streams, split, windows = shapes.streams, shapes.streams - 1, shapes.all_windows
+    costs = CPU if setting.device.on_cpu else GPU
     block, held = shapes.number * kind.weights * streams, waits(shapes, kind, setting)
     all_paused = len(held) == len(kind.groups)
     states = 0 if all_paused else streams * _states(shapes, setting)[0]
@@ -316,7 +335,7 @@ def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterato
             * shapes.seqlen
             * (
                 n * (streams + split + ROUNDING_COPIES * shapes.rounded)
-                + 4 * split * max(out for out, _ in group.layers)
+                + 4 * split * max((out for out, _ in group.lost), default=0)
             )
         )
         lost, crossed = split * sum(out * columns for out, columns in group.lost), split * _crossed(group)
@@ -327,10 +346,10 @@ def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterato
         waiting_first = held[stage] if paused else waiting_now
         yield Moment("running a block", block + states + waiting_first + running + rows + products + sums + extra)
         yield Moment("running a block", block + states + waiting_now + sums + extra + checked)
-        yield Moment("solving a layer", block + states + waiting_now + _solving(shapes, group))
+        yield Moment("solving a layer", block + states + waiting_now + _solving(shapes, group, costs))
 
 
-def _solving(shapes: Shapes, group: Group) -> int:
+def _solving(shapes: Shapes, group: Group, costs: Costs) -> int:
     """Return the bytes of second moments and of the solve of a group's layers, in addition to the block."""
     n, largest, split, shared = group.inputs, _largest(group), shapes.streams - 1, len(group.layers) > 1
     square, crossed, lost = n * n, split * _crossed(group), split * sum(out * columns for out, columns in group.lost)
@@ -342,8 +361,9 @@ def _solving(shapes: Shapes, group: Group) -> int:
     strips = CERTIFIED_BYTES * min(CERTIFIED_ROWS, largest // n) * n
     limit = 2 * DOUBLE * square if n <= MAX_CERTIFIED_INPUTS else 0  # H minus the water level, and its Cholesky factor
     certifying = 4 * SINGLE * largest + max(strips, limit)
-    beam = min(BEAM_BYTES, 3 * SINGLE * shapes.beam * largest) if shapes.beam > 1 else SINGLE * square
-    solving = SOLVED_BYTES * largest + beam
+    beam = min(costs.beam, 3 * SINGLE * shapes.beam * largest) if shapes.beam > 1 else SINGLE * square
+    swept = beam * costs.swept * min(BEAM_COLUMNS, n) // (3 * SINGLE * n) if shapes.beam > 1 else 0
+    solving = costs.solved * largest + beam + swept
     correcting = aims + correction + SINGLE * square + CORRECTED_BYTES * largest + factor * shared
     solved = factor + max(solving, certifying) + (aims + correction) * shared
     return inputs + values + max(correcting, solved)

@@ -13,7 +13,9 @@ from nearplane.system.out_of_memory import working_on
 from nearplane.verbs import quantize
 from pretended import pretended
 
-CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 15.77 GiB of which 1.20 GiB is free."
+CUDA = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 15.77 GiB of which 1.20 GiB is free."
+)
 
 
 @checked()
@@ -32,7 +34,7 @@ def test_a_verb_names_the_innermost_layer_the_bytes_and_what_to_change():
 
 
 def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match="^something else$") as raised:
+    with pytest.raises(RuntimeError, match="something else") as raised:
         verb(RuntimeError("something else"))
     assert not hasattr(raised.value, "__notes__")
 

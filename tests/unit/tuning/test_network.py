@@ -5,11 +5,15 @@ import torch
 from torch.func import functional_call
 
 from families import config_of, random_model
+from nearplane.calibration.states_on_host import StatesOnHost
+from nearplane.errors import RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
 from nearplane.loading.dense_network import dense_network
 from nearplane.models.model import open_model
+from nearplane.system.device import Device
+from nearplane.tuning.checkpoint import fits
 from nearplane.tuning.network import TunedNetwork, needed, norms_of
 from nearplane.tuning.parameters import TunedMatrix, TunedVector
 from nearplane.tuning.settings import Split
@@ -131,3 +135,26 @@ def test_a_gpu_adds_in_a_fixed_order_and_is_waited_for_once_a_step_for_gradients
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     assert gpu.of("tuning/network.py").synchronizations == 1
     assert gpu.total.synchronizations - gpu.of("lattice/").synchronizations <= 4  # two are transformers' own
+
+
+def test_hidden_states_that_do_not_fit_on_a_gpu_lie_on_its_host(monkeypatch, tmp_path, caplog):
+    random_model(config_of("llama")).float().save_pretrained(tmp_path)
+    model, gpu = open_model(str(tmp_path)), Device(torch.device("cuda"))
+    cut = Split(windows=torch.ones(60, 40, dtype=torch.int64), training=48, batch=6, samples=60, found=60, steps=1)
+    needs = needed(model, cut.windows, batch=6, codes=0)
+    for free, host, keep in (
+        (needs.streamed + needs.states, 0, list),
+        (needs.streamed + needs.sent, needs.states, StatesOnHost),
+        (needs.streamed, needs.states, "of memory on cuda, but only"),
+        (needs.streamed + needs.sent, needs.states - 1, "of the host's memory for hidden states"),
+    ):
+        monkeypatch.setattr(Device, "free", lambda _, free=free: free)
+        monkeypatch.setattr("nearplane.tuning.checkpoint.free_memory", lambda host=host: host)
+        if isinstance(keep, str):
+            with pytest.raises(RecipeError, match=keep):
+                fits(model, cut, 0, gpu)
+        else:
+            with caplog.at_level("INFO", "nearplane"):
+                assert fits(model, cut, 0, gpu).keep is keep
+            assert ("of the host's for hidden states" in caplog.messages[-1]) == (keep is StatesOnHost)
+            assert caplog.messages[-1].startswith("tuning takes about ")

@@ -1,0 +1,68 @@
+"""The bound of a GPU's memory beside the bytes that are counted on a pretended one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import nearplane
+from families import config_of, random_model
+from nearplane.planning import forecast
+from nearplane.planning.forecast import Planned
+from pretended import pretended
+
+GRID = dict(bits=4, group_size=32, rounds=0, polish=0)
+FEW = {"intermediate_size": 256}  # few tokens for so many inputs: solving takes most
+MANY = {"intermediate_size": 128}
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Return the list of what the forecasts of runs chose."""
+    chosen: list[Planned] = []
+    choose = forecast.within_limits
+
+    def noted(*args: Any) -> Planned | None:
+        found = choose(*args)
+        assert found is not None
+        chosen.append(found)
+        return found
+
+    monkeypatch.setattr(forecast, "within_limits", noted)
+    return chosen
+
+
+def counted(folder, planned, windows, seqlen, config, dtype=torch.float32, **options) -> tuple[int, Any]:
+    """Quantize a random model; return the most bytes that were on the device, and the bound."""
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False)
+    model = random_model(config_of("llama", num_hidden_layers=1, **(sizes | config)))
+    model.to(dtype).save_pretrained(folder / "model")
+    tokens = torch.randint(96, (windows, seqlen), generator=torch.Generator().manual_seed(0))
+    with pretended() as gpu:
+        nearplane.quantize(folder / "model", folder / "out", calibration=tokens, device="pretend:0", **options)
+    return gpu.peak, planned[0].bounds[0]
+
+
+@pytest.mark.parametrize(
+    ("windows", "seqlen", "config", "options", "while_", "states"),
+    [
+        pytest.param(16, 64, MANY, GRID, "running a block", "device", id="many tokens"),
+        pytest.param(24, 16, FEW, GRID | {"dtype": torch.bfloat16}, "solving a layer", "device", id="few tokens"),
+        pytest.param(
+            256, 32, MANY, GRID | {"device_memory": "4.8MB"}, "running a block", "host", id="states on the host"
+        ),
+        pytest.param(24, 16, MANY, {"rate": 3.0}, "solving a layer", "device", id="a rate", marks=pytest.mark.nightly),
+        pytest.param(
+            16, 64, MANY | {"vocab_size": 2048}, {"rate": 3.0, "dtype": torch.bfloat16}, "comparing predictions", "device",
+            id="a rate and many words", marks=pytest.mark.nightly,
+        ),
+    ],
+)  # fmt: skip
+def test_the_bound_is_what_is_counted(windows, seqlen, config, options, while_, states, planned, tmp_path) -> None:
+    """Within a tenth before slack, and never less with it."""
+    peak, bound = counted(tmp_path, planned, windows, seqlen, config, **options)
+    assert (bound.place, bound.while_, bound.setting.states) == ("device", while_, states)
+    assert abs(bound.live / peak - 1) <= 0.1
+    assert peak <= bound.bytes
