@@ -45,16 +45,28 @@ def open_zeros(folder: Path, hidden: int, intermediate: int, heads: int, blocks:
     config.save_pretrained(folder)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config)
-    header, end = {}, 0
+    files: dict[str, dict[str, list[int]]] = {}  # one a block: the system maps each as a whole
     for name, parameter in network.named_parameters():
-        begin, end = end, end + 2 * parameter.numel()
-        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [begin, end]}
+        file = ".".join(name.split(".")[:3]) if ".layers." in name else "ends"
+        files.setdefault(f"model-{file}.safetensors", {})[name] = list(parameter.shape)
+    for file, shapes in files.items():
+        write_zeros(folder / file, shapes)
+    index = {name: file for file, shapes in files.items() for name in shapes}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return open_model(str(folder))
+
+
+def write_zeros(file: Path, shapes: dict[str, list[int]]) -> None:
+    """Write bfloat16 tensors of zeros as a sparse file."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    return open_model(str(folder))
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.truncate(8 + len(text) + end)
 
 
 def looks_of(model: Model, narrow: Model, seqlen: int) -> dict[str, FirstLook]:

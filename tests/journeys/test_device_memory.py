@@ -32,12 +32,12 @@ def test_hidden_states_on_the_host_leave_the_bytes_as_they_are(model, tmp_path, 
     nearplane.quantize(model, tmp_path / "cpu", calibration=TOKENS, device="cpu", **GRID)
     with pretended() as gpu, caplog.at_level("INFO", "nearplane"):
         nearplane.quantize(
-            model, tmp_path / "gpu", calibration=TOKENS, device="pretend:0", device_memory="1.3MB", **GRID
+            model, tmp_path / "gpu", calibration=TOKENS, device="pretend:0", device_memory="700KB", **GRID
         )
     assert "hidden states between blocks lie on the host" in caplog.messages
     assert gpu.of("calibration/states_on_host.py").to_device > 2 * 2 * 128 // 8  # batches of both networks, both blocks
     assert gpu.of("calibration/states_on_host.py").waiting == 0
-    assert gpu.peak < 1_300_000
+    assert gpu.peak < 700_000
     weights = [name for name in contents(tmp_path / "cpu") if name.endswith(".safetensors")]
     assert weights
     assert all((tmp_path / "gpu" / name).read_bytes() == (tmp_path / "cpu" / name).read_bytes() for name in weights)
@@ -63,14 +63,16 @@ def test_the_memory_of_a_gpu_cannot_be_limited_on_the_cpu(model, tmp_path):
         nearplane.quantize(model, tmp_path / "out", calibration=TOKENS, device="cpu", device_memory="1GB", **GRID)
 
 
-def test_evaluate_streams_blocks_where_the_network_does_not_fit(model):
+def test_evaluate_streams_blocks_where_the_network_does_not_fit(tmp_path):
+    model = tmp_path / "deep"
+    random_model(config_of("llama", num_hidden_layers=24)).float().save_pretrained(model)
     size = 4 * sum(each.numel() for each in nearplane.load(model, device="cpu").parameters())
     windows = TOKENS[:4]
     expected = nearplane.evaluate(model, windows, device="cpu")
     with pretended(memory=size) as gpu:
         found = nearplane.evaluate(model, windows, device="pretend:0")
     assert found.perplexity == pytest.approx(expected.perplexity, rel=1e-6)
-    assert gpu.peak < size
+    assert gpu.peak < size / 2
 
 
 def on_the_host() -> dict[int, int]:

@@ -34,7 +34,7 @@ PACKED_BYTES = 16  # per weight of a layer, while its codes are packed and compa
 SENT_STATES = (
     2  # batches of each network's hidden states on a GPU while the others lie elsewhere: one is used, one is sent
 )
-BACKWARD_COPIES = 3  # of a forward pass's largest activations, which a backward pass keeps
+BACKWARD_COPIES = 6  # of a forward pass's largest activations, which a backward pass keeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,8 +306,9 @@ def _before_the_first_layer(shapes: Shapes, costs: Costs) -> Iterator[Moment]:
         seen, travelling, travellers, *_ = shapes.probe
         differences = 2 * travellers * travelling * shapes.hidden  # bfloat16
         groups = [group for kind in shapes.blocks for group in kind.groups]
+        solved = costs.solved if shapes.beam == 1 else CPU.solved  # no steps are searched for entropy-coded weights
         sums = DOUBLE * max(sum(group.inputs**2 for group in kind.groups) for kind in shapes.blocks)
-        solving = max(2 * DOUBLE * group.inputs**2 + costs.solved * _largest(group) for group in groups)
+        solving = max(2 * DOUBLE * group.inputs**2 + solved * _largest(group) for group in groups)
         states = 2 * width * (seen + travelling) + differences + round(alive * min(seen, 8 * window))
         yield Moment("probing layers", block + states + sums + solving)
         logits = COMPARED_COPIES * SINGLE * min(COMPARED_LOGITS, travelling * shapes.vocabulary)
