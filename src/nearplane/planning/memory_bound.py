@@ -288,7 +288,8 @@ def _states(shapes: Shapes, setting: MemorySetting) -> tuple[int, int]:
     if setting.states == "device":
         return shapes.all_windows * shapes.state, 0
     if setting.states == "host":
-        return SENT_STATES * setting.batch * shapes.state, shapes.all_windows * shapes.state
+        pinned = 1 << (setting.batch * shapes.state - 1).bit_length()  # torch takes a power of two for each batch
+        return SENT_STATES * setting.batch * shapes.state, -(-shapes.all_windows // setting.batch) * pinned
     return setting.batch * shapes.state, 0
 
 

@@ -105,3 +105,23 @@ def test_the_first_that_fits_is_chosen_and_else_the_least() -> None:
     assert choose(bounds, {"host": 8}) == (bounds[1], None)
     assert choose(bounds, {"host": 100}) == (bounds[0], None)
     assert choose(bounds, {"host": 4}) == (bounds[3], bounds[3][0])
+
+
+def test_on_a_gpu_hidden_states_move_to_the_host_before_the_disk() -> None:
+    gpu = replace(FREE, device=Device(torch.device("cuda")))
+    tried = [each for each in settings(SHAPES, gpu, batches=False) if each.room == 0]
+    assert [each.states for each in tried] == ["device", "host", "disk"]
+    on_gpu, on_host = ([bound(SHAPES, each, 0, place).live for each in tried] for place in ("device", "host"))
+    states = 2 * SHAPES.all_windows * SHAPES.state
+    assert on_gpu[0] - on_gpu[1] > states / 2
+    assert on_host[1] - on_host[0] >= states
+    assert on_host[2] == on_host[0]
+
+
+def test_a_setting_must_keep_within_both_limits() -> None:
+    pairs = [
+        [Bound(setting=FREE, place=place, bytes=size, while_="running a block") for place, size in sizes.items()]
+        for sizes in ({"device": 9, "host": 1}, {"device": 5, "host": 4}, {"device": 4, "host": 6})
+    ]
+    assert choose(pairs, {"device": 8, "host": 8}) == (pairs[1], None)
+    assert choose(pairs, {"device": 4, "host": 3}) == (pairs[1], pairs[1][1])
