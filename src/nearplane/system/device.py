@@ -149,30 +149,27 @@ def repeatable_backward(place: torch.device) -> Iterator[None]:
 
 
 class CopyStream:
-    """Copies from pinned memory of the host to a device, beside its computation on CUDA.
+    """Copies from pinned memory of the host to a GPU, in a stream of their own beside its computation.
 
     Args:
-        place: The device.
+        place: The GPU.
     """
 
     def __init__(self, place: torch.device) -> None:
-        self._place = place
-        self._stream = torch.cuda.Stream(place) if place.type == "cuda" else None
+        self._place, self._runtime = place, torch.get_device_module(place)
+        self._stream = self._runtime.Stream(place)
 
     def send(self, x: Tensor) -> Tensor:
-        """Begin to copy a tensor to the device, after all work that the device was given so far."""
-        if self._stream is None:
-            return x.to(self._place, non_blocking=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self._place))
-        with torch.cuda.stream(self._stream):
+        """Begin to copy a tensor to the GPU, after all work that the GPU was given so far."""
+        self._stream.wait_stream(self._runtime.current_stream(self._place))
+        with self._runtime.stream(self._stream):
             return x.to(self._place, non_blocking=True)
 
     def arrived(self, x: Tensor) -> Tensor:
-        """Return a sent tensor for computation, which waits for it on the device."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._place)
-            current.wait_stream(self._stream)
-            x.record_stream(current)  # its memory is not reused before the computation has read it
+        """Return a sent tensor for computation, which waits for it on the GPU."""
+        current = self._runtime.current_stream(self._place)
+        current.wait_stream(self._stream)
+        x.record_stream(current)  # its memory is not reused before the computation has read it
         return x
 
 

@@ -23,7 +23,10 @@ SHOWN = (  # groups in the order of the help, and their flags
         "Solver: the defaults gave the best results",
         ("solver", "beam", "polish", "rounds", "order", "damp", "correct", "tune"),
     ),
-    ("Running", ("device", "compute-dtype", "overwrite", "memory", "trust-remote-code", "json")),
+    (
+        "Running",
+        ("device", "compute-dtype", "overwrite", "memory", "device-memory", "trust-remote-code", "json"),
+    ),
 )
 
 
