@@ -238,6 +238,7 @@ def shapes_of(
         backward=backward,
         rounded=recipe.activations != "none",
         number=device.compute_dtype(model.dtype).itemsize,
+        heads=getattr(model.config.get_text_config(), "num_attention_heads", 0),
     )
 
 

@@ -34,6 +34,9 @@ PACKED_BYTES = 16  # per weight of a layer, while its codes are packed and compa
 SENT_STATES = (
     2  # batches of each network's hidden states on a GPU while the others lie elsewhere: one is used, one is sent
 )
+SCORE_COPIES = (
+    4  # of attention's weights (heads, seqlen, seqlen) in a backward pass on a GPU, see `repeatable_backward`
+)
 BACKWARD_COPIES = 6  # of a forward pass's largest activations, which a backward pass keeps
 
 
@@ -98,6 +101,7 @@ class Shapes:
         backward: Tokens of the backward pass; 0: no backward pass.
         rounded: Whether the quantized network rounds the inputs of its layers.
         number: Bytes of a number of weights and hidden states in the network that runs.
+        heads: Attention heads of a block.
     """
 
     blocks: tuple[Blocks, ...]
@@ -115,6 +119,7 @@ class Shapes:
     backward: int = 0
     rounded: bool = False
     number: int = SINGLE
+    heads: int = 0
 
     @property
     def all_windows(self) -> int:
@@ -273,7 +278,7 @@ def _moments(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:
     yield Moment(
         "copying tensors that are not quantized", shapes.streams * states, shapes.streams * aside + shapes.ends
     )
-    yield from _before_the_first_layer(shapes, CPU if setting.device.on_cpu else GPU)
+    yield from _before_the_first_layer(shapes, setting)
     for kind in shapes.blocks:
         moved = shapes.streams * aside
         if not setting.device.on_cpu:
@@ -293,7 +298,9 @@ def _states(shapes: Shapes, setting: MemorySetting) -> tuple[int, int]:
     return setting.batch * shapes.state, 0
 
 
-def _before_the_first_layer(shapes: Shapes, costs: Costs) -> Iterator[Moment]:
+def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:
+    on_cpu = setting.device.on_cpu
+    costs = CPU if on_cpu else GPU
     width, window = SINGLE * shapes.hidden, shapes.seqlen
     head = SINGLE * (shapes.embeddings + shapes.hidden * shapes.vocabulary)
     block = SINGLE * max(kind.weights for kind in shapes.blocks)
@@ -301,7 +308,8 @@ def _before_the_first_layer(shapes: Shapes, costs: Costs) -> Iterator[Moment]:
     if shapes.backward:
         gradients = 2 * width * shapes.backward
         yield Moment("measuring gradients", gradients + LOGITS_COPIES * SINGLE * window * shapes.vocabulary + head)
-        kept = round(BACKWARD_COPIES * alive * min(shapes.backward, 8 * window))
+        kept = round(BACKWARD_COPIES * alive * min(shapes.backward, (8 if on_cpu else setting.batch) * window))
+        kept += 0 if on_cpu else SCORE_COPIES * SINGLE * setting.batch * shapes.heads * window**2
         yield Moment("measuring gradients", block + gradients + kept)
     if shapes.probe is not None:
         seen, travelling, travellers, *_ = shapes.probe
