@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from nearplane.coding import tans
 from nearplane.coding.bit_stream import best_rice, read_rice, write_rice, zigzag
 from nearplane.coding.layout import Cells, Layout
-from nearplane.coding.symbols import gather, locate
+from nearplane.coding.symbols import SIGN_BITS, gather, locate
 from nearplane.coding.tans import LANES, PADDING_BYTES, EncoderTables, Lanes, Segments
 from nearplane.compiled import compiled
 
@@ -26,6 +26,13 @@ class Patches(NamedTuple):
     rows: NDArray[np.int32]  # (patches,) row of the matrix
     columns: NDArray[np.int32]  # (patches,) column of the matrix
     delta: NDArray[np.int64]  # (patches,) number to add to the code
+
+
+@compiled()
+def _copy(source: NDArray[np.uint8], target: NDArray[np.uint8]) -> None:
+    """Copy bytes to the beginning of `target`; an assignment to a slice would take three seconds to compile."""
+    for i in range(len(source)):
+        target[i] = source[i]
 
 
 @compiled()
@@ -104,7 +111,7 @@ def resolve(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDAr
         The fault or 0, and patches with the differences from the decoded codes.
     """
     row_order, column_order = layout.orders
-    escapes, count = locate(symbols, begin, layout.groups, True), len(values)
+    escapes, count = locate(symbols, begin, layout.groups, SIGN_BITS), len(values)
     rows, columns, delta, n = np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int64), 0
     if len(escapes.rows) != count:
         return ESCAPE_COUNT_WRONG, Patches(rows[:0], columns[:0], delta[:0])
@@ -122,7 +129,7 @@ def _padded(blob: NDArray[np.uint8], first: int, last: int) -> NDArray[np.uint8]
     if last + PADDING_BYTES <= len(blob):
         return blob[first : last + PADDING_BYTES]
     padded = np.zeros(last - first + PADDING_BYTES, np.uint8)
-    padded[: last - first] = blob[first:last]
+    _copy(blob[first:last], padded)
     return padded
 
 
@@ -189,7 +196,7 @@ def read_chunks(
 def escapes_of(symbols: NDArray[np.uint8], begin: int, layout: Layout, codes: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the codes of the escapes among the symbols of the stream from `begin` on; 0 for padding."""
     row_order, column_order = layout.orders
-    escapes = locate(symbols, begin, layout.groups, False)
+    escapes = locate(symbols, begin, layout.groups, _u64(0))
     values = np.zeros(len(escapes.rows), np.int64)
     for k in range(len(values)):
         if escapes.columns[k] >= 0:
@@ -250,9 +257,9 @@ def write_chunks(
         size = tans.encode(symbols, segments(begin, end, layout.cells), encoder, streams, lanes)
         if at + len(escapes) + size + 64 > len(out):
             larger = np.empty(2 * len(out) + len(escapes) + size, np.uint8)
-            larger[:at] = out[:at]
+            _copy(out[:at], larger)
             out = larger
-        out[at : at + len(escapes)] = escapes
+        _copy(escapes, out[at:])
         at += len(escapes)
         for word in lanes.words:
             out[at], out[at + 1] = word & 255, word >> 8
@@ -264,7 +271,7 @@ def write_chunks(
                 at += 1
             out[at] = length
             at += 1
-        out[at : at + size] = streams[:size]
+        _copy(streams[:size], out[at:])
         at += size
         starts[n + 1] = at
     return out[:at], starts

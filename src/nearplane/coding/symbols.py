@@ -17,6 +17,7 @@ from nearplane.coding.layout import Cells, Groups, Orders
 from nearplane.compiled import compiled
 
 _u64 = np.uint64
+SIGN_BITS = _u64(0x8080808080808080)  # in which eight codes as int8 differ from code + 128
 
 
 class Escapes(NamedTuple):
@@ -117,11 +118,11 @@ def gather(
 
 
 @compiled()
-def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool) -> Escapes:
+def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, signs: np.uint64) -> Escapes:
     """Return the escapes among the symbols from `begin` of the traversal.
 
     Args:
-        decoded: Whether the symbols of byte groups are codes as int8 instead of code + 128.
+        signs: `SIGN_BITS` if the symbols of byte groups are codes as int8, 0 if they are code + 128.
     """
     prevent_inlining()
     offsets, starts, stops, pairs = groups
@@ -136,7 +137,7 @@ def locate(symbols: NDArray[np.uint8], begin: int, groups: Groups, decoded: bool
             continue
         pair, start, stop = pairs[g], starts[g], stops[g]
         row_symbols = (stop - start + 1) >> 1 if pair else stop - start
-        flip = _u64(0x8080808080808080) if decoded and not pair else _u64(0)
+        flip = _u64(0) if pair else signs
         shift, least = (4, -8) if pair else (8, -128)
         row = (low - offsets[g]) // row_symbols
         row_start, row_end = offsets[g] + row * row_symbols, offsets[g] + (row + 1) * row_symbols  # in symbols

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from nearplane.demo import CALIBRATION, CALIBRATION_WINDOWS, EVALUATION_WINDOWS, HELD_OUT, MODEL, SEQLEN
+from nearplane.loading.dense_network import dense_network
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.scheme import Format, Solver
 from nearplane.recipe.schemes import GridScheme, RateScheme
@@ -69,21 +72,22 @@ def run(out: Path, progress: Progress = silent) -> Iterator[Row]:
     """
     folders = [f"{label} {solver}".replace(" ", "-") for label, solver, _ in recipes()]
     check_output(out, folders, "nearplane demo")
-    perplexity, original, _ = _measure(MODEL, progress)
+    original = dense_network(MODEL)  # read once, for all rows
+    perplexity, original_nll, _ = _measure(MODEL, None, progress)
     size = sum(path.stat().st_size for path in MODEL.glob("*.safetensors"))
     dtype = ShardReader(MODEL).dtype("model.norm.weight").lower()
     yield Row(grid=f"original ({dtype})", solver="-", rate=16.0, bytes=size, perplexity=perplexity)
     for (label, solver, recipe), name in zip(recipes(), folders, strict=True):
         folder = out / name
         record = quantize(MODEL, folder, recipe, overwrite=True, progress=progress)
-        perplexity, nll, kl = _measure(folder, progress)
+        perplexity, nll, kl = _measure(folder, original, progress)
         yield Row(
             grid=label,
             solver=solver,
             rate=record.rate,
             bytes=record.bytes,
             perplexity=perplexity,
-            excess=nll - original,
+            excess=nll - original_nll,
             kl=kl,
             seconds=record.seconds,
             folder=folder,
@@ -102,9 +106,8 @@ def recipes() -> Iterator[tuple[str, Solver, Recipe]]:
         yield f"{rate:g} bits entropy-coded", "k-best", Recipe(scheme=RateScheme(rate=rate), calibration=tokens)
 
 
-def _measure(model: Path, progress: Progress) -> tuple[float, float, float]:
-    """Return the perplexity, the negative log-likelihood and the KL divergence from the original."""
-    against = None if model == MODEL else MODEL
+def _measure(model: Path, against: PreTrainedModel | None, progress: Progress) -> tuple[float, float, float]:
+    """Return the perplexity, the negative log-likelihood and the KL divergence from the original (0 without one)."""
     score = evaluate(model, HELD_OUT, seqlen=SEQLEN, samples=EVALUATION_WINDOWS, against=against, progress=progress)
     assert score.perplexity is not None, "a language model has a perplexity"
     assert score.nll is not None, "a language model has a likelihood"

@@ -132,8 +132,9 @@ def _fill_places(
     """
     before, code, total, cheaper, at, chosen, parent = places
     one, infinite = t.dtype.type(1), t.dtype.type(np.inf)
-    before[:] = cost
     for i in range(len(t)):
+        for r in range(len(s)):
+            before[i, r] = cost[i, r]
         below, above = code[0, i], code[1, i]
         _nearest(t[i], s, z, table, below)
         for r in range(len(s)):
@@ -208,11 +209,14 @@ def _sweep_rows(start: int, stop: int, block: BeamBlock) -> None:
         np.empty((beam, LANES), W.dtype),
         np.empty((beam, LANES), np.int32),
     )
+    rows = np.empty(LANES, np.int64)
     for a in range(start, stop, LANES):
-        rows = np.minimum(np.arange(a, a + LANES), stop - 1)  # the last row is repeated to fill the lanes
-        for r in range(LANES):
-            targets[r] = target[rows[r]]
-            costs[:, r] = cost[rows[r]]
+        for r in range(LANES):  # loops, because assignments to slices would take seconds to compile
+            rows[r] = min(a + r, stop - 1)  # the last row is repeated to fill the lanes
+            for i in range(beam):
+                costs[i, r] = cost[rows[r], i]
+                for j in range(width):
+                    targets[r, i, j] = target[rows[r], i, j]
         for j in range(width):
             for r in range(LANES):
                 w[r], s[r], z[r] = W[rows[r], j], scale[rows[r], j], zero[rows[r], j]
@@ -231,4 +235,5 @@ def _sweep_rows(start: int, stop: int, block: BeamBlock) -> None:
             _reorder_targets(targets, places.parent, E, U[j], (j + 1) // 8 * 8, reordered)
             targets, reordered = reordered, targets
         for r in range(LANES):
-            cost[rows[r]] = costs[:, r]
+            for i in range(beam):
+                cost[rows[r], i] = costs[i, r]
