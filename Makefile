@@ -109,6 +109,7 @@ fingerprint: $(VENV)/.tested-with   # OLD=<commit>: does the checkout write the 
 
 $(VENV)/.torch:
 	$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or newer is needed, found {sys.version}") if sys.version_info < (3, 11) else None'
+	@echo "installing torch and nearplane into $(VENV), a few hundred megabytes: this may take some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"      # first and pinned: what follows is content with it and pulls in no CUDA packages
 	touch $@

@@ -18,7 +18,7 @@ from nearplane.recipe.recipe import Calibration, Way
 from nearplane.recipe.sizes import size_text
 from nearplane.system.arguments import ComputeDtype
 from nearplane.system.paths import check_named
-from nearplane.verbs.early_checks import check_export, check_plot, check_tune, check_verify
+from nearplane.verbs.early_checks import check_export, check_generate, check_plot, check_tune, check_verify
 
 Dense = Literal["bfloat16", "float16", "float32"]
 Switch = Annotated[bool, Parameter(negative="")]
@@ -380,6 +380,7 @@ def generate(
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
+    check_generate(tokens, temperature)
     check_named(model, compare)
     opening(model)
     from nearplane import generate as run

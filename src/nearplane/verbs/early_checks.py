@@ -144,6 +144,14 @@ def check_recipe(recipe: Recipe, called: str) -> None:
         )
 
 
+def check_generate(tokens: int, temperature: float) -> None:
+    """Refuse numbers of `generate` that are out of range."""
+    if tokens < 1 or not 0 <= temperature < 100:
+        raise RecipeError(
+            f"tokens is {tokens} and temperature {temperature}; expected at least 1 token, and a temperature from 0 to 100."
+        )
+
+
 def check_verify(out: str | Path, *, against: Any, calibration: Any, tolerance: float | None) -> RunRecord:
     """Refuse arguments of `verify`; return the run record of the checkpoint."""
     if calibration is not None and against is None:

@@ -28,6 +28,7 @@ from nearplane.recipe.scheme import FILE_FORMATS, FileFormat
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.file_hashes import check_hashes
+from nearplane.verbs.early_checks import check_generate
 
 Say = Callable[[str], object]
 LLAMA = "llama_cpp"  # the module of llama-cpp-python
@@ -65,10 +66,7 @@ def generate(
         RecipeError: A number is out of range, or the prompt is empty or too long.
         ModelError, FormatError: The model or its tokenizer cannot be loaded.
     """
-    if tokens < 1 or not 0 <= temperature < 100:
-        raise RecipeError(
-            f"tokens is {tokens} and temperature {temperature}; expected at least 1 token, and a temperature from 0 to 100."
-        )
+    check_generate(tokens, temperature)
     folder = source_folder(source, trust_remote_code=trust_remote_code)
     if runs_in_llama_cpp(folder):
         check_hashes(folder, weights=False)

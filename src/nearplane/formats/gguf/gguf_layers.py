@@ -195,11 +195,11 @@ def pack(kind: BlockType, matrix: QuantizedMatrix) -> Tensor:
     _within(kind, "sc", grid.sc, kind.sc)
     if grid.m is not None:
         _within(kind, "m", grid.m, (1, 1) if kind.columns == 32 else (0, kind.m))
-    d = _halves(f"{kind.name}: d", grid.d.reshape(-1))
+    d = _halves(f"{kind.name}: a step (d)", grid.d.reshape(-1))
     fields = Fields(
         codes=(codes - kind.low).reshape(-1, kind.columns).to(torch.uint8),
         d=d,
-        dmin=d[:, :0] if grid.dmin is None else _halves(f"{kind.name}: dmin", grid.dmin.reshape(-1)),
+        dmin=d[:, :0] if grid.dmin is None else _halves(f"{kind.name}: a step of minima (dmin)", grid.dmin.reshape(-1)),
         sc=grid.sc.reshape(len(d), -1).to(torch.int16),
         m=d[:, :0] if grid.m is None else grid.m.reshape(len(d), -1).to(torch.int16),
     )

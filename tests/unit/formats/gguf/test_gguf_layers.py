@@ -84,7 +84,7 @@ def test_what_a_type_cannot_hold_is_refused(kind: BlockType) -> None:
     far = replace(matrix, codes=matrix.codes.clone().fill_(kind.high + 1))
     with pytest.raises(FormatError, match=f"{kind.name}: codes from {kind.high + 1}"):
         pack(kind, far)
-    with pytest.raises(FormatError, match="d is not exact in float16"):
+    with pytest.raises(FormatError, match=r"a step \(d\) is not exact in float16"):
         pack(kind, replace(matrix, grid=replace(grid, d=grid.d + 1e-4 * torch.pi)))
     with pytest.raises(FormatError, match=f"sc from .* expected {kind.sc[0]} to {kind.sc[1]}"):
         pack(kind, replace(matrix, grid=replace(grid, sc=grid.sc + kind.sc[1] + 1 - int(grid.sc.max()))))
