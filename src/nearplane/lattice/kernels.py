@@ -1,16 +1,19 @@
 """Kernels of the loops over columns and candidate steps, looked up by the device of a tensor, imported on first use.
 
-Numba compiles them for the CPU; all other devices use the torch forms, against which the compiled ones are tested. To
-add a device, write a function that imports its kernels and returns a `Kernels`, and add one line to the table below.
+Numba compiles them for the CPU, Triton those that it can for CUDA; all other devices use the torch forms, against which
+the compiled ones are tested. To add a device, write a function that imports its kernels and returns a `Kernels`, and
+add one line to the table below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from torch import Tensor
+
+from nearplane.errors import RecipeError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,18 @@ def torch_kernels() -> Kernels:
     )
 
 
-KERNELS: dict[str, Callable[[], Kernels]] = {"cpu": _numba}
+@cache
+def _triton() -> Kernels:
+    try:
+        from nearplane.lattice import kernels_triton
+    except ImportError as error:
+        raise RecipeError(
+            "triton is not installed, which compiles what runs on a CUDA device. Run pip install triton, or use --device cpu."
+        ) from error
+    return replace(torch_kernels(), sweep=kernels_triton.sweep_block, search=kernels_triton.best_candidate)
+
+
+KERNELS: dict[str, Callable[[], Kernels]] = {"cpu": _numba, "cuda": _triton}
 
 
 def kernels_of(tensor: Tensor) -> Kernels:

@@ -1,0 +1,67 @@
+"""The Triton kernels compiled for several cards, none of which needs to be there: `python triton_compiled.py`.
+
+It prints a line of JSON for each kernel, kind of grid and card: the card's compute capability, registers of a thread,
+bytes that it spills, and bytes of shared memory of a program.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nearplane.lattice import kernels_triton
+
+CARDS = (80, 89, 90, 100, 120)
+LEVELS = {"integers": 0, "E2M1": 15, "E4M3": 253}  # codes of the table
+COUNTS = {"last", "out", "b", "n", "size", "candidates"}
+TYPES = {"group": "*i64", "codes": "*i32", "outside": "*i32", "best": "*i64"}
+NUMBERS = {"low", "high", "least", "largest"}
+
+
+def compiled(kernel: Any, card: int, constants: dict[str, Any]) -> dict[str, Any]:
+    """Compile a kernel for float32 and read what ptxas says of it."""
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in COUNTS or name.endswith("_stride"):
+            return "i32"
+        return "fp32" if name in NUMBERS else TYPES.get(name, "*fp32")
+
+    source = ASTSource(fn=kernel, signature={name: kind(name) for name in kernel.arg_names}, constexprs=constants)
+    options = {"num_warps": kernels_triton.WARPS, "enable_fp_fusion": False}
+    made = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert usage is not None, said
+    return {"registers": int(usage[1]), "spilled": int(usage[2]), "shared": made.metadata.shared}
+
+
+def table() -> Iterator[dict[str, Any]]:
+    """Yield what every kernel needs on every card."""
+    block = {"moves": False, "counts": True, "B": 128, "R": kernels_triton.ROWS}
+    groups = {"G": kernels_triton.GROUPS, "K": kernels_triton.CHUNK}
+    for card in CARDS:
+        for kernel, constants in (("_sweep", block), ("_search", groups)):
+            for grid, levels in LEVELS.items():
+                asked = constants | {"BITS": max(levels - 1, 0).bit_length()}
+                used = compiled(getattr(kernels_triton, kernel), card, asked)
+                yield {"kernel": kernel.strip("_"), "grid": grid, "card": card} | used
+
+
+if __name__ == "__main__":
+    for row in table():
+        print(json.dumps(row))

@@ -1,0 +1,78 @@
+"""The kernels in Triton: run by its interpreter on the CPU, and compiled for cards that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nearplane.errors import RecipeError
+from nearplane.lattice import kernels
+
+SUPPORT = Path(__file__).parents[2] / "support"
+KINDS = {"4 bits", "symmetric", "2 bits", "unbounded", "E2M1", "200 levels"}
+
+triton_runs_here = pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="Triton has wheels for Linux on x86_64 only"
+)
+
+
+def results(script: str, *words: object, **environment: str) -> list[dict[str, Any]]:
+    """Run a script of tests/support in a process of its own, and read the lines that it prints."""
+    command = [sys.executable, str(SUPPORT / script), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(problems: list[dict[str, Any]], count: int) -> None:
+    """Compare the results of random problems with the arithmetic that the torch forms state."""
+    assert len(problems) == count
+    assert {each["book"] for each in problems} == KINDS
+    for each in problems:
+        assert each["wrong_values"] == each["far"] == each["miscounted"] == 0, each
+        assert each["off_boundary"] <= 1e-5, each
+        assert each["loss"] <= 1e-6, each
+        assert each["excess"] <= 1e-6, each
+
+
+@triton_runs_here
+def test_interpreted_kernels_do_the_arithmetic_of_the_torch_forms() -> None:
+    """E is exactly what the codes leave; codes are the nearest ones but within 1e-5 of a step of a boundary."""
+    check(results("triton_problems.py", 40), 40)
+
+
+@triton_runs_here
+@pytest.mark.nightly
+def test_interpreted_kernels_do_the_arithmetic_of_the_torch_forms_in_many_problems() -> None:
+    check(results("triton_problems.py", 500), 500)
+
+
+@triton_runs_here
+@pytest.mark.nightly
+def test_kernels_compile_for_cards_without_spills(tmp_path: Path) -> None:
+    """For Ampere, Ada, Hopper and both kinds of Blackwell; the table is in docs/results/gpu.md."""
+    compiled = results("triton_compiled.py", TRITON_CACHE_DIR=str(tmp_path))
+    assert {each["card"] for each in compiled} == {80, 89, 90, 100, 120}
+    for each in compiled:
+        assert each["spilled"] == 0, each
+        assert each["shared"] <= 99 << 10, each
+
+
+def test_cuda_without_triton_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nearplane.lattice.kernels_triton", None)
+    kernels._triton.cache_clear()
+    with pytest.raises(RecipeError, match=re.escape("Run pip install triton, or use --device cpu.")):
+        kernels.KERNELS["cuda"]()
+
+
+def test_a_device_without_kernels_of_its_own_uses_the_torch_forms() -> None:
+    assert kernels.kernels_of(torch.empty(0, device="meta")) is kernels.torch_kernels()
