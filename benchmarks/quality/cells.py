@@ -308,7 +308,8 @@ class Bench:
             results = self._by_worker(subject, windows, batch, python)
         for setting, (out, spent) in zip(batch.settings, results, strict=True):
             began = time.process_time()
-            figures = {"error": spent["error"]} if "error" in spent else scores(subject, out, spent["cpu"])
+            rounded = "activations" in self.options
+            figures = {"error": spent["error"]} if "error" in spent else scores(subject, out, spent["cpu"], rounded)
             took = round(time.process_time() - began, 1)
             yield key | {"setting": setting} | figures | {"cell_cpu": round(spent.get("cell_cpu", 0) + took, 1)}
 
@@ -362,10 +363,16 @@ def asked(subject: Subject, setting: str, options: dict[str, Any]) -> dict[str, 
     return {"recipe": recipe | options}
 
 
-def scores(subject: Subject, out: Path, cpu: float) -> Row:
-    """Measure a folder or a GGUF on the held-out windows of every kind of text; return an error if it cannot be read."""
+def scores(subject: Subject, out: Path, cpu: float, rounded: bool) -> Row:
+    """Measure a folder or a GGUF on the held-out windows of every kind of text; return an error if it cannot be read.
+
+    If `rounded`, `computed` is KL where inputs are rounded as runtimes do.
+    """
     try:
-        found = {kind: evaluate(out, windows, against=subject.folder) for kind, windows in subject.held_out.items()}
+        found = {
+            kind: evaluate(out, windows, against=subject.folder, activations=rounded)
+            for kind, windows in subject.held_out.items()
+        }
     except NearplaneError as error:
         return {"error": str(error)}
     tokens = sum(each.tokens for each in found.values())
@@ -380,6 +387,9 @@ def scores(subject: Subject, out: Path, cpu: float) -> Row:
         "original": round(math.exp(original_nll), 4), "agreement": round(mean("agreement"), 5),
         "bits": round(bits, 4), "weights": weights, "cpu": cpu,
     }  # fmt: skip
+    if rounded:
+        row["computed"] = sum(each.computed.kl * each.tokens for each in found.values()) / tokens
+        row["computed"] = float(f"{row['computed']:.5g}")
     if len(found) > 1:
         row["kinds"] = {kind: float(f"{each.kl:.4g}") for kind, each in found.items()}
     return row

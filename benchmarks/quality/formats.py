@@ -53,10 +53,10 @@ two_sided=true`, before it became the default. A busy machine measured the CPU s
 ROUNDED = """
 ## Rounded inputs
 
-KL as runtimes compute that round the inputs of layers too (`--activations`), and of the weights alone, both by
-`nearplane evaluate`. A file that was made without `--activations` names no rounding, so runtimes multiply its weights
-with unrounded inputs, and the tables above hold for it. FP8 in blocks and MXFP4 take one step for 128 and 32 inputs,
-NVFP4 for 16, FP8 and INT8 one a token.
+KL of files made with `--activations`, as runtimes compute that round the inputs of layers, and of their weights alone,
+both by `nearplane evaluate --activations`. A file that was made without this option names no rounding: a runtime
+multiplies its weights with unrounded inputs, and the tables above hold for it. Inputs get a step for every token in INT8
+and FP8, for 16 inputs in NVFP4 and for 32 in MXFP4.
 """
 
 
@@ -183,11 +183,13 @@ def activations(rows: list[Row], models: list[str]) -> Iterator[str]:
     for model in models:
         for setting, kind in ACTIVATIONS.items():
             there = where(rows, model=model, setting=setting, tool=f"nearplane, activations={kind}")
-            alone = where(rows, model=model, setting=setting, tool="nearplane")
-            same = [row for row in alone if row["calibration"] in {each["calibration"] for each in there}]
+            there = [row for row in there if "computed" in row]
+            alone = cells(where(rows, model=model), setting)["nearplane"]
+            same = [row for row in alone if row["text"] in {each["text"] for each in there}]
+            computed = f"{average([row['computed'] for row in there])} ({len(there)})" if there else ""
             if there:
-                lines.append((model, setting, kind, figure(there, "kl"), figure(same, "kl")))
-    heads = "model", "format", "inputs", "weights and inputs rounded", "weights alone, made without --activations"
+                lines.append((model, setting, kind, computed, figure(there, "kl"), figure(same, "kl")))
+    heads = "model", "format", "inputs", "as computed", "weights alone", "weights alone, without --activations"
     return table(heads, lines)
 
 
