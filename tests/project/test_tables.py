@@ -127,3 +127,29 @@ def test_the_table_has_the_ratio_to_the_best_peer_over_common_calibrations(rows,
     assert "| 2 bits | **1.000** | **0.400** |" in out
     assert "as many weights: {'nearplane': 9, 'GPTQModel': 9, 'llm-compressor': 9, 'llama.cpp': 8}" in out
     assert "demo, GPTQModel, 2, calibration 0: E: no" in out
+
+
+def test_the_page_of_formats_compares_with_the_best_observer_and_says_which_target_is_missed(
+    rows, tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / "rows.jsonl"
+    spec = importlib.util.spec_from_file_location("formats", FOLDER / "formats.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "formats", module)
+    spec.loader.exec_module(module)
+    for calibration in range(2):
+        rows.append(path, row(0.9, calibration, setting="nvfp4"))  # rows apart, which is no longer the default
+        rows.append(path, row(0.5, calibration, setting="nvfp4", tool="nearplane, two_sided=True"))
+        rows.append(path, row(1.0, calibration, setting="nvfp4", tool="llm-compressor"))
+        rows.append(path, row(0.8, calibration, setting="nvfp4", tool="llm-compressor, mse"))
+        rows.append(path, row(0.4, calibration, setting="mlx4"))
+    rows.append(path, row(1.0, setting="mlx4", tool="mlx_lm"))  # it uses no calibration: one row stands beside two
+    rows.append(path, row(0.6, setting="fp8", tool="nearplane, activations=fp8", computed=0.7))
+    monkeypatch.setattr(module, "ROWS", path)
+    module.main()
+    out = capsys.readouterr().out
+    assert "| nvfp4 | solved / llm-compressor | 0.70 | **0.625** ± 0.000 | reached |" in out
+    assert "| mlx4 | solved / mlx_lm | 0.35 | **0.400** ± 0.000 | **missed** on demo |" in out
+    assert "| mlx5 | solved / mlx_lm | 0.35 | - | not measured |" in out
+    assert "| demo | nvfp4 | 0.900 ± 0.000 (2) | 0.500 ± 0.000 (2) | **0.556** ± 0.000 | 2 s, 2 s |" in out
+    assert "| demo | fp8 | fp8 | 0.700 (1) | 0.600 (1) | - |" in out
