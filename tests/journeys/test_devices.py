@@ -1,6 +1,7 @@
 """A GPU in place of the CPU, which is pretended here: every command ends, and models in float32 get the same codes."""
 
 import gc
+import json
 import math
 from functools import cache
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import nearplane
-from device_runs import COUNTED, RUNS, TOKENS, quantized, save_model, stored
+from device_runs import COMMAND, COUNTED, RUNS, TABLE, TOKENS, quantized, save_model, stored, table_of
 from nearplane.record.record import read_record
 from nearplane.tuning import loop
 from nightly import daily
@@ -30,7 +31,7 @@ class Made:
         with pretended() as gpu, Unordered() as seen:
             quantized(run, self.model, self.gpu, "pretend:0")
         gc.collect()
-        self.left, self.unordered = gpu.cards[0].live, seen.found
+        self.left, self.traffic, self.unordered = gpu.cards[0].live, gpu.traffic, seen.found
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,21 @@ def test_a_gpu_writes_the_codes_of_the_cpu(made, run):
     assert read_record(made(run).gpu).device.startswith("pretend")
     assert made(run).left == 0, "bytes that stay on the GPU"
     assert made(run).unordered == set(), "CUDA adds in no fixed order"
+
+
+@pytest.mark.parametrize("run", COUNTED)
+def test_functions_wait_and_copy_as_often_as_the_table_says(made, run):
+    """More is what this test is for; fewer fails as well, so that the table is written again and what was won is kept."""
+    counts, expected = table_of(made(run).traffic), json.loads(TABLE.read_text())["functions"][run]
+    for kind in ("synchronizations", "to_device", "to_host"):
+        assert sum(row.get(kind, 0) for row in expected.values()) > 0
+    places = sorted(counts.keys() | expected.keys())
+    changed = [
+        f"{place}: {counts.get(place)}, in the table {expected.get(place)}"
+        for place in places
+        if counts.get(place) != expected.get(place)
+    ]
+    assert not changed, f"If every change is meant, write the table again with `{COMMAND}`.\n" + "\n".join(changed)
 
 
 def test_both_devices_verify_evaluate_load_and_continue_texts_alike(made):
