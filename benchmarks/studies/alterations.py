@@ -38,8 +38,9 @@ from nearplane.planning.plan import moments_of_embeddings
 from nearplane.recipe.scheme import Scheme
 from nearplane.record.record import read_record, row_groups
 from nearplane.system.device import Device
-from nearplane.verbs.verify import TOLERANCE, verify
+from nearplane.verbs.verify import verify
 from nearplane.verbs.verify_files import Fault
+from nearplane.verbs.verify_losses import TOLERANCE
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from forgery import CRUDE, FORGED, move_one
