@@ -72,7 +72,7 @@ class Codebook:
     def nearest(self, position: Tensor) -> Tensor:
         """Return the nearest codes, in the shape and dtype of positions; ties: the even integer or the lower level."""
         if self.levels is not None:
-            return torch.bucketize(position, self._on(position.device, position.dtype)[1]).to(position.dtype)
+            return torch.bucketize(position, self.on(position.device, position.dtype)[1]).to(position.dtype)
         code = position.round()
         return code.clamp_(self.low, self.high) if self.bounded else code
 
@@ -80,10 +80,10 @@ class Codebook:
         """Return the positions of codes, in steps."""
         if self.levels is None:
             return codes if dtype is None else codes.to(dtype)
-        levels, _ = self._on(codes.device, dtype or codes.dtype)
+        levels, _ = self.on(codes.device, dtype or codes.dtype)
         return levels[codes.long().clamp(0, len(levels) - 1)]
 
-    def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the levels and the midpoints of neighbouring ones on a device, copied there on first use."""
         assert self.levels is not None, "only levels are copied"
         if (device, dtype) not in self._placed:

@@ -59,8 +59,9 @@ def best_candidate(weights: Tensor, scale: Tensor, zero: Tensor, codebook: Codeb
 
 def _levels(codebook: Codebook, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return levels and their midpoints in the dtype and on the device of `like`; both empty where codes are integers."""
-    levels = like.new_empty(0) if codebook.levels is None else codebook.levels.to(like)
-    return levels, (levels[1:] + levels[:-1]) / 2
+    if codebook.levels is None:
+        return like.new_empty(0), like.new_empty(0)
+    return codebook.on(like.device, like.dtype)
 
 
 def _limits(codebook: Codebook) -> tuple[float, float]:
