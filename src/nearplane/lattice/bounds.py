@@ -224,9 +224,9 @@ def _running_sums(x: Tensor) -> Tensor:
     """
     if x.device.type == "cpu":
         return x.cumsum(1)
-    rows, n = x.shape
-    parts = torch.nn.functional.pad(x, (0, -n % BLOCK_COLUMNS)).view(rows, -1, BLOCK_COLUMNS)
-    ones = torch.ones(BLOCK_COLUMNS, BLOCK_COLUMNS, dtype=x.dtype, device=x.device)
+    (rows, n), width = x.shape, min(BLOCK_COLUMNS, x.shape[1])
+    parts = torch.nn.functional.pad(x, (0, -n % width)).view(rows, -1, width)
+    ones = torch.ones(width, width, dtype=x.dtype, device=x.device)
     sums = parts @ ones.triu()  # within each part
     totals = sums[:, :, -1]
     before = totals @ totals.new_ones(totals.shape[1], totals.shape[1]).triu(1)  # of all parts before each part
