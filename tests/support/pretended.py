@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
+from torch.utils._device import _device_constructors
 
 import pretended_cards
 from pretended_cards import KIND, Card, Gpu, Runtime, card_of, here, present
@@ -392,6 +393,7 @@ def pretended(memory: int = 80 << 30, cards: int = 1) -> Iterator[Gpu]:
     if pretended_cards.GPU is not None:
         raise RuntimeError("A pretended GPU is open already.")
     register()
+    _device_constructors()  # torch remembers the functions that it finds at the first call, not those that replace them
     gpu = Gpu(tuple(Card(index, memory) for index in range(cards)))
     empty, lifted = torch.empty, torch._C._only_lift_cpu_tensors()
 
