@@ -226,8 +226,8 @@ def _running_sums(x: Tensor) -> Tensor:
         return x.cumsum(1)
     (rows, n), width = x.shape, min(BLOCK_COLUMNS, x.shape[1])
     parts = torch.nn.functional.pad(x, (0, -n % width)).view(rows, -1, width)
-    ones = torch.ones(width, width, dtype=x.dtype, device=x.device)
-    sums = parts @ ones.triu()  # within each part
+    triangle = torch.ones(width, width, dtype=x.dtype, device=x.device).triu_()
+    sums = parts @ triangle  # within each part
     totals = sums[:, :, -1]
     before = totals @ totals.new_ones(totals.shape[1], totals.shape[1]).triu(1)  # of all parts before each part
     return (sums + before[:, :, None]).view(rows, -1)[:, :n]
