@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import nearplane
@@ -54,17 +53,8 @@ def numbers(array: Any) -> Tensor:
 
 
 def dense_copy(folder: Path, out: Path) -> Path:
-    """Export float32 values, with the rope fields that mlx_lm reads; stacks of Granite have the names of its own files."""
+    """Export float32 values, with the rope fields that mlx_lm reads."""
     nearplane.export(folder, out, dtype="float32")
-    of_granite = json.loads((out / "config.json").read_text())["model_type"] == "granitemoe"
-    for file in out.glob("*.safetensors") if of_granite else ():
-        tensors = load_file(file)
-        for ours, own in (
-            ("experts.gate_up_proj", "input_linear.weight"),
-            ("experts.down_proj", "output_linear.weight"),
-        ):
-            tensors = {name.replace(ours, own): tensor for name, tensor in tensors.items()}
-        save_file(tensors, file, {"format": "pt"})
     ours, dense = (json.loads((each / "config.json").read_text()) for each in (folder, out))
     rope = {name: value for name, value in ours.items() if name not in dense and name.startswith(("rope", "partial"))}
     (out / "config.json").write_text(json.dumps(dense | rope))

@@ -21,6 +21,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import open_model
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.device import Device
+from nearplane.system.safetensors_files import ShardReader
 from nearplane.verbs import evaluate_networks as predictions
 from nightly import daily
 
@@ -92,6 +93,15 @@ def test_coded_experts_are_read_back_with_equal_logits(
         torch.testing.assert_close(predicted(0)(0, 16), expected, rtol=0, atol=2e-5)
     if kind != "mixtral":
         check(tmp_path)
+
+
+@pytest.mark.parametrize("kind", daily((*CODED, "aria_text", "granitemoehybrid"), ("granitemoe",)))
+def test_dense_exports_have_the_tensors_that_transformers_saves(kind: str, tmp_path: Path) -> None:
+    """Names too: other programs, as mlx_lm, know experts of Granite by those of its files alone."""
+    quantized(kind, tmp_path, rate=4, allocate="uniform", **ROUNDED)
+    dense(tmp_path)
+    saved, exported = (ShardReader(tmp_path / each).infos for each in ("model", "dense"))
+    assert {name: info.shape for name, info in exported.items()} == {name: info.shape for name, info in saved.items()}
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "granitemoe"])

@@ -274,6 +274,12 @@ def renamed(network: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     }
 
 
+def as_saved(network: PreTrainedModel, parameter: str, values: Tensor) -> dict[str, Tensor]:
+    """Return the tensors as which transformers saves the values of a parameter, by their names in its files."""
+    saved: dict[str, Tensor] = core_model_loading.revert_weight_conversion(network, {parameter: values})
+    return saved
+
+
 def patterns_apart(conversions: Iterable[core_model_loading.WeightTransform], parameter: str) -> list[str] | None:
     """Return the stored names of the matrices in a 3-D parameter: "experts.*.gate_proj" for each part.
 

@@ -12,14 +12,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import CONFIG, copy_beside
 from nearplane.formats.card_file import write_card
 from nearplane.formats.layer_format import QUANTIZATION, WEIGHTS, json_text, read_config
 from nearplane.formats.stored import quantization_of, reader_of
-from nearplane.loading.dense_network import decoded_tensors
+from nearplane.loading.dense_network import decoded_tensors, stacks_of
 from nearplane.models.config_checks import PACKED_NAMES
+from nearplane.models.conversion import as_saved
 from nearplane.models.pretrained import empty_network
 from nearplane.recipe.sizes import check_room
 from nearplane.record.record import read_record
@@ -82,7 +84,7 @@ def export(
     dtype, place = dtype or "bfloat16", Unfinished(out, sources=[source])
     network = empty_network(source, trust_remote_code=trust_remote_code, reader=reader_of(source))
     check_room(out, DTYPES[dtype].itemsize * sum(parameter.numel() for parameter in network.parameters()))
-    tensors = decoded_tensors(source, network)
+    tensors = _with_names_of_files(network, decoded_tensors(source, network))
     with readable_errors(out), place:
         writer = ShardWriter(place.folder, None)
         for shard in _shards(tensors, DTYPES[dtype]):
@@ -108,6 +110,15 @@ def _write_card(folder: Path, source: Path, dtype: str) -> None:
         log.warning(f"The export has no model card, because {error}")
         return
     write_card(folder, record, source, dense=dtype)
+
+
+def _with_names_of_files(
+    network: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors with stacks of experts as the files of this type of model name them, where the network differs."""
+    stacks = stacks_of(network)
+    for name, tensor in tensors:
+        yield from as_saved(network, name, tensor).items() if name in stacks else [(name, tensor)]
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
