@@ -198,6 +198,8 @@ class PreparedTexts:
     def measure(self) -> list[Measured]:
         """Read the models, and measure them on each text by itself; the floor is measured on the first."""
         options, outlines = self.options, self.outlines
+        for name, part in zip(self.names, self.scored, strict=True):
+            log.info("%s windows to evaluate (%s)", f"{len(part.tokens):,}", name)
         place, trust = Device.named(options.device), options.trust_remote_code
         networks = [opened(each, place, trust_remote_code=trust) for each in outlines]
         floors: list[Floor | None] = [None] * len(self.scored)

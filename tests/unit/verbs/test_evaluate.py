@@ -107,6 +107,14 @@ def test_statistics_in_parts_are_those_of_all_logits(coarse, logits, monkeypatch
     assert 0 < found.floor.kl < found.kl
 
 
+def test_the_number_of_windows_is_said_before_they_run(coarse, caplog, monkeypatch):
+    monkeypatch.setattr("nearplane.verbs.evaluate.opened", lambda *_, **__: pytest.fail("stopped here"))
+    prepared = prepare_texts(coarse, [[HELD_OUT.read_text()]], EvaluationOptions(protocol="llama.cpp", seqlen=3))
+    with caplog.at_level(logging.INFO, "nearplane"), pytest.raises(pytest.fail.Exception, match="stopped here"):
+        prepared.measure()
+    assert f"{len(prepared.scored[0].tokens):,} windows to evaluate (given in Python)" in caplog.text
+
+
 def test_llama_cpp_and_lm_eval_sum_what_their_windows_say(coarse, logits):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     text = HELD_OUT.read_text()[:1500]
