@@ -3,6 +3,12 @@
 from collections.abc import Sequence
 
 MAX_MESSAGE_LETTERS = 1600  # a longer message is cut in the middle
+INSTALL = {  # commands that install the packages of an extra of pyproject.toml, also where nearplane is not on an index
+    "datasets": 'pip install "datasets>=3.0"',
+    "eval": 'pip install "lm_eval[hf]>=0.4.13,<0.5"',
+    "figures": 'pip install "matplotlib>=3.9"',
+    "gguf": 'pip install "gguf>=0.19"',
+}
 
 
 def printable(text: str) -> str:

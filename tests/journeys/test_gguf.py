@@ -508,7 +508,7 @@ def test_a_missing_package_is_one_sentence(
     model_of: Callable[..., Path], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(RecipeError, match=r'pip install "nearplane\[gguf\]"'):
+    with pytest.raises(RecipeError, match=r'Run pip install "gguf>=[0-9.]+"\.'):
         nearplane.quantize(model_of("qwen2"), tmp_path / "out", calibration=text, **WORDS)
 
 

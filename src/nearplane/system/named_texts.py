@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from nearplane.errors import CalibrationError, first_line
+from nearplane.errors import INSTALL, CalibrationError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class NamedText:
         """
         if find_spec("datasets") is None:
             raise CalibrationError(
-                f'{self.option} {self.name} needs the datasets package. Run pip install "nearplane[datasets]", or pass a .txt '
+                f"{self.option} {self.name} needs the datasets package. Run {INSTALL['datasets']}, or pass a .txt "
                 f"or .jsonl file with {self.option}."
             )
         from huggingface_hub import hf_hub_download

@@ -8,7 +8,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from nearplane.errors import CalibrationError, ModelError, RecipeError
+from nearplane.errors import INSTALL, CalibrationError, ModelError, RecipeError
 from nearplane.system.files import read_object
 from nearplane.system.named_texts import TEST_TEXTS, text_to_calibrate_on, text_to_measure_on
 from nearplane.system.text_mixes import SUFFIXES, texts_of
@@ -101,7 +101,7 @@ def text_files(source: str | Path, option: str = "--calibration") -> list[Path] 
             if find_spec("datasets") is None:
                 raise CalibrationError(
                     f"There is no file or folder {source}, and reading a data set of this name needs the datasets package. Run "
-                    f'pip install "nearplane[datasets]", or pass a {suffixes} file with --calibration.'
+                    f"{INSTALL['datasets']}, or pass a {suffixes} file with --calibration."
                 )
             return None
         others = (

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nearplane.errors import RecipeError
+from nearplane.errors import INSTALL, RecipeError
 from nearplane.lattice.bounds import quadratic
 from nearplane.system.files import check_output, write_whole
 from nearplane.theory import geometry as g
@@ -55,9 +55,7 @@ def draw_geometry(out: Path) -> list[Path]:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RecipeError(
-            'Pictures need matplotlib, which is not installed. Run pip install "nearplane[figures]".'
-        ) from error
+        raise RecipeError(f"Pictures need matplotlib, which is not installed. Run {INSTALL['figures']}.") from error
     check_output(out, [f"{name}." for name in PICTURES], "nearplane geometry")
     written = []
     with mpl.rc_context({"svg.hashsalt": "nearplane", "font.size": 11, "savefig.facecolor": "white"}):

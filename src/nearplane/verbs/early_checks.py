@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nearplane.errors import CalibrationError, ModelError, RecipeError
+from nearplane.errors import INSTALL, CalibrationError, ModelError, RecipeError
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import FILE_FORMATS
 from nearplane.recipe.sizes import Limits, check_room
@@ -69,7 +69,7 @@ def check_evaluate_tasks(
         raise RecipeError("--tasks is empty; expected names of lm-eval's tasks, for example winogrande,truthfulqa_mc1.")
     for package in ("lm_eval", "accelerate"):  # lm-eval's module for networks needs the second
         if find_spec(package) is None:
-            raise RecipeError(f'--tasks needs the package {package}. Run pip install "nearplane[eval]"')
+            raise RecipeError(f"--tasks needs the package {package}. Run {INSTALL['eval']}.")
     check_named(_path(model), _path(against))
     if task_path is not None:
         check_path("--task-path", task_path)
@@ -195,9 +195,7 @@ def check_plot(out: str | Path) -> None:
     try:
         import matplotlib  # noqa: F401  only drawing needs it
     except ImportError as error:
-        raise RecipeError(
-            "Figures need matplotlib, which is not installed. Run pip install 'nearplane[figures]'."
-        ) from error
+        raise RecipeError(f"Figures need matplotlib, which is not installed. Run {INSTALL['figures']}.") from error
     if Path(out).is_dir():
         raise RecipeError(f"{out} is a folder; expected the name of a figure file. Choose another name.")
     check_writable(Path(out).parent)

@@ -1,6 +1,6 @@
 """evaluate_tasks(): answers of a model to lm-eval's tasks, beside the original's answers to the same documents.
 
-lm-eval, which `pip install "nearplane[eval]"` brings, makes the prompts, runs the network and scores each document.
+lm-eval, which `pip install ".[eval]"` brings, makes the prompts, runs the network and scores each document.
 Networks are loaded as `evaluate` loads them: decoded, in float32; model objects run as they are.
 """
 

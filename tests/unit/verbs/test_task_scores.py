@@ -57,7 +57,7 @@ def test_mcnemar_is_exact(lost, won, p):
         ({"tasks": []}, "--tasks is empty"),
         ({"limit": 0}, "limit is 0"),
         ({"fewshot": -1}, "fewshot is -1"),
-        ({}, r'Run pip install "nearplane\[eval\]"'),
+        ({}, r'Run pip install "lm_eval\[hf\]'),
         ({"installed": True, "task_path": MODEL}, "contains no .yaml file"),
     ],
 )

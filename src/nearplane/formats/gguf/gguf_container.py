@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import INSTALL, FormatError, RecipeError
 from nearplane.formats.container import Container, Format, Kind, Place
 from nearplane.formats.gguf.architecture import architecture_of, rope_factors, tell
 from nearplane.formats.gguf.gguf_header import (
@@ -52,7 +52,6 @@ from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import INCOMPLETE, RECORD
 from nearplane.system.safetensors_files import DTYPE_NAMES
 
-INSTALL = 'pip install "nearplane[gguf]"'
 EMBEDDING_TENSORS = ("token_embd.weight", "output.weight")
 logger = logging.getLogger("nearplane")
 
@@ -66,7 +65,7 @@ def gguf_package() -> ModuleType:
     try:
         import gguf
     except ImportError as error:
-        raise RecipeError(f"--format gguf needs the package gguf. Run {INSTALL}.") from error
+        raise RecipeError(f"--format gguf needs the package gguf. Run {INSTALL['gguf']}.") from error
     logging.getLogger("gguf").setLevel(logging.ERROR)
     package: ModuleType = gguf
     return package
