@@ -334,5 +334,5 @@ def rows_of(name: str, quantized: Seen, original: Seen | None) -> Rows | RoutedR
             f"{name} receives {len(X)} tokens in the original network and {len(X_hat)} in the quantized network, as routed "
             f"experts do. Leave the layer unquantized with --ignore, or use --no-correct."
         )
-    residual = {layer: original.added[layer] - r_hat for layer, r_hat in quantized.added.items()}
+    residual = {layer: wide(original.added[layer]) - r_hat for layer, r_hat in quantized.added.items()}
     return Rows(X_hat=X_hat, X=X, residual=residual)

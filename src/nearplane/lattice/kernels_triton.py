@@ -153,8 +153,8 @@ def _search(
     least = tl.full((G,), float("inf"), weights.dtype.element_ty)
     chosen = tl.zeros((G,), tl.int64)
     for c in range(candidates):
-        s = tl.load(scale + c * n + i, mask=here, other=1.0)
-        z = tl.load(zero + c * n + i, mask=here, other=0.0)
+        s = tl.load(scale + i, mask=here, other=1.0)
+        z = tl.load(zero + i, mask=here, other=0.0)
         error = tl.zeros((G,), weights.dtype.element_ty)
         for first in range(0, size, K):
             inside = here[:, None] & (first + k < size)[None, :]
@@ -166,4 +166,5 @@ def _search(
         better = error < least
         chosen = tl.where(better, c, chosen)
         least = tl.where(better, error, least)
+        scale, zero = scale + n, zero + n  # c * n may exceed 2^31 in embeddings
     tl.store(best + i, chosen, mask=here)

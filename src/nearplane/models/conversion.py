@@ -173,7 +173,7 @@ class Weights:
             ModelError: A tensor is unreadable or has the wrong shape.
             NumericalError: A tensor is not finite; the message names it.
         """
-        empties, finite = self._stored(root, prefix, without), dict[str, Tensor]()
+        empties, finite = self._stored(root, prefix, without), list[tuple[str, Tensor]]()
         for load, tensors in self.read(root, prefix, without=without) if loaded is None else loaded:
             source = load.sources[0][0]
             for target, tensor in tensors.items():
@@ -184,10 +184,10 @@ class Weights:
                 kept = dtype if isinstance(empty, nn.Parameter) else empty.dtype
                 tensor = _converted(tensor.to(device, non_blocking=True), empty, kept, source)
                 if tensor.is_floating_point():
-                    finite[f"{source} contains NaN or Inf in {tensor.dtype}"] = torch.isfinite(tensor).all()
+                    finite.append((f"{source} contains NaN or Inf in {tensor.dtype}", torch.isfinite(tensor).all()))
                 _put(root, [place.removeprefix(prefix) for place in places], tensor)
-        if finite and not torch.stack([*finite.values()]).all():  # a device is waited for once
-            fault = next(fault for fault, fine in finite.items() if not fine)
+        if finite and not torch.stack([fine for _, fine in finite]).all():  # a device is waited for once
+            fault = next(fault for fault, fine in finite if not fine)
             raise NumericalError(f"{fault}. Fetch the folder again.")
         self._compute(root, prefix, device, dtype)
 

@@ -391,12 +391,8 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
     given = {name: value for name, value in options.items() if value is not None}
     format = find_format(str(given.get("grid")))
     title = f"--grid {given['grid']}" if "grid" in given else f"--size {given.get('size')} of a GGUF"
-    within(
-        "format",
-        into,
-        isinstance(into, str | None) and into in FILE_FORMATS,
-        f"one of {', '.join(filter(None, FILE_FORMATS))} or None",
-    )
+    written = isinstance(into, str | None) and into in FILE_FORMATS
+    within("format", into, written, f"one of {', '.join(filter(None, FILE_FORMATS))} or None")
     in_blocks = FILE_FORMATS[into].for_llama_cpp
     if in_blocks and not given.keys() & {"grid", "size", "rate"}:
         bits = given.get("bits", DEFAULT_BITS)

@@ -55,7 +55,7 @@ class TunedNetwork:
         hold: bool = False,
         keep: Keep = list,
     ) -> None:
-        self._model, self._hold, self._tokens = model, hold, cut.windows.split(cut.batch)
+        self._model, self._hold, self._keep, self._tokens = model, hold, keep, cut.windows.split(cut.batch)
         self._device = device = next(leaf.device for each in matrices.values() for leaf in each.trained().values())
         self._ends = dict(ends or {})
         first = None if model.embeddings is None else self._ends.get(f"{model.embeddings.name}.weight")
@@ -85,10 +85,11 @@ class TunedNetwork:
     def divergence(self, batches: Iterable[int]) -> Divergence:
         """Return the divergence of the quantized network's predictions from the original model's."""
         numbers = list(batches)
-        hidden = [self._entering[i] for i in numbers]
+        hidden = self._keep(self._entering[i] for i in numbers)
         for block in self._blocks:
             tensors = block.tensors()
-            hidden = [self.forward(block, tensors, i, x) for i, x in zip(numbers, hidden, strict=True)]
+            for at, i in enumerate(numbers):
+                hidden[at] = self.forward(block, tensors, i, hidden[at])
         after, total = self._values_after(), Divergence()
         for i, x in zip(numbers, hidden, strict=True):
             original = self._original[i]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel, GPT2Model, PreTrainedModel, PreTrainedTokenizerFast
 
 from families import FAMILIES, config_of
 from nearplane.errors import ModelError, NumericalError
@@ -176,6 +176,18 @@ def test_weights_that_are_not_finite_are_named(bad: float, saved: Saved, tmp_pat
     with model.blocks[0].on("cpu", torch.float64):
         pass
     with pytest.raises(NumericalError, match=f"{NORM} contains NaN or Inf"), model.blocks[1].on("cpu", torch.float64):
+        pass
+
+
+def test_a_part_of_a_split_tensor_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    """One stored tensor has queries, keys and values, of which only the first are NaN."""
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+    AutoModel.from_config(AutoConfig.for_model("nomic_bert", **sizes)).save_pretrained(tmp_path)
+    name = "encoder.layers.0.attn.Wqkv.weight"
+    joined = load_file(tmp_path / "model.safetensors")[name]
+    joined[0] = torch.nan
+    model = open_model(str(changed(tmp_path, tmp_path / "changed", name, joined)))
+    with pytest.raises(NumericalError, match=f"{name} contains NaN or Inf"), model.blocks[0].on("cpu", torch.float32):
         pass
 
 

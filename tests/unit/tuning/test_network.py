@@ -109,10 +109,9 @@ def test_memory_needed_counts_what_is_not_quantized_in_blocks(tmp_path):
 @pytest.mark.parametrize("hold", [False, True])
 def test_a_gpu_adds_in_a_fixed_order_and_is_waited_for_once_a_step_for_gradients(hold, tmp_path, generator):
     random_model(config_of("llama")).float().save_pretrained(tmp_path)
-    model, place = open_model(str(tmp_path)), torch.device("pretend:0")
-    steps = Steps(format=integers(3, 8), search="mse", storage=torch.float16)
+    model, steps = open_model(str(tmp_path)), Steps(format=integers(3, 8), search="mse", storage=torch.float16)
     with pretended() as gpu, Unordered() as seen:
-        matrices = {}
+        matrices, place = {}, torch.device("pretend:0")
         for block in model.blocks:
             with block.on(place, torch.float32, original=False):
                 for layer in block.quantized_layers():
