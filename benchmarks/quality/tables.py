@@ -51,7 +51,7 @@ ORDER = (
 def measure(asked: argparse.Namespace) -> None:
     """Measure all cells that were asked for and are not in the file."""
     if find_spec("gguf") is None:
-        sys.exit('gguf is not installed. Run pip install "nearplane[gguf]"')
+        sys.exit("gguf is not installed. Run pip install gguf")
     import torch
     from cells import TOOLS, Bench, chosen, plan, subjects
 
