@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
 
-from rows import Estimate, Row, average, paired, read, table, where
+from rows import Estimate, Row, average, failure, paired, read, table, where
 
 ROWS = Path(__file__).parents[2] / "docs" / "results" / "tables.jsonl"
 MODELS = ("study", "demo", "babyllama105")
@@ -220,8 +219,7 @@ def main() -> None:
     failed = [row for row in everything if "error" in row]
     print("\n## What failed\n" if failed else "", end="")
     for row in failed:
-        said = f"- {row['model']}, {row['tool']}, {row['setting']}, calibration {row['calibration']}: {row['error']}"
-        print("\n" + fill(said, 120, subsequent_indent="  ", break_long_words=False))
+        print("\n" + failure(row))
 
 
 if __name__ == "__main__":

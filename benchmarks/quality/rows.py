@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from textwrap import fill
 from typing import Any
 
 Row = dict[str, Any]
@@ -121,6 +122,12 @@ def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]
     """Yield the lines of a markdown table."""
     for line in (heads, ["---"] * len(heads), *lines):
         yield f"| {' | '.join(line)} |"
+
+
+def failure(row: Row) -> str:
+    """Return the lines of a list that say what failed."""
+    cell = f"{row['model']}, {row['tool']}, {row['setting']}, calibration {row['calibration']}"
+    return fill(f"- {cell}: {row['error']}", 120, subsequent_indent="  ", break_long_words=False)
 
 
 def where(rows: Iterable[Row], **values: Any) -> list[Row]:

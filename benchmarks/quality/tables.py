@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rows import Estimate, Row, append, average, claimed, key, paired, read, table, where
+from rows import Estimate, Row, append, average, claimed, failure, key, paired, read, table, where
 
 if TYPE_CHECKING:  # it imports torch
     from cells import Batch, Bench, Subject
@@ -139,7 +139,7 @@ def show(asked: argparse.Namespace) -> None:
     failed = [row for row in rows if "error" in row]
     print("\n## What failed\n" if failed else "", end="")
     for row in failed:
-        print(f"\n- {row['model']}, {row['tool']}, {row['setting']}, calibration {row['calibration']}: {row['error']}")
+        print("\n" + failure(row))
 
 
 def untuned(rows: list[Row], tools: list[str]) -> Iterator[str]:

@@ -55,6 +55,15 @@ def stopped_after_a_step(run):
             run()
 
 
+def assert_goes_on(run):
+    """Stop a run into a folder on a GPU after a step of training; it goes on as one that was not stopped."""
+    with pretended():
+        stopped_after_a_step(lambda: run("out"))
+        record = run("out")
+        assert checksums(record) == checksums(run("not stopped"))
+    assert record.device == "pretend:0, Pretended GPU"
+
+
 def checksums(record):
     return [layer.checksum for layer in record.layers]
 
@@ -69,11 +78,7 @@ def test_a_tuning_on_a_gpu_goes_on_with_the_states_on_disk(model, tmp_path, monk
         words = dict(against=model, calibration=WINDOWS, steps=2, device="pretend:0")
         return nearplane.tune(tmp_path / "solved", tmp_path / out, **words)
 
-    with pretended():
-        stopped_after_a_step(lambda: run("out"))
-        record = run("out")
-        assert checksums(record) == checksums(run("not stopped"))
-    assert record.device == "pretend:0, Pretended GPU"
+    assert_goes_on(run)
 
 
 @pytest.mark.nightly
@@ -85,11 +90,7 @@ def test_quantizing_and_tuning_on_a_gpu_go_on_together(model, tmp_path, every_st
         words = dict(calibration=WINDOWS, tune="network", device="pretend:0")
         return nearplane.quantize(model, tmp_path / out, **words, **way)
 
-    with pretended():
-        stopped_after_a_step(lambda: run("out"))
-        record = run("out")
-        assert checksums(record) == checksums(run("not stopped"))
-    assert record.device == "pretend:0, Pretended GPU"
+    assert_goes_on(run)
 
 
 @pytest.mark.nightly
