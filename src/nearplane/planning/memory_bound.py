@@ -32,12 +32,9 @@ COMPARED_COPIES = 5  # of logits when predictions are compared: both log-probabi
 ROUNDING_COPIES = 5  # of the input of a layer, while it is rounded
 READ_BLOCKS = 2  # blocks in memory of a GPU's host: the one that is sent, and the next one
 PACKED_BYTES = 16  # per weight of a layer, while its codes are packed and compared on a GPU's host
-SENT_STATES = (
-    2  # batches of each network's hidden states on a GPU while the others lie elsewhere: one is used, one is sent
-)
-SCORE_COPIES = (
-    4  # of attention's weights (heads, seqlen, seqlen) in a backward pass on a GPU, see `repeatable_backward`
-)
+SENT_STATES = 2  # batches of each network's hidden states on a GPU while the others lie on its host: one used, one sent
+# copies of attention's weights (heads, seqlen, seqlen) in a backward pass on a GPU, see `repeatable_backward`
+SCORE_COPIES = 4
 BACKWARD_COPIES = 6  # of a forward pass's largest activations, which a backward pass keeps
 
 
