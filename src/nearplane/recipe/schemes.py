@@ -157,8 +157,8 @@ class GridScheme(Scheme):
 
     @property
     def tunable(self) -> bool:
-        """Whether codes and steps can be trained: integers can, formats of levels cannot yet."""
-        return self.grid is None
+        """Whether codes or steps can be trained: integers and four-bit floats can, 8-bit floats cannot."""
+        return self.grid is None or self.number_format.bits == 4
 
     @property
     def misfit(self) -> str:

@@ -23,6 +23,8 @@ from nearplane.calibration.windows import default_seqlen, extra_windows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import Grid, ProductGrid
+from nearplane.lattice.octaves import OctaveGrid
+from nearplane.lattice.shared_grid import SharedGrid
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.models.kinds import has_head
 from nearplane.models.model import Model
@@ -33,6 +35,7 @@ from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.device import Device
 from nearplane.system.memory import free_memory
 from nearplane.system.named_texts import text_to_calibrate_on
+from nearplane.tuning.levels import TunedLevels
 from nearplane.tuning.network import needed, norms_of
 from nearplane.tuning.parameters import TunedBlocks, TunedLadders, TunedLayer, TunedMatrix, TunedVector
 from nearplane.tuning.settings import CODE_BITS, Split, split
@@ -98,14 +101,16 @@ class Checkpoint:
 
 TUNED_TYPES: Mapping[type, Callable[[LayerRecord, Any, torch.dtype, bool], TunedLayer]] = {
     Grid: lambda layer, matrix, storage, codes: TunedMatrix(layer.name, matrix, storage, codes=codes),
+    SharedGrid: lambda _, matrix, __, codes: TunedLevels(matrix, codes=codes),
+    OctaveGrid: lambda _, matrix, __, codes: TunedLevels(matrix, codes=codes),
     SuperGrid: lambda _, matrix, storage, codes: TunedBlocks(matrix, storage, codes=codes),
     ProductGrid: lambda layer, matrix, _, codes: TunedLadders(matrix, layer.rate, codes=codes),
 }  # by type of grid: from a layer's record, its matrix, the dtype of steps and whether codes are trained
 
 
 def trains_codes(layer: LayerRecord) -> bool:
-    """Return whether the codes of a layer are trained: entropy-coded codes, and codes of few bits."""
-    return layer.number_format.bits <= CODE_BITS
+    """Return whether the codes of a layer are trained: entropy-coded codes, codes of few bits, and four-bit floats."""
+    return layer.number_format.bits <= CODE_BITS or layer.number_format.levels is not None
 
 
 def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, length: int) -> Tensor:
@@ -186,7 +191,12 @@ def _may_move(recipe: Recipe, name: str) -> bool:
     scheme = recipe.scheme_of(name)
     if isinstance(scheme, BlockScheme):
         return scheme.measured or scheme.number_format.bits <= CODE_BITS
-    return not isinstance(scheme, GridScheme) or recipe.allocate == "slope" or scheme.bits < CODE_BITS + 1
+    return (
+        not isinstance(scheme, GridScheme)
+        or recipe.allocate == "slope"
+        or scheme.bits < CODE_BITS + 1
+        or scheme.number_format.levels is not None
+    )
 
 
 def check_model(model: Model, record: RunRecord, stored: Stored) -> None:

@@ -258,8 +258,7 @@ class _Run:
 
 def _beside(tuned: Tuned, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state as read from disk on the device of the tensors it is of."""
-    device = next(iter(tuned.trained().values())).device
-    return {name: part.to(device) if isinstance(part, torch.Tensor) else part for name, part in state.items()}
+    return {name: part.to(tuned.device) if isinstance(part, torch.Tensor) else part for name, part in state.items()}
 
 
 def mean_kl(network: TunedNetwork, batches: Sequence[int]) -> float:

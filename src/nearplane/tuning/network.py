@@ -56,7 +56,7 @@ class TunedNetwork:
         keep: Keep = list,
     ) -> None:
         self._model, self._hold, self._keep, self._tokens = model, hold, keep, cut.windows.split(cut.batch)
-        self._device = device = next(leaf.device for each in matrices.values() for leaf in each.trained().values())
+        self._device = device = next(iter(matrices.values())).device
         self._ends = dict(ends or {})
         first = None if model.embeddings is None else self._ends.get(f"{model.embeddings.name}.weight")
         stream = skeleton(model, self._tokens, device=device, dtype=torch.float32, embeddings=first, keep=keep)

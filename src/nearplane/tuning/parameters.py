@@ -3,6 +3,8 @@
     value = step * (code - zero)      step = stored(step_0 * exp(2^-bits s)),  code = clipped(round(code_0 + 2^-bits v))
     norm  = stored(norm_0 + 2^-bits rms(norm_0) t)
 
+Four-bit floats are in `levels.py`.
+
 On llama.cpp's grids the integers `sc` and `m` of groups are not trained. Of entropy-coded weights the scales of rows and columns
 are not: finer ladders would take more bytes than they are worth (docs/log.md), and norms are trained instead. Their codes have no
 limits; `Pressure`, a price for every bit, keeps them small.
@@ -91,6 +93,11 @@ class TunedLayer(ABC):
     def _numbers(self, grid: Any) -> dict[str, Any]:
         """Return the trained numbers of a grid."""
         return {name: getattr(grid, name) for name in self._names}
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all tensors."""
+        return self._codes.device
 
     @torch.no_grad()
     def lean(self, W: Tensor) -> None:
@@ -357,6 +364,11 @@ class TunedVector:
         size = float(self._start.square().mean().sqrt())
         self._unit = unit * (size if size > 0 else 1.0)
         self._t = torch.zeros(weights.shape, device=device, requires_grad=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all tensors."""
+        return self._t.device
 
     def trained(self) -> dict[str, Tensor]:
         """Return `t` (width,)."""

@@ -134,8 +134,8 @@ def check_recipe(recipe: Recipe, called: str) -> None:
     for scheme in (recipe.scheme, *(each.scheme for each in recipe.layers)):
         if not scheme.tunable:
             raise RecipeError(
-                f"{called} cannot be tuned: it has weights in {scheme.number_format.name}, not integers or entropy-coded weights. "
-                f"Quantize with --bits or --rate."
+                f"{called} cannot be tuned: it has weights in {scheme.number_format.name}, and 8-bit floats are not trained. "
+                f"Quantize with --bits, --rate, or --grid nvfp4 or mxfp4."
             )
     if getattr(recipe.scheme, "size", None) is not None:
         raise RecipeError(
