@@ -21,7 +21,7 @@ MLX = ("mlx3", "mlx4", "mlx5", "mlx6")
 TUNED = (*FOUR_BITS, "mlx3", "mlx4")
 OBSERVERS = ("llm-compressor", "llm-compressor, mse")
 UNCALIBRATED = ("nearest", "mlx_lm")
-JOINED = "nearplane, two_sided=True"  # the default with four-bit floats; their rows of "nearplane" are from before
+APART = "nearplane, two_sided=False"  # rows of four-bit floats that do not compensate for each other
 ACTIVATIONS = {
     "nvfp4": "fp4",
     "mxfp4": "fp4",
@@ -37,7 +37,7 @@ standard error of the mean. Ratios of KL are over pairs with the same calibratio
 inputs are rounded too, a table of its own says so.
 
 - *nearest* is nearplane with `--solver round-to-nearest`, *solved* is nearplane by its defaults, *tuned* is `tune` on
-  the calibration's own tokens after that. `tune` trains integers only, so NVFP4 and MXFP4 are not tuned.
+  the calibration's own tokens after that. `tune` does not train 8-bit floats.
 - *llm-compressor* is its GPTQ in the same format with the better of two observers, `memoryless_minmax` and one that
   searches (`nvfp4_expanded_mse` for NVFP4, else `memoryless_mse`). It runs on the CPU.
 - *mlx_lm* is `mlx_lm.convert`, *mlx_lm, gptq* its GPTQ, which has 2, 4 and 8 bits. mlx3 to mlx6 are 3 to 6 bits in
@@ -50,8 +50,8 @@ the layers of babyllama105, and nearplane refuses it there."""
 TOGETHER = """
 ## Rows that compensate for each other
 
-With NVFP4 and MXFP4 this is the default (`two_sided`). *Solved* above is with it; these rows were measured with `--set
-two_sided=true`, before it became the default. A busy machine measured the CPU seconds.
+With NVFP4 and MXFP4 this is the default (`two_sided`), and *solved* above is with it. *Rows apart* are with `--set
+two_sided=false`. A busy machine measured the CPU seconds.
 """
 ROUNDED = """
 ## Rounded inputs
@@ -96,8 +96,6 @@ def cells(rows: list[Row], setting: str) -> dict[str, list[Row]]:
     """Return the rows of every column in one format; of llm-compressor those of the observer with the lower mean."""
     found = {tool: where(rows, setting=setting, tool=tool) for tool in COLUMNS}
     observed = [some for tool in OBSERVERS if (some := where(rows, setting=setting, tool=tool))]
-    if setting in FOUR_BITS:
-        found["nearplane"] = where(rows, setting=setting, tool=JOINED)
     found["llm-compressor"] = min(observed, key=lambda some: average([row["kl"] for row in some]).value, default=[])
     return found
 
@@ -167,12 +165,8 @@ def joined(rows: list[Row], models: list[str]) -> Iterator[str]:
     lines = []
     for model in models:
         for setting in FOUR_BITS:
-            new = where(rows, model=model, setting=setting, tool=JOINED)
-            old = [
-                row
-                for row in where(rows, model=model, setting=setting, tool="nearplane")
-                if row["text"] in {each["text"] for each in new}
-            ]
+            new = where(rows, model=model, setting=setting, tool="nearplane")
+            old = where(rows, model=model, setting=setting, tool=APART)
             if old:
                 both = next(iter(paired(old, new).values()))
                 spent = [f"{average([row['cpu'] for row in some]).value:.0f} s" for some in (old, new)]
