@@ -36,12 +36,12 @@ def nearplane() -> Callable[[SimpleNamespace], None]:
 
 
 def tuned() -> Callable[[SimpleNamespace], None]:
-    """Our own with `tune`, by its defaults, on the same tokens."""
+    """Our own with `tune`, by its defaults, on the same tokens or on more."""
     from nearplane import quantize, tune
 
     def run(task: SimpleNamespace) -> None:
         tokens, solved = _tokens(task), f"{task.out}-solved"
-        quantize(task.model, solved, calibration=tokens, overwrite=True, **task.recipe)
+        quantize(task.model, solved, calibration=tokens[: task.solved], overwrite=True, **task.recipe)
         tune(solved, task.out, against=task.model, calibration=tokens, overwrite=True)
 
     return run

@@ -45,6 +45,8 @@ SCHEMES = {  # scheme of llm-compressor with the same weights
     "int8": "W8A8",
 }  # fmt: skip
 MLX = ("mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8")  # the digit is the number of bits
+MORE = 5  # times the tokens of a calibration, by default those of `tune`
+ON_MORE = ", 5 x tokens"
 TOOLS = {  # function of worker.py, environment, search for steps
     "nearplane": ("nearplane", None, 0.0),
     "nearest": ("nearplane", None, 0.0),
@@ -55,6 +57,9 @@ TOOLS = {  # function of worker.py, environment, search for steps
     "nearplane tuned": ("nearplane tuned", None, 0.0),
     "GPTQModel, mse": ("gptqmodel", "gptqmodel", 2.4),
     "llm-compressor, mse": ("llmcompressor", "llmcompressor", 1.0),
+    f"nearplane tuned{ON_MORE}": ("nearplane tuned", None, 0.0),
+    f"llm-compressor{ON_MORE}": ("llmcompressor", "llmcompressor", 0.0),
+    f"llm-compressor, mse{ON_MORE}": ("llmcompressor", "llmcompressor", 1.0),
     "mlx_lm": ("mlx_lm", "mlx", 0.0),
     "mlx_lm, gptq": ("mlx_lm gptq", "mlx", 0.0),
 }
@@ -145,8 +150,10 @@ class Subject:
         """Held-out windows by kind of text."""
         return {kind: windows[: self.windows // len(self.texts)] for kind, windows in self.streams[True].items()}
 
-    def calibration(self, number: int) -> Tensor:
-        """Return windows (samples, seqlen) of a calibration."""
+    def calibration(self, number: int, times: int = 1) -> Tensor:
+        """Return windows (samples, seqlen) of a calibration, or so many times as many, of which they are the first."""
+        if times > 1:
+            return torch.cat([self.calibration(number + each) for each in range(times)])
         count = self.samples // len(self.texts)
         places = torch.arange(number * count, (number + 1) * count)
         parts = [windows[places % len(windows)] for windows in self.streams[False].values()]
@@ -301,7 +308,7 @@ class Bench:
             "tool": self.label(batch.tool),
             "calibration": batch.calibration, "commit": commit(), "version": version(python, function),
         }  # fmt: skip
-        windows = subject.calibration(batch.calibration)
+        windows = subject.calibration(batch.calibration, MORE if batch.tool.endswith(ON_MORE) else 1)
         if function == "llama.cpp":
             results = self._by_llama(subject, windows, batch.settings, python)
         else:
@@ -324,7 +331,8 @@ class Bench:
         tasks = []
         for setting in batch.settings:
             task = {"model": str(subject.folder), "warm": warm, "tokens": str(tokens), "out": str(self.place / setting)}
-            tasks.append(task | asked(subject, setting, options) | {"iterations": ITERATIONS, "search": search})
+            task |= {"iterations": ITERATIONS, "search": search, "solved": subject.samples}
+            tasks.append(task | asked(subject, setting, options))
             warm = None  # the first task alone begins with a run on one block
         began = cpu_seconds()
         spent = run_tasks(function, tasks, self.place, python, self.core)

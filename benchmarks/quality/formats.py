@@ -53,6 +53,12 @@ TOGETHER = """
 With NVFP4 and MXFP4 this is the default (`two_sided`), and *solved* above is with it. *Rows apart* are with `--set
 two_sided=false`. A busy machine measured the CPU seconds.
 """
+ON_MORE = """
+## Tuned on five times the tokens
+
+`nearplane tune` takes five times the tokens of the calibration by default. Here the solve has the calibration's tokens,
+and tuning has five times as many, of which the calibration's are the first. llm-compressor has all of them.
+"""
 ROUNDED = """
 ## Rounded inputs
 
@@ -174,6 +180,22 @@ def joined(rows: list[Row], models: list[str]) -> Iterator[str]:
     return table(("model", "format", "rows apart", "rows together", "ratio", "CPU seconds of the run"), lines)
 
 
+def on_more(rows: list[Row], models: list[str]) -> Iterator[str]:
+    """Yield the table of KL as tuned on more tokens, beside that of llm-compressor on as many, over pairs."""
+    lines = []
+    for model in models:
+        for setting in FOUR_BITS:
+            here = where(rows, model=model, setting=setting)
+            observed = [some for tool in OBSERVERS if (some := where(here, tool=f"{tool}, 5 x tokens"))]
+            theirs = min(observed, key=lambda some: average([row["kl"] for row in some]).value, default=[])
+            solved, tuned = where(here, tool="nearplane"), where(here, tool="nearplane tuned, 5 x tokens")
+            if tuned:
+                ratios = [shown(next(iter(paired(old, tuned).values()), None)) for old in (theirs, solved)]
+                lines.append((model, setting, *(figure(each, "kl") for each in (theirs, solved, tuned)), *ratios))
+    heads = "model", "format", "llm-compressor", "solved", "tuned", "tuned / llm-compressor", "tuned / solved"
+    return table(heads, lines)
+
+
 def activations(rows: list[Row], models: list[str]) -> Iterator[str]:
     """Yield the table of KL where runtimes round inputs too, beside that of the weights alone."""
     lines = []
@@ -208,6 +230,8 @@ def main() -> None:
         print("\n".join(of_model(of_it, [setting for setting in known if where(of_it, setting=setting)])))
     print(TOGETHER)
     print("\n".join(joined(rows, models)))
+    print(ON_MORE)
+    print("\n".join(on_more(rows, models)))
     print(ROUNDED)
     print("\n".join(activations(rows, models)))
     failed = [row for row in everything if "error" in row]

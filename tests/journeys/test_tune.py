@@ -240,6 +240,13 @@ def test_tokens_given_in_python_are_tuned_on(model_of, tmp_path, generator):
     record = nearplane.quantize(original, tmp_path / "out", calibration=tokens, tune="network", **words)
     assert record.tuning.windows + record.tuning.held_windows == 20 - record.extra_windows
     assert not verify(tmp_path / "out", against=original, calibration=tokens).faults
+    more = torch.cat([tokens, torch.randint(3, TEXT_VOCABULARY, (40, 24), generator=generator)])
+    nearplane.quantize(original, tmp_path / "solved", calibration=tokens, **words)
+    tuned = nearplane.tune(tmp_path / "solved", tmp_path / "more", against=original, calibration=more)
+    assert tuned.text == record.text
+    assert tuned.tuning.found == 60
+    assert tuned.tuning.windows > 20
+    assert not verify(tmp_path / "more", against=original, calibration=more).faults
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         if given is None:
             refuse_unrecorded(options.calibration)
         raise CalibrationError(f"{type(model.network).__name__} {EXPECTED_INPUTS[kind]}")
-    windows = None if given is None else given.tokens
+    windows = None if given is None or given.tokens is None else given.tokens[: options.samples]  # `tune` takes more
     if windows is not None and kind is InputKind.IMAGES:
         seqlen = _images(model, recipe, windows)
     elif isinstance(windows, Spoken):

@@ -75,7 +75,8 @@ def tune(
         source: Folder that `quantize` wrote with bits, grid or rate; not with a size, nor with coded embeddings or head.
         out: Folder to write.
         against: The original model.
-        calibration: The calibration text of `source`, in any form that `quantize` accepts. None: the text in its recipe.
+        calibration: The calibration text of `source`, in any form that `quantize` accepts, or token ids that begin with its
+            own. None: the text in its recipe.
         samples: Number of windows. None: five times as many as in calibration, or fewer if the text is shorter.
         seqlen: Tokens per window. None: as in calibration.
         steps: Number of optimizer steps. None: each training window is used once, or several times if there are few.
