@@ -88,12 +88,13 @@ def codes_of(packed: PackedMatrix) -> NDArray[np.int32]:
     """Return the codes (out, in) of a packed matrix."""
     ordered = np.empty(packed.shape, np.int64)
     for group in packed.groups:
-        width = group.stop - group.start
-        if group.nibbles:
-            both = np.stack([group.array & 15, group.array >> 4], 2).reshape(packed.shape[0], -1)
-            ordered[:, group.start : group.stop] = both[:, :width].astype(np.int64) - 8
+        start, stop, nibbles, first, width = group
+        array = packed.codes[first : first + packed.shape[0] * width].reshape(-1, width)
+        if nibbles:
+            both = np.stack([array & 15, array >> 4], 2).reshape(packed.shape[0], -1)
+            ordered[:, start:stop] = both[:, : stop - start].astype(np.int64) - 8
         else:
-            ordered[:, group.start : group.stop] = group.array
+            ordered[:, start:stop] = array.view(np.int8)
     codes = np.empty_like(ordered)
     codes[packed.row_order[:, None], packed.column_order[None, :]] = ordered
     codes[packed.patch_rows, packed.patch_columns] += packed.patch_delta

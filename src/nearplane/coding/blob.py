@@ -6,18 +6,18 @@ import math
 import os
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nearplane.coding.bit_stream import DAMAGED, varint
+from nearplane.coding.bit_stream import DAMAGED, BitReader, varint
 from nearplane.coding.chunk import Patches
 from nearplane.coding.encoder_choices import Choices, choose, payload_bits, tally
 from nearplane.coding.header_bits import read_header, read_shape, write_header
 from nearplane.coding.layout import MAX_EXPONENT, MAX_SIDE, TANS, VERSION, Header, Layout, chunk_edges, frequencies
 from nearplane.coding.packed_matrix import PackedMatrix, pack
-from nearplane.coding.payload import decode_chunks, encode_chunks, run
+from nearplane.coding.payload import Streams, decode_chunks, encode_chunks, read_streams, run
 from nearplane.coding.symbols import scatter
 from nearplane.errors import FormatError
 
@@ -247,12 +247,17 @@ def _contents(header: Header, codes: NDArray[np.int32]) -> Contents:
     )
 
 
+def scales_of(header: Header) -> Contents:
+    """Return the scales of a header; all codes are 0."""
+    return _contents(header, np.broadcast_to(np.int32(0), header.shape))
+
+
 def decode_packed(
     blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None, shape: tuple[int, int] | None = None
 ) -> PackedMatrix:
     """Return the matrix in the form of a runtime: nibbles or int8 by groups of columns, and patches. See `decode`."""
     header, arrangement, symbols, patches = _symbols(blob, name, threads, shape)
-    scales = _contents(header, np.broadcast_to(np.int32(0), header.shape))
+    scales = scales_of(header)
     return pack(arrangement, symbols, patches, scales.column_scale, scales.row_scale)
 
 
@@ -260,11 +265,32 @@ def _symbols(
     blob: NDArray[np.uint8], name: str, threads: int | None, shape: tuple[int, int] | None
 ) -> tuple[Header, Layout, NDArray[np.uint8], Patches]:
     """Decode all symbols, and the patches that are added to escaped codes."""
+    header, arrangement, bits = _read_header(blob, name, shape)
+    return header, arrangement, *decode_chunks(bits, header, arrangement, _thread_count(threads, arrangement))
+
+
+class Coded(NamedTuple):
+    """A blob of which everything is read but the lanes."""
+
+    header: Header
+    layout: Layout
+    streams: Streams
+
+
+def streams_of(blob: NDArray[np.uint8], name: str) -> Coded:
+    """Read everything but the lanes, and check all checksums. See `decode`."""
+    header, arrangement, bits = _read_header(blob, name, None)
+    return Coded(header, arrangement, read_streams(bits, header, arrangement))
+
+
+def _read_header(
+    blob: NDArray[np.uint8], name: str, shape: tuple[int, int] | None
+) -> tuple[Header, Layout, BitReader]:
+    """Check the form of a blob, and read its header."""
     if blob.dtype != np.uint8 or blob.ndim != 1:
         raise ValueError(f"A coded matrix must be one-dimensional uint8; got {blob.ndim} dimensions of {blob.dtype}.")
     blob = np.require(blob, requirements=["C", "W"])  # kernels are compiled for writable memory only
     stored = shape_of(blob, name=name)
     if shape is not None and tuple(shape) != stored:
         raise FormatError(f"{name} has {stored[0]} x {stored[1]} weights, expected {shape[0]} x {shape[1]}. {DAMAGED}")
-    header, arrangement, bits = read_header(blob, name)
-    return header, arrangement, *decode_chunks(bits, header, arrangement, _thread_count(threads, arrangement))
+    return read_header(blob, name)

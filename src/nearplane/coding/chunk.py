@@ -28,6 +28,16 @@ class Patches(NamedTuple):
     delta: NDArray[np.int64]  # (patches,) number to add to the code
 
 
+class Heads(NamedTuple):
+    """What stands in chunks before their lanes."""
+
+    counts: NDArray[np.int64]  # (chunks,) number of escapes
+    values: NDArray[np.int64]  # (escapes,) codes of the escapes of all chunks
+    firsts: NDArray[np.int64]  # (chunks,) first byte of the first lane in the blob
+    lengths: NDArray[np.int64]  # (chunks, 8) see `Lanes`
+    words: NDArray[np.int64]  # (chunks, 8)
+
+
 @compiled()
 def _copy(source: NDArray[np.uint8], target: NDArray[np.uint8]) -> None:
     """Copy bytes to the beginning of `target`; an assignment to a slice would take three seconds to compile."""
@@ -104,6 +114,44 @@ def _read_lanes(chunk: NDArray[np.uint8], at: int, lanes: Lanes) -> tuple[int, i
 
 
 @compiled()
+def _read_head(chunk: NDArray[np.uint8], lanes: Lanes) -> tuple[int, int, NDArray[np.int64]]:
+    """Fill `lanes`; return the fault of the chunk's head or 0, the first byte of the first lane, and the escaped codes."""
+    at, count, parameter = _read_count(chunk)
+    values = np.empty(count, np.int64)
+    if at < 0:
+        return ESCAPES_CUT_SHORT, 0, values
+    at = read_rice(chunk, at, parameter, values)
+    if at < 0:
+        return ESCAPES_CUT_SHORT, 0, values
+    fault, at = _read_lanes(chunk, (at + 7) >> 3, lanes)
+    return fault, at, values
+
+
+@compiled()
+def read_heads(blob: NDArray[np.uint8], starts: NDArray[np.int64]) -> tuple[int, int, Heads]:
+    """Read what stands before the lanes of all chunks, which begin at `starts` of the blob; the last is the end.
+
+    Returns:
+        The fault of the first damaged chunk or 0, the index of this chunk, and the heads of all chunks.
+    """
+    chunks, total = len(starts) - 1, np.int64(0)
+    for n in range(chunks):
+        total += _read_count(blob[starts[n] : starts[n + 1]])[1]
+    counts, firsts, all_values = np.empty(chunks, np.int64), np.empty(chunks, np.int64), np.empty(total, np.int64)
+    lengths, words = np.empty((chunks, LANES), np.int64), np.empty((chunks, LANES), np.int64)
+    heads, filled = Heads(counts, all_values, firsts, lengths, words), 0
+    for n in range(chunks):
+        fault, at, values = _read_head(blob[starts[n] : starts[n + 1]], Lanes(lengths[n], words[n]))
+        if fault:
+            return fault, n, heads
+        counts[n], firsts[n] = len(values), starts[n] + at
+        for value in values:
+            all_values[filled] = value
+            filled += 1
+    return 0, 0, heads
+
+
+@compiled()
 def resolve(symbols: NDArray[np.uint8], begin: int, layout: Layout, values: NDArray[np.int64]) -> tuple[int, Patches]:
     """Assign the values of a list to the escapes among the decoded symbols from `begin` of the traversal.
 
@@ -140,15 +188,8 @@ def _read_chunk(
     """Decode a padded chunk whose symbols begin at `begin` of the traversal; see `read_chunks`."""
     chunk = padded[: len(padded) - PADDING_BYTES]
     no_patches = Patches(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
-    at, count, parameter = _read_count(chunk)
-    if at < 0:
-        return ESCAPES_CUT_SHORT, no_patches
-    values = np.empty(count, np.int64)
-    at = read_rice(chunk, at, parameter, values)
-    if at < 0:
-        return ESCAPES_CUT_SHORT, no_patches
     lanes = Lanes(np.empty(LANES, np.int64), np.empty(LANES, np.int64))
-    fault, at = _read_lanes(chunk, (at + 7) >> 3, lanes)
+    fault, at, values = _read_head(chunk, lanes)
     if fault:
         return fault, no_patches
     cells = segments(begin, begin + len(symbols), layout.cells)

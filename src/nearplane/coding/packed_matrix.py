@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,21 +13,21 @@ from nearplane.coding.chunk import Patches
 from nearplane.coding.layout import Layout
 from nearplane.compiled import compiled
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnGroup:
-    """Neighbouring columns of `PackedMatrix.column_order` that are stored in the same way.
 
-    Args:
-        start, stop: Positions in the column order.
-        nibbles: Whether a byte holds two codes + 8, the first column low; a last odd column is paired with 8, code 0.
-        array: (out, ceil((stop - start) / 2)) uint8, or (out, stop - start) int8; rows in the row order.
+class ColumnGroup(NamedTuple):
+    """Neighbouring columns of `PackedMatrix.column_order` whose codes are stored in the same way, row after row.
+
+    A byte holds two codes + 8, the first column low, or one code as int8. A last odd column is paired with 8, code 0.
     """
 
-    start: int
-    stop: int
-    nibbles: bool
-    array: NDArray[np.uint8] | NDArray[np.int8]
+    start: int  # position of the first column
+    stop: int  # position after the last
+    nibbles: bool  # whether a byte holds two codes
+    first_byte: int  # of the group's first row
+    row_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class PackedMatrix:
         shape: (out, in) of the matrix.
         column_order: (in,) column at each position.
         row_order: (out,) row at each position.
+        codes: (bytes,) uint8 on the CPU or a device: row after row of each group, rows in the row order.
         groups: Groups that cover the column order.
         patch_rows, patch_columns, patch_delta: (patches,) places of single codes, and numbers to add there.
         column_scale: (in,) float32 scales of the columns.
@@ -49,7 +52,8 @@ class PackedMatrix:
     shape: tuple[int, int]
     column_order: NDArray[np.int32]
     row_order: NDArray[np.int32]
-    groups: list[ColumnGroup]
+    codes: NDArray[np.uint8] | Tensor
+    groups: tuple[ColumnGroup, ...]
     patch_rows: NDArray[np.int32]
     patch_columns: NDArray[np.int32]
     patch_delta: NDArray[np.int64]
@@ -85,25 +89,48 @@ def pack(
     column_scale: NDArray[np.float32],
     row_scale: NDArray[np.float32],
 ) -> PackedMatrix:
-    """Return a packed matrix that shares the decoder's symbols; groups of bytes that fit are packed to nibbles."""
+    """Return a packed matrix that shares the decoder's symbols unless a group of bytes is packed to nibbles."""
     out = len(layout.orders.rows)
-    groups = []
-    for g in range(len(layout.groups.starts)):
-        start, stop = int(layout.groups.starts[g]), int(layout.groups.stops[g])
-        part = symbols[layout.groups.offsets[g] : layout.groups.offsets[g + 1]]
-        array = part.reshape(out, -1)
-        nibbles = bool(layout.groups.pairs[g])
-        if not nibbles and _fits(part):
-            packed = np.empty((out, (stop - start + 1) // 2), np.uint8)
-            _nibbles(array, packed)
-            array, nibbles = packed, True
-        groups.append(
-            ColumnGroup(start=start, stop=stop, nibbles=nibbles, array=array if nibbles else array.view(np.int8))
-        )
+    parts = [symbols[begin:end] for begin, end in itertools.pairwise(layout.groups.offsets)]
+    repacked = [not pairs and _fits(part) for part, pairs in zip(parts, layout.groups.pairs, strict=True)]
+    groups = column_groups(layout, np.array(repacked))
+    for g in np.flatnonzero(repacked):
+        array = np.empty((out, groups[g].row_bytes), np.uint8)
+        _nibbles(parts[g].reshape(out, -1), array)
+        parts[g] = array.reshape(-1)
+    codes = np.concatenate(parts) if any(repacked) else symbols
+    return packed_matrix(layout, codes, groups, patches, column_scale, row_scale)
+
+
+def column_groups(layout: Layout, repacked: NDArray[np.bool_]) -> tuple[ColumnGroup, ...]:
+    """Return the groups of a packed matrix.
+
+    Args:
+        repacked: (groups,) whether the bytes of a group are packed to nibbles.
+    """
+    groups, at = [], 0
+    for start, stop, pairs, packed in zip(*layout.groups[1:], repacked, strict=True):
+        nibbles = bool(pairs or packed)
+        width = int(stop - start + 1) // 2 if nibbles else int(stop - start)
+        groups.append(ColumnGroup(int(start), int(stop), nibbles, at, width))
+        at += width * len(layout.orders.rows)
+    return tuple(groups)
+
+
+def packed_matrix(
+    layout: Layout,
+    codes: NDArray[np.uint8] | Tensor,
+    groups: tuple[ColumnGroup, ...],
+    patches: Patches,
+    column_scale: NDArray[np.float32],
+    row_scale: NDArray[np.float32],
+) -> PackedMatrix:
+    """Return a packed matrix in the order of a layout."""
     return PackedMatrix(
-        shape=(out, len(layout.orders.columns)),
+        shape=(len(layout.orders.rows), len(layout.orders.columns)),
         column_order=layout.orders.columns,
         row_order=layout.orders.rows,
+        codes=codes,
         groups=groups,
         patch_rows=patches.rows,
         patch_columns=patches.columns,

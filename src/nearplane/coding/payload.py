@@ -6,7 +6,7 @@ import itertools
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from nearplane.coding import chunk as kernels
 from nearplane.coding import tans
 from nearplane.coding.bit_stream import DAMAGED, BitReader
-from nearplane.coding.chunk import Patches
+from nearplane.coding.chunk import Heads, Patches
 from nearplane.coding.layout import Header, Layout, chunk_edges, frequencies
 from nearplane.coding.symbols import write_symbols
 from nearplane.errors import FormatError
@@ -22,6 +22,14 @@ from nearplane.errors import FormatError
 R = TypeVar("R")
 # few, because starting a part blocks the other threads, but enough to balance the load
 PARTS_PER_THREAD = 4
+
+
+class Streams(NamedTuple):
+    """The chunks of a matrix before their lanes are decoded."""
+
+    edges: NDArray[np.int64]  # (chunks + 1,) first symbol of every chunk, and the end
+    heads: Heads
+    entries: NDArray[np.uint32]  # (tables, 4096) see `tans`
 
 
 def run(threads: int, function: Callable[[int, int], R], count: int) -> list[R]:
@@ -34,8 +42,8 @@ def run(threads: int, function: Callable[[int, int], R], count: int) -> list[R]:
         return list(pool.map(function, edges[:-1], edges[1:]))
 
 
-def _damage(fault: int, where: str) -> FormatError:
-    """Return the error for a chunk that a kernel refused."""
+def damage(fault: int, name: str, chunk: int, chunks: int) -> FormatError:
+    """Return the error for a chunk of a matrix that a kernel refused."""
     what = {
         kernels.ESCAPES_CUT_SHORT: "its bytes end within the list of escapes",
         kernels.LANE_LENGTHS_CUT_SHORT: "its bytes end within the lengths of the lanes",
@@ -43,7 +51,7 @@ def _damage(fault: int, where: str) -> FormatError:
         kernels.STREAM_END_WRONG: "a stream does not end where its symbols do",
         kernels.ESCAPE_COUNT_WRONG: "its symbols do not have the escapes of its list",
     }[fault]
-    return FormatError(f"{where}: {what}. {DAMAGED}")
+    return FormatError(f"{name}, chunk {chunk} of {chunks}: {what}. {DAMAGED}")
 
 
 def encode_chunks(
@@ -71,28 +79,53 @@ def decode_chunks(bits: BitReader, header: Header, layout: Layout, threads: int)
     edges = chunk_edges(layout.total)
     chunks = len(edges) - 1
     starts, checksums = _directory(bits, chunks)
-    entries = tans.build(frequencies(header, layout))[0]
-    entries[layout.tags & 1 == 0] ^= 128 << 8  # byte tables emit code as int8 in place of code + 128
+    entries = _decoding_tables(header, layout)
     symbols = np.empty(layout.total, np.uint8)
 
     def process(first: int, last: int) -> list[Patches]:
-        for chunk in range(first, last):
-            coded = blob[starts[chunk] : starts[chunk + 1]]
-            if zlib.crc32(coded.data) != checksums[chunk]:
-                raise FormatError(f"{where(chunk)}: the checksum of {len(coded)} bytes is wrong. {DAMAGED}")
+        _check(bits, starts, checksums, range(first, last))
         bounds = np.array(starts[first : last + 1]), np.array(edges[first : last + 1])
         fault, chunk, patches = kernels.read_chunks(blob, *bounds, layout, entries, symbols)
         if fault:
-            raise _damage(fault, where(first + chunk))
+            raise damage(fault, name, first + chunk, chunks)
         return [patches]
-
-    def where(chunk: int) -> str:
-        return f"{name}, chunk {chunk} of {chunks}"
 
     parts = [patches for part in run(threads, process, chunks) for patches in part]
     if len(parts) == 1:
         return symbols, parts[0]
     return symbols, Patches(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+
+
+def read_streams(bits: BitReader, header: Header, layout: Layout) -> Streams:
+    """Read everything after a header but the lanes, which a device decodes."""
+    edges = chunk_edges(layout.total)
+    starts, checksums = _directory(bits, len(edges) - 1)
+    _check(bits, starts, checksums, range(len(checksums)))
+    fault, chunk, heads = kernels.read_heads(bits.data, np.array(starts))
+    if fault:
+        raise damage(fault, bits.name, chunk, len(checksums))
+    return Streams(np.array(edges), heads, _decoding_tables(header, layout))
+
+
+def _decoding_tables(header: Header, layout: Layout) -> NDArray[np.uint32]:
+    """Return (tables, 4096) entries of the decoder, see `tans`."""
+    entries = tans.build(frequencies(header, layout))[0]
+    entries[layout.tags & 1 == 0] ^= 128 << 8  # byte tables emit code as int8 in place of code + 128
+    return entries
+
+
+def _check(bits: BitReader, starts: list[int], checksums: list[int], chunks: range) -> None:
+    """Compare chunks with their checksums.
+
+    Raises:
+        FormatError: One differs.
+    """
+    for chunk in chunks:
+        coded = bits.data[starts[chunk] : starts[chunk + 1]]
+        if zlib.crc32(coded.data) != checksums[chunk]:
+            raise FormatError(
+                f"{bits.name}, chunk {chunk} of {len(checksums)}: the checksum of {len(coded)} bytes is wrong. {DAMAGED}"
+            )
 
 
 def _directory(bits: BitReader, chunks: int) -> tuple[list[int], list[int]]:

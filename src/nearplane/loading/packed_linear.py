@@ -25,7 +25,7 @@ from nearplane.compiled import compiled
 from nearplane.errors import FormatError
 
 if TYPE_CHECKING:
-    from nearplane.coding.packed_matrix import PackedMatrix
+    from nearplane.coding.packed_matrix import ColumnGroup, PackedMatrix
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -36,16 +36,6 @@ MAX_STRIP_WEIGHTS = 2**22  # weights decoded at a time
 MAX_PACKED_PRODUCT_ROWS = 16  # with more rows of x, the CPU decodes the codes first
 
 
-class GroupBytes(NamedTuple):
-    """Location of the codes of neighbouring columns that are stored in the same way."""
-
-    start: int  # position of the first column
-    stop: int  # position after the last
-    nibbles: bool  # whether a byte holds two codes
-    first_byte: int  # of the group's first row
-    row_bytes: int
-
-
 _START, _STOP, _NIBBLES, _FIRST_BYTE, _ROW_BYTES = range(5)  # columns of `_PackedCodes.groups`
 
 
@@ -53,7 +43,7 @@ class _PackedCodes(NamedTuple):
     """The codes of a matrix, by position of row and column; see `PackedLinear`."""
 
     codes: Bytes  # (bytes,)
-    groups: npt.NDArray[np.int64]  # (groups, 5) the fields of `GroupBytes`
+    groups: npt.NDArray[np.int64]  # (groups, 5) the fields of `ColumnGroup`
     patch_start: Integers  # (out + 1,)
     patch_at: Integers  # (patches,)
     patch_delta: npt.NDArray[np.int64]  # (patches,)
@@ -110,7 +100,7 @@ class PackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
-        self.groups: tuple[GroupBytes, ...] = ()
+        self.groups: tuple[ColumnGroup, ...] = ()
         self._patches_before = np.empty(0, np.int32)  # `patch_start` on the host: forward passes wait for no device
         empty = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device), requires_grad=False)
         self.bias = empty if bias else None
@@ -127,19 +117,12 @@ class PackedLinear(nn.Module):
             raise FormatError(
                 f"A matrix of shape {tuple(packed.shape)} does not fit a layer of {(self.out_features, self.in_features)}."
             )
-        groups, offset = [], 0
-        for group in packed.groups:
-            width = group.array.shape[1]
-            groups.append(GroupBytes(group.start, group.stop, group.nibbles, offset, width))
-            offset += group.array.size
-        self.groups = tuple(groups)
-        arrays = [group.array.reshape(-1).view(np.uint8) for group in packed.groups]
+        self.groups = packed.groups
         orders = packed.row_order, packed.column_order
         row_place, column_place = (np.argsort(order).astype(np.int32) for order in orders)
         rows = row_place[packed.patch_rows]
         by_row = np.argsort(rows, kind="stable")
         buffers = {
-            "codes": _joined(arrays),
             "column_order": packed.column_order,
             "row_place": row_place,
             "column_bits": packed.column_scale[packed.column_order].view(np.int32),
@@ -149,6 +132,7 @@ class PackedLinear(nn.Module):
             "patch_delta": packed.patch_delta[by_row],
         }
         self._patches_before = buffers["patch_start"]
+        self.codes = torch.as_tensor(packed.codes).to(device)
         for name, array in buffers.items():
             setattr(self, name, torch.from_numpy(np.ascontiguousarray(array)).to(device))
 
@@ -217,17 +201,6 @@ class PackedLinear(nn.Module):
         y = torch.from_numpy(_products(scaled.numpy(), _PackedCodes(self.codes.numpy(), groups, *patches)))
         y = (y * self.row_bits.view(torch.float32)).index_select(1, self.row_place)
         return (y if bias is None else y + bias).to(x.dtype)
-
-
-def _joined(arrays: list[Any]) -> Any:
-    """Return arrays as one (bytes,) array, without a copy if they are adjacent in memory, as a decoder leaves them."""
-    ends = [array.ctypes.data + array.size for array in arrays[:-1]]
-    starts = [array.ctypes.data for array in arrays[1:]]
-    if arrays and ends == starts and len({id(array.base) for array in arrays}) == 1:
-        whole = arrays[0].base
-        first = arrays[0].ctypes.data - whole.ctypes.data
-        return whole.reshape(-1).view(np.uint8)[first : first + sum(array.size for array in arrays)]
-    return np.concatenate(arrays) if arrays else np.empty(0, np.uint8)
 
 
 def _products(x: Floats, packed: _PackedCodes) -> Floats:
