@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from nearplane.coding import decode_triton
+from nearplane.coding.tans import LANES
 from nearplane.lattice import kernels_triton
 
 CARDS = (80, 89, 90, 100, 120)
 LEVELS = {"integers": 0, "E2M1": 15, "E4M3": 253}  # codes of the table
 COUNTS = {"last", "out", "b", "n", "size", "candidates"}
 TYPES = {"group": "*i64", "codes": "*i32", "outside": "*i32", "best": "*i64"}
+PACKED_CODES = (  # kernel, types of its arguments, constants, warps
+    (decode_triton._decode, "*i32 i32 *i64 *i64 *i64 *i32 *u8 *i32 *i32 *i32 *i32", {"LANES": LANES}, 1),
+    (decode_triton._pack, "*u8 *i64 *u8", {"B": decode_triton.BYTES}, 4),
+    (decode_triton._unpack, "*u8 *i64 *i64 *i32 i32 i32", {"R": decode_triton.ROWS, "C": decode_triton.COLUMNS}, 4),
+)
 NUMBERS = {"low", "high", "least", "largest"}
 
 
@@ -37,17 +45,23 @@ def compiled(kernel: Any, card: int, constants: dict[str, Any]) -> dict[str, Any
             return "i32"
         return "fp32" if name in NUMBERS else TYPES.get(name, "*fp32")
 
-    source = ASTSource(fn=kernel, signature={name: kind(name) for name in kernel.arg_names}, constexprs=constants)
-    options = {"num_warps": kernels_triton.WARPS, "enable_fp_fusion": False}
+    signature = {name: kind(name) for name in kernel.arg_names}
+    return usage(kernel, card, signature, constants, kernels_triton.WARPS)
+
+
+def usage(kernel: Any, card: int, signature: dict[str, str], constants: dict[str, Any], warps: int) -> dict[str, Any]:
+    """Compile a kernel for arguments of these types and read what ptxas says of it."""
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
     made = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
         said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert usage is not None, said
-    return {"registers": int(usage[1]), "spilled": int(usage[2]), "shared": made.metadata.shared}
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return {"registers": int(found[1]), "spilled": int(found[2]), "shared": made.metadata.shared}
 
 
 def table() -> Iterator[dict[str, Any]]:
@@ -62,6 +76,15 @@ def table() -> Iterator[dict[str, Any]]:
                 yield {"kernel": kernel.strip("_"), "grid": grid, "card": card} | used
 
 
+def of_packed_codes() -> Iterator[dict[str, Any]]:
+    """Yield what every kernel of coded and packed matrices needs on every card."""
+    for card in CARDS:
+        for kernel, types, constants, warps in PACKED_CODES:
+            signature = dict(zip(kernel.arg_names, types.split(), strict=False)) | dict.fromkeys(constants, "constexpr")
+            used = usage(kernel, card, signature, constants, warps)
+            yield {"kernel": kernel.__name__.strip("_"), "grid": "", "card": card} | used
+
+
 if __name__ == "__main__":
-    for row in table():
+    for row in chain(table(), of_packed_codes()):
         print(json.dumps(row))

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+SHAPE_BYTES = 16  # of a blob, from which `shape_of` reads
+
+
 class Ladders(Protocol):
     """Scales of rows and columns, see `Contents`; `lattice.grid.ProductGrid` has them, but is not imported here."""
 
@@ -283,9 +286,7 @@ def streams_of(blob: NDArray[np.uint8], name: str) -> Coded:
     return Coded(header, arrangement, read_streams(bits, header, arrangement))
 
 
-def _read_header(
-    blob: NDArray[np.uint8], name: str, shape: tuple[int, int] | None
-) -> tuple[Header, Layout, BitReader]:
+def _read_header(blob: NDArray[np.uint8], name: str, shape: tuple[int, int] | None) -> tuple[Header, Layout, BitReader]:
     """Check the form of a blob, and read its header."""
     if blob.dtype != np.uint8 or blob.ndim != 1:
         raise ValueError(f"A coded matrix must be one-dimensional uint8; got {blob.ndim} dimensions of {blob.dtype}.")

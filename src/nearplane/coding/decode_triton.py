@@ -42,7 +42,7 @@ def decode(
     with _device_of(coded):
         _decode[(len(wrong),)](
             words, len(words), chunks, lanes, segments, entries, symbols, wrong, escaped, outside, escapes,
-            LANES=LANES, num_warps=1,
+            LANES=LANES, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -54,7 +54,9 @@ def pack(symbols: Tensor, groups: Tensor, largest: int, codes: Tensor) -> None:
         largest: Bytes of the largest group.
     """
     with _device_of(symbols):
-        _pack[(triton.cdiv(largest, BYTES), len(groups))](symbols, groups, codes, B=BYTES, num_warps=4)
+        _pack[(triton.cdiv(largest, BYTES), len(groups))](
+            symbols, groups, codes, B=BYTES, num_warps=4, enable_fp_fusion=False
+        )
 
 
 def unpack(symbols: Tensor, places: Tensor, columns: Tensor, codes: Tensor) -> None:
@@ -68,7 +70,7 @@ def unpack(symbols: Tensor, places: Tensor, columns: Tensor, codes: Tensor) -> N
     out, width = codes.shape
     with _device_of(symbols):
         _unpack[(triton.cdiv(out, ROWS), triton.cdiv(width, COLUMNS))](
-            symbols, places, columns, codes, out, width, R=ROWS, C=COLUMNS, num_warps=4
+            symbols, places, columns, codes, out, width, R=ROWS, C=COLUMNS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -93,7 +95,9 @@ def _decode(
     begin_bit = 8 * begin + (word >> 12)
     at = begin_bit >> 5  # word that is read next
     skipped = (begin_bit & 31).to(tl.int32)
-    bits = tl.load(words + at, mask=at < size, other=0).to(tl.uint32, bitcast=True).to(tl.uint64) >> skipped.to(tl.uint64)
+    bits = tl.load(words + at, mask=at < size, other=0).to(tl.uint32, bitcast=True).to(tl.uint64) >> skipped.to(
+        tl.uint64
+    )
     held = 32 - skipped  # bits that are read and not used
     at += 1
     ahead = tl.load(words + at, mask=at < size, other=0)  # read before it is needed
@@ -137,7 +141,12 @@ def _pack(symbols, groups, codes, B: tl.constexpr):
     """Copy or pack some bytes of one group."""
     group = groups + 6 * tl.program_id(1)
     source, row_symbols = symbols + tl.load(group), tl.load(group + 1)
-    target, row_bytes, size, packed = codes + tl.load(group + 2), tl.load(group + 3), tl.load(group + 4), tl.load(group + 5)
+    target, row_bytes, size, packed = (
+        codes + tl.load(group + 2),
+        tl.load(group + 3),
+        tl.load(group + 4),
+        tl.load(group + 5),
+    )
     at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     here = at < size
     if packed != 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +27,9 @@ from nearplane.coding.layout import Header, Layout
 from nearplane.coding.packed_matrix import PackedMatrix, column_groups, packed_matrix
 from nearplane.coding.payload import damage
 
-MAX_BATCH_BYTES = 1 << 28  # coded bytes of the matrices that one launch decodes, which take memory a second time meanwhile
+MAX_BATCH_BYTES = (
+    1 << 28
+)  # coded bytes of the matrices that one launch decodes, which take memory a second time meanwhile
 
 
 @cache
@@ -112,15 +114,18 @@ class Decoded:
         return codes
 
 
-def batches(sizes: Sequence[int]) -> Iterator[slice]:
-    """Yield parts of a list of blobs that `decode_all` takes at a time, given their bytes."""
-    first = total = 0
-    for at, size in enumerate(sizes):
-        if total and total + size > MAX_BATCH_BYTES:
-            yield slice(first, at)
-            first, total = at, 0
-        total += size
-    yield slice(first, len(sizes))
+def decoded(blobs: Iterable[Blob], device: torch.device) -> Iterator[Decoded]:
+    """Decode any number of matrices on a device that has a decoder, batch by batch. See `decode_all`."""
+    batch: list[Blob] = []
+    size = 0
+    for blob in blobs:
+        if size + blob.coded.numel() > MAX_BATCH_BYTES and batch:
+            results, batch, size = decode_all(batch, device), [], 0
+            yield from results
+        batch.append(blob)
+        size += blob.coded.numel()
+    if batch:
+        yield from decode_all(batch, device)
 
 
 def decode_all(blobs: Sequence[Blob], device: torch.device) -> list[Decoded]:
@@ -179,11 +184,11 @@ def _planned(parsed: Sequence[Coded], sizes: Sequence[int]) -> _Plan:
     chunks, lanes, segments, groups, escapes = [], [], [], [0], [0]
     byte = symbol = table = segment = 0
     for (_, layout, (edges, heads, entries)), size in zip(parsed, sizes, strict=True):
-        (cell_edges, tables), pairs = layout.cells, layout.groups.pairs
+        (cell_edges, cell_tables), pairs = layout.cells, layout.groups.pairs
         cuts = np.union1d(cell_edges, edges)  # every segment lies between two of them
         cell = np.searchsorted(cell_edges, cuts[:-1], side="right") - 1
-        group = cell * len(pairs) // len(tables)
-        segments.append(np.stack([np.diff(cuts), table + tables[cell], sum(groups) + group, pairs[group]], 1))
+        group = cell * len(pairs) // len(cell_tables)
+        segments.append(np.stack([np.diff(cuts), table + cell_tables[cell], sum(groups) + group, pairs[group]], 1))
         first = segment + np.searchsorted(cuts, edges)
         listed = sum(escapes) + np.cumsum(heads.counts) - heads.counts
         chunks.append(np.stack([symbol + edges[:-1], first[:-1], first[1:], listed, heads.counts], 1))
@@ -192,8 +197,8 @@ def _planned(parsed: Sequence[Coded], sizes: Sequence[int]) -> _Plan:
         groups.append(len(pairs))
         escapes.append(len(heads.values))
         byte, symbol, table, segment = byte + size, symbol + layout.total, table + len(entries), segment + len(cell)
-    joined = (np.concatenate(part).astype(np.int64) for part in (chunks, lanes, segments))
-    return _Plan(*joined, groups[1:], escapes[1:])
+    tables = [np.concatenate(part).astype(np.int64) for part in (chunks, lanes, segments)]
+    return _Plan(tables[0], tables[1], tables[2], groups[1:], escapes[1:])
 
 
 def _patches(
@@ -205,7 +210,9 @@ def _patches(
         FormatError: A lane does not end where its symbols do, or a chunk has other escapes than its list.
     """
     (edges, heads, _), (offsets, starts, stops, pairs) = coded.streams, coded.layout.groups
-    chunk = np.repeat(np.arange(len(heads.counts)), heads.counts)  # of each entry of a list, and of each place for a symbol
+    chunk = np.repeat(
+        np.arange(len(heads.counts)), heads.counts
+    )  # of each entry of a list, and of each place for a symbol
     number = np.arange(len(chunk)) - (np.cumsum(heads.counts) - heads.counts)[chunk]
     written = number < escaped[chunk]
     place, byte = edges[chunk[written]] + (escapes[written] >> 8), escapes[written] & 255

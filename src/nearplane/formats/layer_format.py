@@ -133,6 +133,12 @@ class LayerFormat(ABC):
             FormatError: A tensor is missing or contradicts the config.
         """
 
+    def unpack_for(
+        self, device: torch.device, name: str, tensors: Mapping[str, Tensor], format: NumberFormat
+    ) -> QuantizedMatrix:
+        """Return the matrix that `pack` stored; codes may lie on `device` already, where a format decodes them there."""
+        return self.unpack(name, tensors, format)
+
     def configured(self, config: Mapping[str, Any]) -> Self:
         """Return the format with the options of a quantization_config, where it has options.
 

@@ -17,7 +17,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nearplane.coding.blob import Contents, decode, encode, shape_of
+from nearplane.coding.blob import Contents, decode, encode, scales_of, shape_of
+from nearplane.coding.on_device import Blob, Decoded, decode_all, decoder_of
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Format
 from nearplane.formats.integers import expect
@@ -83,10 +84,22 @@ class Native(LayerFormat):
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer, decoded on all cores from the tensor alone."""
+        return matrix_of(decode(self._blob(name, tensors).numpy(), name=f"{name}.{self.KEY}"))
+
+    def unpack_for(
+        self, device: torch.device, name: str, tensors: Mapping[str, Tensor], format: NumberFormat
+    ) -> QuantizedMatrix:
+        """Return the matrix of one layer, decoded on the device if it has a decoder."""
+        if decoder_of(device) is None:
+            return self.unpack(name, tensors, format)
+        (decoded,) = decode_all([Blob(self._blob(name, tensors), f"{name}.{self.KEY}")], device)
+        return matrix_on_device(decoded)
+
+    def _blob(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the tensor of one layer, after checking all of them."""
         if f"{name}.{self.STOP}" in tensors:
             expect(name, tensors, self.STOP, (0,), {torch.uint8})
-        blob = expect(name, tensors, self.KEY, (None,), {torch.uint8})
-        return matrix_of(decode(blob.numpy(), name=f"{name}.{self.KEY}"))
+        return expect(name, tensors, self.KEY, (None,), {torch.uint8})
 
 
 DEFAULT = Native()
@@ -114,7 +127,7 @@ class Config(ConfigFile):
 FORMAT = Format(DEFAULT, Config())
 
 
-def matrix_of(contents: Contents) -> QuantizedMatrix:
+def matrix_of(contents: Contents) -> QuantizedMatrix[ProductGrid]:
     """Return the contents of a blob as a matrix without copying: the inverse of `Contents.of`."""
     grid = ProductGrid(
         base=contents.base,
@@ -124,6 +137,11 @@ def matrix_of(contents: Contents) -> QuantizedMatrix:
         row_resolution=contents.row_resolution,
     )
     return QuantizedMatrix(codes=torch.from_numpy(contents.codes), grid=grid)
+
+
+def matrix_on_device(decoded: Decoded) -> QuantizedMatrix[ProductGrid]:
+    """Return a decoded matrix: its codes on the device, and its grid on the CPU, so that scales are the same everywhere."""
+    return QuantizedMatrix(codes=decoded.codes(), grid=matrix_of(scales_of(decoded.header)).grid)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

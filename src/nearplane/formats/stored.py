@@ -27,6 +27,8 @@ from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import INCOMPLETE
 from nearplane.system.safetensors_files import ShardReader, TensorReader
 
+CPU = torch.device("cpu")
+
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
     """Return the quantization_config of a folder's config.json, or None where weights are not quantized.
@@ -68,7 +70,8 @@ class Stack:
         """Return the parameter, given the (out, in) values of all matrices in order; those of one are checked before."""
         parameter = torch.empty(0)
         for matrix, (index, outputs, transposed) in zip(values, self.places, strict=True):
-            parameter = parameter if parameter.numel() else torch.empty(self.shape, dtype=torch.float32)
+            if not parameter.numel():
+                parameter = torch.empty(self.shape, dtype=torch.float32, device=matrix.device)
             part = parameter[index].T if transposed else parameter[index]
             part[outputs] = matrix
         return parameter
@@ -121,9 +124,14 @@ class Stored:
         """Return the number format of one layer in the config."""
         return self._config_file.grid_of(self.config, name)
 
-    def matrix(self, name: str, tensors: Mapping[str, Tensor]) -> QuantizedMatrix:
-        """Return the quantized matrix of one layer from its tensors."""
-        return self.layers.unpack(name, tensors, self.number_format(name))
+    def matrix(self, name: str, tensors: Mapping[str, Tensor], device: torch.device = CPU) -> QuantizedMatrix:
+        """Return the quantized matrix of one layer on a device, from its tensors."""
+        matrix = self.unpacked(name, tensors, device)
+        return matrix if device.type == "cpu" else matrix.to(device)
+
+    def unpacked(self, name: str, tensors: Mapping[str, Tensor], device: torch.device) -> QuantizedMatrix:
+        """Return the matrix of one layer, from which `decode` makes values, on `device` if the format is decoded there."""
+        return self.layers.unpack_for(device, name, tensors, self.number_format(name))
 
     def inputs(self, name: str) -> tuple[InputRounding, float | None] | None:
         """Return how runtimes round the inputs of one layer and their global scale, if they have one; None: not at all.
@@ -141,11 +149,12 @@ class Stored:
 
 
 def read_matrices(
-    folder: Path, *, shapes: Mapping[str, tuple[int, ...]] | None = None
+    folder: Path, *, shapes: Mapping[str, tuple[int, ...]] | None = None, device: torch.device = CPU
 ) -> Iterator[tuple[str, QuantizedMatrix]]:
     """Yield (name, matrix) of every quantized layer of a folder, one in memory at a time.
 
     Args:
+        device: The device that values are for, see `Stored.unpacked`.
         shapes: Shapes of all parameters of the model, see `weight_shapes`; layers that do not fit are refused unread.
 
     Raises:
@@ -160,7 +169,7 @@ def read_matrices(
             part = next(iter(tensors))
             place = f"{stored.reader.file(part)}: {part}"
             check_shape(place, f"{name}.weight", stored.layers.shape_of(name, tensors), shapes)
-        yield name, stored.matrix(name, tensors)
+        yield name, stored.unpacked(name, tensors, device)
 
 
 def check_shape(place: str, name: str, actual: tuple[int, int], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -188,6 +197,7 @@ def read_dense(
     transposed: Collection[str] = (),
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     stacks: Mapping[str, Stack] | None = None,
+    device: torch.device = CPU,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (parameter name, dense tensor) of a folder, one in memory at a time.
 
@@ -199,6 +209,7 @@ def read_dense(
         transposed: Names of weights that modules store as (in, out), see `stored_transposed`.
         shapes: Shapes of all parameters of the model, see `read_matrices`.
         stacks: Parameters assembled from several matrices, by name, see `stacks_of`.
+        device: The device that tensors are for; those that are decoded there lie there already, all others on the CPU.
 
     Raises:
         FormatError: A layer contradicts its format or the model, or nearplane does not read the format.
@@ -210,7 +221,7 @@ def read_dense(
     stacks = stacks or {}
     parameter_of = {name: parameter for parameter, stack in stacks.items() for name in stack.names}
     waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, matrix in read_matrices(folder, shapes=shapes):
+    for name, matrix in read_matrices(folder, shapes=shapes, device=device):
         values = matrix.decode()
         if (parameter := parameter_of.get(name)) is None:
             yield f"{name}.weight", values.T.contiguous() if f"{name}.weight" in transposed else values

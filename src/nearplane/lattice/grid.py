@@ -211,8 +211,9 @@ class ProductGrid:
         return Grid(scale=scale, zero=torch.zeros_like(scale), group=torch.arange(len(columns), device=scale.device))
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Turn (out, in) codes into (out, in) float32 values."""
-        return codes.to(torch.float32, copy=True).mul_(self.row_scale()[:, None]).mul_(self.column_scale())
+        """Turn (out, in) codes on any device into (out, in) float32 values."""
+        rows, columns = self.row_scale().to(codes.device), self.column_scale().to(codes.device)
+        return codes.to(torch.float32, copy=True).mul_(rows[:, None]).mul_(columns)
 
     def to(self, device: torch.device | str) -> ProductGrid:
         """Return the grid on another device."""

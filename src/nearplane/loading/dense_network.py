@@ -6,10 +6,13 @@ transformers loads bytes into each place; they are decoded after all tensors are
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +21,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
 
-from nearplane.coding.blob import decode, decode_packed, shape_of
+from nearplane.coding.blob import SHAPE_BYTES, decode, decode_packed, shape_of
+from nearplane.coding.on_device import Blob, Decoded, decoded, decoder_of
+from nearplane.coding.packed_matrix import PackedMatrix
 from nearplane.errors import FormatError
-from nearplane.formats.native import Native, matrix_of
+from nearplane.formats.native import Native, matrix_of, matrix_on_device
 from nearplane.formats.stored import Stack, quantization_of, read_dense, reader_of
 from nearplane.loading.packed_linear import PackedLinear
 from nearplane.models.conversion import Names, names_apart, patterns_apart
@@ -87,20 +92,24 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
     }
 
 
-def decoded_tensors(folder: Path, empty: nn.Module, *, check: bool = True) -> Iterator[tuple[str, Tensor]]:
+def decoded_tensors(
+    folder: Path, empty: nn.Module, *, check: bool = True, device: torch.device = CPU
+) -> Iterator[tuple[str, Tensor]]:
     """Return an iterator of (parameter name, decoded tensor) of a quantized folder; see `read_dense`.
 
     Args:
         folder: A quantized folder.
         empty: The network that its config.json describes, on the meta device.
         check: Whether files are compared with the run record, if there is one.
+        device: The device that tensors are for; those that are decoded there lie there already.
 
     Raises:
         FormatError: A file differs from the run record.
     """
     if check:
         check_hashes(folder, weights=reader_of(folder).checksums is None)  # else tensors are checked as they are read
-    return read_dense(folder, transposed=stored_transposed(empty), shapes=weight_shapes(empty), stacks=stacks_of(empty))
+    transposed, shapes, stacks = stored_transposed(empty), weight_shapes(empty), stacks_of(empty)
+    return read_dense(folder, transposed=transposed, shapes=shapes, stacks=stacks, device=device)
 
 
 def dense_network(
@@ -132,7 +141,7 @@ def dense_network(
     if isinstance(reader, WidenedReader):
         tensors: Iterator[tuple[str, Tensor]] = ((name, reader.read([name])[name]) for name in reader.names())
     else:
-        tensors = decoded_tensors(folder, empty, check=check)
+        tensors = decoded_tensors(folder, empty, check=check, device=device)
     weights = {name: values.to(device, floats if values.is_floating_point() else None) for name, values in tensors}
     return network_of(
         folder, dtype=empty.dtype if floats is None else floats, device=device, weights=weights, empty=empty
@@ -274,46 +283,121 @@ def make_place(model: PreTrainedModel, name: str, label: str, dtype: torch.dtype
     return Place(name=path, label=label, shape=(out, columns), module=module, tensor=KEY if packed else "weight")
 
 
-def fill(place: Place | StackPlace, module: nn.Module, dtype: torch.dtype, threads: int | None) -> None:
-    """Decode the bytes that were loaded into a place.
+class Matrix(Protocol):
+    """A coded matrix, decoded when it is asked for."""
+
+    def packed(self) -> PackedMatrix: ...
+
+    def values(self) -> Tensor: ...
+
+
+class OnCpu(NamedTuple):
+    """A matrix that the CPU decodes in `threads` threads."""
+
+    blob: Blob
+    threads: int | None
+
+    def packed(self) -> PackedMatrix:
+        """Return the matrix in the form of a runtime."""
+        return decode_packed(self.blob.coded.cpu().numpy(), name=self.blob.name, threads=self.threads)
+
+    def values(self) -> Tensor:
+        """Return the (out, in) values, float32."""
+        return matrix_of(decode(self.blob.coded.cpu().numpy(), name=self.blob.name, threads=self.threads)).decode()
+
+
+class OnDevice(NamedTuple):
+    """A matrix that a device has decoded."""
+
+    decoded: Decoded
+
+    def packed(self) -> PackedMatrix:
+        """Return the matrix in the form of a runtime, its codes on the device."""
+        return self.decoded.packed()
+
+    def values(self) -> Tensor:
+        """Return the (out, in) values, float32, on the device."""
+        return matrix_on_device(self.decoded).decode()
+
+
+def fill_all(model: nn.Module, places: Iterable[Place | StackPlace], dtype: torch.dtype) -> None:
+    """Decode the bytes that were loaded into all places: on their device if it has a decoder, else on all cores.
 
     Raises:
-        FormatError: The bytes are missing or damaged, or the matrix has another shape.
+        FormatError: The bytes of a place are missing or damaged, or a matrix has another shape.
     """
-    loaded: Tensor = getattr(module, place.tensor)
-    label = place.label if isinstance(place, Place) else place.labels[0]
+    work: dict[torch.device, list[tuple[Place | StackPlace, nn.Module]]] = defaultdict(list)
+    for place in places:
+        module = model.get_submodule(place.name)
+        device = getattr(module, place.tensor).device
+        work[CPU if decoder_of(device) is None else device].append((place, module))
+    on_cpu = sorted(work.pop(CPU, []), key=lambda entry: -getattr(entry[1], entry[0].tensor).numel())
+    for device, entries in work.items():
+        matrices = map(OnDevice, decoded((blob for entry in entries for blob in blobs_in(*entry)), device))
+        for place, module in entries:
+            fill(place, module, dtype, matrices)
+    parallel = len(on_cpu) >= 2 * (cores := os.cpu_count() or 1)
+
+    def decode_on_cpu(place: Place | StackPlace, module: nn.Module) -> None:
+        fill(place, module, dtype, (OnCpu(blob, 1 if parallel else None) for blob in blobs_in(place, module)))
+
+    with ThreadPoolExecutor(cores if parallel else 1) as pool:
+        for part in [pool.submit(decode_on_cpu, *entry) for entry in on_cpu]:
+            part.result()
+
+
+def blobs_in(place: Place | StackPlace, module: nn.Module) -> list[Blob]:
+    """Return the blobs that were loaded into a place: one, or those of all matrices of a stack in order.
+
+    Raises:
+        FormatError: The bytes are missing, or a matrix has another shape.
+    """
+    loaded: Tensor = getattr(module, place.tensor).detach()
+    labels = (place.label,) if isinstance(place, Place) else place.labels
     if loaded.is_meta or loaded.dtype != torch.uint8 or loaded.dim() != 1 or loaded.numel() < 2:
-        raise FormatError(f"{label} was not loaded. Fetch the folder again, and map its layers to a device.")
+        raise FormatError(f"{labels[0]} was not loaded. Fetch the folder again, and map its layers to a device.")
+    if isinstance(place, Place):
+        coded, shapes = [loaded], [place.shape]
+    else:
+        blobs, words = split_blobs(loaded.cpu()), place.words
+        if len(blobs) != len(place.layers):
+            raise FormatError(
+                f"{labels[0]}: the files contain {len(blobs)} of the {len(place.layers)} matrices of "
+                f"{place.name}.{place.tensor}. Fetch the folder again."
+            )
+        experts, shapes = len(blobs) // len(words), [layer.shape for layer in place.layers]
+        coded = [blobs[words.index(each.name.rpartition(".")[2]) * experts + each.expert] for each in place.layers]
+    for blob, label, shape in zip(coded, labels, shapes, strict=True):
+        check_stored_shape(label, tuple(shape_of(blob[:SHAPE_BYTES].cpu().numpy(), name=label)), shape)
+    return [Blob(blob, label) for blob, label in zip(coded, labels, strict=True)]
+
+
+def fill(place: Place | StackPlace, module: nn.Module, dtype: torch.dtype, matrices: Iterator[Matrix]) -> None:
+    """Put the next matrix, or the next matrices of a stack, into a place instead of the bytes that were loaded.
+
+    Raises:
+        FormatError: The bytes are damaged.
+    """
+    device = getattr(module, place.tensor).device
     if isinstance(place, StackPlace):
-        _fill_stack(place, module, loaded, dtype, threads)
+        whole: Tensor | None = None
+        for layer, matrix in zip(place.layers, matrices):  # noqa: B905 (more follow)
+            values = matrix.values()
+            if whole is None:
+                whole = torch.empty(place.shape, dtype=dtype, device=values.device)
+                setattr(module, place.tensor, nn.Parameter(whole, requires_grad=False))
+            replace(layer, module=module).write(values)
+        setattr(module, place.tensor, nn.Parameter(getattr(module, place.tensor).data.to(device), requires_grad=False))
         return
-    blob = loaded.detach().cpu().numpy()
-    check_stored_shape(place.label, tuple(shape_of(blob, name=place.label)), place.shape)
+    matrix = next(matrices)
     if isinstance(module, PackedLinear):
+        packed = matrix.packed()
         delattr(module, place.tensor)
-        module.fill(decode_packed(blob, name=place.label, threads=threads), loaded.device)
+        module.fill(packed, device)
         return
-    values = matrix_of(decode(blob, name=place.label, threads=threads)).decode().to(dtype)
+    values = matrix.values().to(dtype)
     values = values.T.contiguous() if type(place.module) is Conv1D else values
-    module.weight = nn.Parameter(values.to(loaded.device))
-
-
-def _fill_stack(place: StackPlace, module: nn.Module, loaded: Tensor, dtype: torch.dtype, threads: int | None) -> None:
-    """Decode the matrices of all experts into their parameter."""
-    blobs, words = split_blobs(loaded.detach().cpu()), place.words
-    if len(blobs) != len(place.layers):
-        raise FormatError(
-            f"{place.labels[0]}: the files contain {len(blobs)} of the {len(place.layers)} matrices of "
-            f"{place.name}.{place.tensor}. Fetch the folder again."
-        )
-    experts = len(blobs) // len(words)
-    whole = nn.Parameter(torch.empty(place.shape, dtype=dtype), requires_grad=False)
-    setattr(module, place.tensor, whole)
-    for layer, label in zip(place.layers, place.labels, strict=True):
-        blob = blobs[words.index(layer.name.rpartition(".")[2]) * experts + layer.expert].numpy()
-        check_stored_shape(label, tuple(shape_of(blob, name=label)), layer.shape)
-        replace(layer, module=module).write(matrix_of(decode(blob, name=label, threads=threads)).decode())
-    setattr(module, place.tensor, nn.Parameter(whole.data.to(loaded.device), requires_grad=False))
+    module.weight = nn.Parameter(values.to(device))
 
 
 def check_stored_shape(label: str, shape: tuple[int, ...], expected: tuple[int, int]) -> None:

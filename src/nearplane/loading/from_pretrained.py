@@ -11,10 +11,8 @@ are decoded.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +43,7 @@ from nearplane.loading.dense_network import (
     StackPlace,
     check_stored_shape,
     dense_network,
-    fill,
+    fill_all,
     make_places,
 )
 from nearplane.loading.packed_linear import PackedLinear
@@ -275,15 +273,10 @@ class NearplaneQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        """Decode all blobs, on all cores."""
+        """Decode all blobs; see `fill_all`."""
         model._weight_conversions = [step for step in model._weight_conversions if step not in self._conversions]
-        work = [(place, model.get_submodule(place.name)) for place in self._places.values()]
-        work.sort(key=lambda entry: -getattr(entry[1], entry[0].tensor).numel())
-        parallel = len(work) >= 2 * (cores := os.cpu_count() or 1)
-        with ThreadPoolExecutor(cores if parallel else 1) as pool:
-            for part in [pool.submit(fill, *entry, self._dtype, 1 if parallel else None) for entry in work]:
-                part.result()
-        if any(isinstance(place, Place) and place.tensor == "weight" for place, _ in work):
+        fill_all(model, self._places.values(), self._dtype)
+        if any(isinstance(place, Place) and place.tensor == "weight" for place in self._places.values()):
             model.tie_weights(recompute_mapping=False)
         return model
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -122,16 +122,17 @@ class PackedLinear(nn.Module):
         row_place, column_place = (np.argsort(order).astype(np.int32) for order in orders)
         rows = row_place[packed.patch_rows]
         by_row = np.argsort(rows, kind="stable")
+        patch_start = np.searchsorted(rows[by_row], np.arange(self.out_features + 1)).astype(np.int32)
         buffers = {
             "column_order": packed.column_order,
             "row_place": row_place,
             "column_bits": packed.column_scale[packed.column_order].view(np.int32),
             "row_bits": packed.row_scale[packed.row_order].view(np.int32),
-            "patch_start": np.searchsorted(rows[by_row], np.arange(self.out_features + 1)).astype(np.int32),
+            "patch_start": patch_start,
             "patch_at": column_place[packed.patch_columns[by_row]],
             "patch_delta": packed.patch_delta[by_row],
         }
-        self._patches_before = buffers["patch_start"]
+        self._patches_before = patch_start
         self.codes = torch.as_tensor(packed.codes).to(device)
         for name, array in buffers.items():
             setattr(self, name, torch.from_numpy(np.ascontiguousarray(array)).to(device))

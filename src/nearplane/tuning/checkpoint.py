@@ -72,7 +72,7 @@ class Checkpoint:
         read, storage = self.stored, self.stored.layers.scale_dtype(self.model.dtype)
         matrices: dict[str, TunedLayer] = {}
         for layer in self.of_blocks():
-            matrix = read.matrix(layer.stored, read.tensors(layer.stored)).to(self.device.place)
+            matrix = read.matrix(layer.stored, read.tensors(layer.stored), self.device.place)
             matrices[layer.name] = TUNED_TYPES[type(matrix.grid)](layer, matrix, storage, codes and trains_codes(layer))
         return matrices
 

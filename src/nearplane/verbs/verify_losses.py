@@ -149,7 +149,7 @@ def losses_again(
     def measure(layer: Layer, inputs: Inputs, entry: LayerRecord) -> tuple[Tensor | None, bool]:
         scheme = saved.recipe.scheme_of(layer.name)
         try:
-            matrix = saved.stored.matrix(entry.stored, saved.stored.tensors(entry.stored)).to(layer.weight.device)
+            matrix = saved.stored.matrix(entry.stored, saved.stored.tensors(entry.stored), layer.weight.device)
             known, storing = (
                 SolvedMatrix(matrix=matrix, base=entry.base, tuned=tuned),
                 scheme.storing(entry.number_format),

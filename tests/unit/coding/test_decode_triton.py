@@ -1,0 +1,34 @@
+"""The decoder in Triton: run by its interpreter on tensors of the pretended GPU, with the CPU's as the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from triton_processes import results, triton_runs_here
+
+SEEN = {"pairs", "bytes", "packed bytes", "patches", "several chunks"}
+
+
+def check(batches: list[dict[str, Any]], count: int) -> None:
+    """Compare what was decoded, and what was refused, with the CPU."""
+    assert len(batches) == count
+    assert set().union(*(batch["seen"] for batch in batches)) == SEEN
+    assert any(batch["refused"] for batch in batches)
+    for batch in batches:
+        assert batch["wrong"] == 0, batch
+        assert batch["refused_alike"], batch
+        assert batch["decoding"] == (not batch["refused"]), batch
+
+
+@triton_runs_here
+def test_interpreted_kernels_decode_the_integers_of_the_cpu() -> None:
+    """Batches of up to three matrices of all kinds, each by one launch; damaged ones are refused in the same words."""
+    check(results("interpreted_problems.py", 20, "decode_problems"), 20)
+
+
+@triton_runs_here
+@pytest.mark.nightly
+def test_interpreted_kernels_decode_the_integers_of_the_cpu_in_many_batches() -> None:
+    check(results("interpreted_problems.py", 500, "decode_problems"), 500)
