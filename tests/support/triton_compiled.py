@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from nearplane.coding import decode_triton
 from nearplane.coding.tans import LANES
 from nearplane.lattice import kernels_triton
+from nearplane.loading import product_triton
 
 CARDS = (80, 89, 90, 100, 120)
 LEVELS = {"integers": 0, "E2M1": 15, "E4M3": 253}  # codes of the table
@@ -31,6 +32,19 @@ PACKED_CODES = (  # kernel, types of its arguments, constants, warps
     (decode_triton._decode, "*i32 i32 *i64 *i64 *i64 *i32 *u8 *i32 *i32 *i32 *i32", {"LANES": LANES}, 1),
     (decode_triton._pack, "*u8 *i64 *u8", {"B": decode_triton.BYTES}, 4),
     (decode_triton._unpack, "*u8 *i64 *i64 *i32 i32 i32", {"R": decode_triton.ROWS, "C": decode_triton.COLUMNS}, 4),
+    (product_triton._scale, "*bf16 *i32 *fp32 *fp32 i32", {"B": product_triton.SCALED}, 4),
+    (
+        product_triton._product,
+        "*fp32 *u8 *i64 i32 *i32 *fp32 *i32 *i32 *i64 *bf16 *bf16 i32 i32",
+        {"biased": True, "R": product_triton.PRODUCT_ROWS, "K": product_triton.PRODUCT_BYTES},
+        4,
+    ),
+    (
+        product_triton._values,
+        "*u8 *i32 *fp32 *i64 *fp32 *i32 *i32 *i64 *i32 *bf16 i32 i32",
+        {"R": product_triton.VALUE_ROWS, "C": product_triton.VALUE_COLUMNS},
+        4,
+    ),
 )
 NUMBERS = {"low", "high", "least", "largest"}
 

@@ -64,8 +64,7 @@ def unpack(symbols: Tensor, places: Tensor, columns: Tensor, codes: Tensor) -> N
 
     Args:
         places: (out,) int64 position of each row.
-        columns: (3, in) int64 of each column: its symbol in the first row; symbols of a row; 0 where symbols are bytes, 1 in
-            low and 2 in high nibbles.
+        columns: (4, in) int64 of each column, see `packed_matrix.column_table`.
     """
     out, width = codes.shape
     with _device_of(symbols):
@@ -159,10 +158,10 @@ def _pack(symbols, groups, codes, B: tl.constexpr):
 
 
 @triton.jit
-def _code(bytes, half):
-    """Return the codes (int32) of bytes: 0 as int8, 1 of low nibbles, 2 of high ones."""
-    byte = bytes.to(tl.int32)
-    whole = bytes.to(tl.int8, bitcast=True).to(tl.int32)
+def code_of(stored, half):
+    """Return the codes (int32) in bytes: as int8 where `half` is 0, in the low nibble where it is 1, in the high one at 2."""
+    byte = stored.to(tl.int32)
+    whole = stored.to(tl.int8, bitcast=True).to(tl.int32)
     return tl.where(half == 0, whole, tl.where(half == 1, byte & 15, byte >> 4) - 8)
 
 
@@ -177,4 +176,4 @@ def _unpack(symbols, places, columns, codes, out, width, R: tl.constexpr, C: tl.
     half = tl.load(columns + 2 * width + column, mask=column < width, other=0)
     here = (row < out)[:, None] & (column < width)[None, :]
     byte = tl.load(symbols + first[None, :] + place[:, None] * stride[None, :], mask=here, other=0)
-    tl.store(codes + row[:, None] * width + column[None, :], _code(byte, half[None, :]), mask=here)
+    tl.store(codes + row[:, None] * width + column[None, :], code_of(byte, half[None, :]), mask=here)

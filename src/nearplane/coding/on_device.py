@@ -24,7 +24,7 @@ from torch import Tensor
 from nearplane.coding.blob import Coded, scales_of, streams_of
 from nearplane.coding.chunk import ESCAPE_COUNT_WRONG, STREAM_END_WRONG, Patches
 from nearplane.coding.layout import Header, Layout
-from nearplane.coding.packed_matrix import PackedMatrix, column_groups, packed_matrix
+from nearplane.coding.packed_matrix import PackedMatrix, column_groups, column_table, packed_matrix
 from nearplane.coding.payload import damage
 
 MAX_BATCH_BYTES = (
@@ -98,16 +98,12 @@ class Decoded:
 
     def codes(self) -> Tensor:
         """Return (out, in) int32 codes on the device: those that `blob.decode` returns."""
-        (offsets, starts, stops, pairs), (row_order, column_order) = self.layout.groups, self.layout.orders
-        out, device = len(row_order), self.symbols.device
-        columns = np.empty((3, len(column_order)), np.int64)
-        for offset, end, start, stop, paired in zip(offsets, offsets[1:], starts, stops, pairs, strict=False):
-            position = np.arange(stop - start)
-            symbol, half = (position >> 1, 1 + (position & 1)) if paired else (position, 0 * position)
-            columns[:, column_order[start:stop]] = offset + symbol, 0 * position + (end - offset) // out, half
-        codes = self.symbols.new_empty(self.header.shape, dtype=torch.int32)
+        (row_order, column_order), device = self.layout.orders, self.symbols.device
+        groups = column_groups(self.layout, np.zeros_like(self.outside))
+        columns = torch.from_numpy(column_table(groups, column_order)).to(device)
         places = torch.from_numpy(np.argsort(row_order)).to(device)
-        self.decoder.unpack(self.symbols, places, torch.from_numpy(columns).to(device), codes)
+        codes = self.symbols.new_empty(self.header.shape, dtype=torch.int32)
+        self.decoder.unpack(self.symbols, places, columns, codes)
         if len(self.patches.delta):
             rows, patched, delta = (torch.from_numpy(part.astype(np.int64)).to(device) for part in self.patches)
             codes[rows, patched] += delta.to(torch.int32)

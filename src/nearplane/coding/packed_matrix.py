@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -115,6 +116,21 @@ def column_groups(layout: Layout, repacked: NDArray[np.bool_]) -> tuple[ColumnGr
         groups.append(ColumnGroup(int(start), int(stop), nibbles, at, width))
         at += width * len(layout.orders.rows)
     return tuple(groups)
+
+
+def column_table(groups: Sequence[ColumnGroup], column_order: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return (4, in) of each column: its byte in the first row; bytes of a row; how a byte holds its code; its position.
+
+    Bytes hold codes as int8 (0), in the low nibble (1) or in the high one (2).
+    """
+    table = np.empty((4, len(column_order)), np.int64)
+    for start, stop, nibbles, first_byte, row_bytes in groups:
+        within, columns = np.arange(stop - start), column_order[start:stop]
+        table[0, columns] = first_byte + (within >> 1 if nibbles else within)
+        table[1, columns] = row_bytes
+        table[2, columns] = 1 + (within & 1) if nibbles else 0
+        table[3, columns] = start + within
+    return table
 
 
 def packed_matrix(

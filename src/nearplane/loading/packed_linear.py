@@ -3,17 +3,20 @@
     y = row_scale * (codes @ (column_scale * x)) + bias
 
 A weight takes half a byte if codes lie in -8 ... 7. The layer replaces Linear and Conv1D, which both multiply by an
-(out, in) matrix. Many tokens are multiplied by strips of decoded rows, on any device. A few tokens on the CPU are
-multiplied by the packed codes themselves, compiled by Numba, in one pass over the packed bytes per vector. A byte of
-two nibbles is `byte - 136 = low + 16 high`, so that two columns cost two multiplications and one mask:
+(out, in) matrix. Many tokens are multiplied by strips of decoded rows, on any device. A few tokens are multiplied by the
+packed codes themselves: on the CPU compiled by Numba, in one pass over the packed bytes per vector, and on CUDA by
+Triton, see `product_triton.py`. On the CPU a byte of two nibbles is `byte - 136 = low + 16 high`, so that two columns
+cost two multiplications and one mask:
 
     low xe + high xo = low (xe - xo / 16) + (byte - 136) (xo / 16)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,8 +24,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from nearplane.coding.packed_matrix import column_table
 from nearplane.compiled import compiled
 from nearplane.errors import FormatError
+from nearplane.loading.packed_codes import PackedCodes
 
 if TYPE_CHECKING:
     from nearplane.coding.packed_matrix import ColumnGroup, PackedMatrix
@@ -55,6 +60,23 @@ class _Factors(NamedTuple):
     x: Floats  # (in,)
     low: Floats  # (bytes per row,) factors of low nibbles
     whole: Floats  # (bytes per row,) factors of whole bytes
+
+
+@cache
+def _triton() -> ModuleType | None:
+    try:
+        from nearplane.loading import product_triton
+    except ImportError:
+        return None
+    return product_triton
+
+
+PRODUCTS: dict[str, Callable[[], ModuleType | None]] = {"cuda": _triton}
+
+
+def products_of(device: torch.device) -> ModuleType | None:
+    """Return the module of the kernels of a device, as `product_triton`; None: strips are decoded by torch."""
+    return PRODUCTS.get(device.type, lambda: None)()
 
 
 BUFFERS = ("codes", "column_order", "row_place", "column_bits", "row_bits", "patch_start", "patch_at", "patch_delta")
@@ -102,6 +124,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         self.groups: tuple[ColumnGroup, ...] = ()
         self._patches_before = np.empty(0, np.int32)  # `patch_start` on the host: forward passes wait for no device
+        self._tables = torch.empty(0), torch.empty(0)  # `groups` and columns on a device with kernels
         empty = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device), requires_grad=False)
         self.bias = empty if bias else None
         for name in BUFFERS:
@@ -136,6 +159,8 @@ class PackedLinear(nn.Module):
         self.codes = torch.as_tensor(packed.codes).to(device)
         for name, array in buffers.items():
             setattr(self, name, torch.from_numpy(np.ascontiguousarray(array)).to(device))
+        if products_of(self.codes.device) is not None:
+            self._make_tables(packed.column_order)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product (..., out) for an input `x` (..., in), in its dtype."""
@@ -143,13 +168,18 @@ class PackedLinear(nn.Module):
             raise FormatError("This layer has no weights yet. Load them with nearplane.load or from_pretrained.")
         flat = x.reshape(-1, self.in_features)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        packed_product = len(flat) <= MAX_PACKED_PRODUCT_ROWS and flat.device.type == "cpu" and x.dtype != torch.float64
-        if packed_product and not (torch.is_grad_enabled() and x.requires_grad):
+        kernels = products_of(flat.device)
+        most = MAX_PACKED_PRODUCT_ROWS if kernels is None else kernels.MAX_PRODUCT_ROWS
+        few = 0 < len(flat) <= most and x.dtype != torch.float64 and not (torch.is_grad_enabled() and x.requires_grad)
+        if few and kernels is not None:
+            y: Tensor = kernels.product(flat, self._packed_codes(), bias)
+        elif few and flat.device.type == "cpu":
             y = self._product(flat, bias)
         else:
-            sorted_x = flat.index_select(1, self.column_order)
-            y = torch.cat([nn.functional.linear(sorted_x, strip.to(x.dtype)) for strip in self._strips()], dim=1)
-            y = y.index_select(1, self.row_place)
+            sorted_x = flat if kernels is not None else flat.index_select(1, self.column_order)
+            strips = self._strips() if kernels is None else self._ordered_strips(kernels, x.dtype)
+            y = torch.cat([nn.functional.linear(sorted_x, strip.to(x.dtype)) for strip in strips], dim=1)
+            y = y if kernels is not None else y.index_select(1, self.row_place)
             y = y if bias is None else y + bias
         return y.reshape(*x.shape[:-1], self.out_features)
 
@@ -160,6 +190,8 @@ class PackedLinear(nn.Module):
             nothing = torch.empty(0, dtype=self.dtype)
             nothing._is_hf_initialized = True  # some models initialise weights of their layers
             return nothing
+        if (kernels := products_of(self.codes.device)) is not None:
+            return torch.cat(list(self._ordered_strips(kernels, self.dtype)))
         strips = torch.cat(list(self._strips()))
         return strips.index_select(0, self.row_place).index_select(1, self.column_order.argsort()).to(self.dtype)
 
@@ -174,6 +206,29 @@ class PackedLinear(nn.Module):
         for a in range(0, self.out_features, rows):
             b = min(a + rows, self.out_features)
             yield self._codes(a, b).mul_(row_scale[a:b, None]).mul_(column_scale)
+
+    def _ordered_strips(self, kernels: ModuleType, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield (rows, in) values strip by strip, in the order of the matrix, by the kernels of a device."""
+        packed, rows = self._packed_codes(), max(1, kernels.MAX_STRIP_WEIGHTS // max(1, self.in_features))
+        for a in range(0, self.out_features, rows):
+            yield kernels.values(packed, a, min(a + rows, self.out_features), dtype)
+
+    def _packed_codes(self) -> PackedCodes:
+        """Return what kernels of a device read."""
+        if self._tables[0].device != self.codes.device:  # the layer was moved after it was filled
+            self._make_tables(self.column_order.cpu().numpy())
+        column_scale, row_scale = self.column_bits.view(torch.float32), self.row_bits.view(torch.float32)
+        patches = self.patch_start, self.patch_at, self.patch_delta
+        return PackedCodes(
+            self.codes, column_scale, row_scale, *patches, self.column_order, self.row_place, *self._tables
+        )
+
+    def _make_tables(self, column_order: Integers) -> None:
+        groups = np.array(self.groups, np.int64), column_table(self.groups, column_order)
+        self._tables = (
+            torch.from_numpy(groups[0]).to(self.codes.device),
+            torch.from_numpy(groups[1]).to(self.codes.device),
+        )
 
     def _codes(self, a: int, b: int) -> Tensor:
         """Return (b - a, in) codes of the rows at positions a ... b - 1 as float32, columns by position."""
