@@ -19,12 +19,20 @@ FIELDS = ("patch_rows", "patch_columns", "patch_delta", "column_order", "row_ord
 
 
 def problem(seed: int) -> dict[str, Any]:
-    """Return the kinds and sizes of the matrices of a batch, the symbols of a chunk, and whether one is damaged."""
+    """Return kinds and sizes of some matrices, the symbols of a chunk, whether one is damaged, and the launches."""
     rng = np.random.default_rng(seed)
     kinds = [KINDS[(seed + i) % len(KINDS)] for i in range(rng.integers(1, 4))]
     shapes = [[int(rng.integers(1, 14)), int(rng.integers(1, 20))] for _ in kinds]
     chunk = int(rng.choice([40, 150, layout.CHUNK_SYMBOLS]))
-    return {"seed": seed, "kinds": kinds, "shapes": shapes, "chunk": chunk, "damaged": seed % 4 == 3}
+    launches = len(kinds) if seed % 3 == 0 else 1  # of batches with one matrix each, or of one batch
+    return {
+        "seed": seed,
+        "kinds": kinds,
+        "shapes": shapes,
+        "chunk": chunk,
+        "damaged": seed % 4 == 3,
+        "launches": launches,
+    }
 
 
 def contents(kind: str, shape: list[int], rng: np.random.Generator) -> Contents:
@@ -73,10 +81,16 @@ def solved(asked: dict[str, Any]) -> dict[str, Any]:
         if asked["damaged"]:
             blobs[-1] = damaged(blobs[-1], rng)
         packed, plain, refused = on_cpu(blobs)
-        with interpreted() as gpu, mock.patch.dict(on_device.DECODERS, {"pretend": on_device.DECODERS["cuda"]}):
+        limit = 1 if asked["launches"] > 1 else on_device.MAX_BATCH_BYTES
+        batches = mock.patch.object(on_device, "MAX_BATCH_BYTES", limit)
+        with (
+            interpreted() as gpu,
+            batches,
+            mock.patch.dict(on_device.DECODERS, {"pretend": on_device.DECODERS["cuda"]}),
+        ):
             names = [on_device.Blob(torch.from_numpy(blob), str(n)) for n, blob in enumerate(blobs)]
             try:
-                found = on_device.decode_all(names, torch.device("pretend:0"))
+                found = list(on_device.decoded(names, torch.device("pretend:0")))
             except FormatError as error:
                 return {
                     "refused": refused,

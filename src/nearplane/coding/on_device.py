@@ -141,7 +141,7 @@ def decode_all(blobs: Sequence[Blob], device: torch.device) -> list[Decoded]:
     plan = _planned(parsed, sizes)
     parts = [table.reshape(-1) for table in (plan.chunks, plan.lanes, plan.segments)]
     tables = torch.from_numpy(np.concatenate(parts)).to(device).split([len(part) for part in parts])
-    entries = torch.from_numpy(np.concatenate([each.streams.entries for each in parsed]).view(np.int32)).to(device)
+    entries = torch.from_numpy(plan.entries.view(np.int32)).to(device)
     symbols = torch.empty(sum(each.layout.total for each in parsed), dtype=torch.uint8, device=device)
     ends = [len(plan.chunks), len(plan.chunks), sum(plan.groups), sum(plan.escapes)]
     found = torch.zeros(sum(ends), dtype=torch.int32, device=device)
@@ -166,11 +166,12 @@ def decode_all(blobs: Sequence[Blob], device: torch.device) -> list[Decoded]:
 
 
 class _Plan(NamedTuple):
-    """Tables of `decode_triton.decode` for all matrices of a batch, and how many groups and escapes each of them has."""
+    """Arguments of `decode_triton.decode` for all matrices of a batch, and how many groups and escapes each of them has."""
 
     chunks: NDArray[np.int64]
     lanes: NDArray[np.int64]
     segments: NDArray[np.int64]
+    entries: NDArray[np.uint32]  # (tables, 4096) each different table once
     groups: list[int]
     escapes: list[int]
 
@@ -178,13 +179,15 @@ class _Plan(NamedTuple):
 def _planned(parsed: Sequence[Coded], sizes: Sequence[int]) -> _Plan:
     """Return the tables of a batch; `sizes` are the bytes of the blobs, one behind the other."""
     chunks, lanes, segments, groups, escapes = [], [], [], [0], [0]
-    byte = symbol = table = segment = 0
+    byte = symbol = segment = 0
+    number_of: dict[bytes, int] = {}  # of each different table
     for (_, layout, (edges, heads, entries)), size in zip(parsed, sizes, strict=True):
         (cell_edges, cell_tables), pairs = layout.cells, layout.groups.pairs
+        numbers = np.array([number_of.setdefault(table.tobytes(), len(number_of)) for table in entries])
         cuts = np.union1d(cell_edges, edges)  # every segment lies between two of them
         cell = np.searchsorted(cell_edges, cuts[:-1], side="right") - 1
         group = cell * len(pairs) // len(cell_tables)
-        segments.append(np.stack([np.diff(cuts), table + cell_tables[cell], sum(groups) + group, pairs[group]], 1))
+        segments.append(np.stack([np.diff(cuts), numbers[cell_tables[cell]], sum(groups) + group, pairs[group]], 1))
         first = segment + np.searchsorted(cuts, edges)
         listed = sum(escapes) + np.cumsum(heads.counts) - heads.counts
         chunks.append(np.stack([symbol + edges[:-1], first[:-1], first[1:], listed, heads.counts], 1))
@@ -192,9 +195,10 @@ def _planned(parsed: Sequence[Coded], sizes: Sequence[int]) -> _Plan:
         lanes.append(np.stack([begin, heads.lengths, heads.words], 2))
         groups.append(len(pairs))
         escapes.append(len(heads.values))
-        byte, symbol, table, segment = byte + size, symbol + layout.total, table + len(entries), segment + len(cell)
+        byte, symbol, segment = byte + size, symbol + layout.total, segment + len(cell)
     tables = [np.concatenate(part).astype(np.int64) for part in (chunks, lanes, segments)]
-    return _Plan(tables[0], tables[1], tables[2], groups[1:], escapes[1:])
+    different = np.frombuffer(bytearray().join(number_of), np.uint32).reshape(-1, 4096)
+    return _Plan(tables[0], tables[1], tables[2], different, groups[1:], escapes[1:])
 
 
 def _patches(

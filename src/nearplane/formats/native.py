@@ -129,19 +129,22 @@ FORMAT = Format(DEFAULT, Config())
 
 def matrix_of(contents: Contents) -> QuantizedMatrix[ProductGrid]:
     """Return the contents of a blob as a matrix without copying: the inverse of `Contents.of`."""
-    grid = ProductGrid(
+    return QuantizedMatrix(codes=torch.from_numpy(contents.codes), grid=_grid_of(contents))
+
+
+def matrix_on_device(decoded: Decoded) -> QuantizedMatrix[ProductGrid]:
+    """Return a decoded matrix: its codes on the device, and its grid on the CPU, so that scales are the same everywhere."""
+    return QuantizedMatrix(codes=decoded.codes(), grid=_grid_of(scales_of(decoded.header)))
+
+
+def _grid_of(contents: Contents) -> ProductGrid:
+    return ProductGrid(
         base=contents.base,
         columns=torch.from_numpy(contents.columns),
         column_resolution=contents.column_resolution,
         rows=torch.from_numpy(contents.rows),
         row_resolution=contents.row_resolution,
     )
-    return QuantizedMatrix(codes=torch.from_numpy(contents.codes), grid=grid)
-
-
-def matrix_on_device(decoded: Decoded) -> QuantizedMatrix[ProductGrid]:
-    """Return a decoded matrix: its codes on the device, and its grid on the CPU, so that scales are the same everywhere."""
-    return QuantizedMatrix(codes=decoded.codes(), grid=matrix_of(scales_of(decoded.header)).grid)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from nearplane.coding.blob import Contents, decode_packed, encode, stored_base
 from nearplane.coding.packed_matrix import PackedMatrix
 from nearplane.errors import FormatError
 from nearplane.formats.native import matrix_of
+from nearplane.loading import packed_linear
 from nearplane.loading.packed_linear import MAX_PACKED_PRODUCT_ROWS, PackedLinear
 from pretended import pretended
 
@@ -148,3 +151,10 @@ def test_a_forward_pass_on_a_gpu_waits_for_nothing(monkeypatch: pytest.MonkeyPat
         y = there(on_gpu)
         assert (gpu.total.synchronizations, gpu.total.waiting) == (0, 0)
         assert torch.equal(y.cpu(), here(x))
+
+
+def test_without_triton_a_gpu_multiplies_by_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nearplane.loading.product_triton", None)
+    packed_linear._triton.cache_clear()
+    assert packed_linear.products_of(torch.device("cuda")) is None
+    packed_linear._triton.cache_clear()

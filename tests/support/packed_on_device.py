@@ -1,13 +1,16 @@
-"""Coded layers loaded on the pretended GPU, with Triton's kernels and without: `python loading_counts.py`.
+"""Coded layers on the pretended GPU in Triton's interpreter: `python packed_on_device.py PRODUCTS [everything]`.
 
-It prints a line of JSON for each way: launches, waits and copies of loading a Llama of two blocks and of one product, and
-whether all weights and products are those of the CPU.
+The interpreter is chosen when triton is imported, so this is a process of its own. It prints a line of JSON for loading a
+Llama of one block without kernels and one with them: launches, waits and copies of loading and of a product, and whether
+all weights are those of the CPU; with `everything` also of the ways by which runs read layers. Then it prints a line for
+each of PRODUCTS random products, see `product_problems.py`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +24,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 import nearplane
+import product_problems
 from native_checkpoints import save_tiny, write_native
 from nearplane.coding import on_device
 from nearplane.formats.stored import Stored
@@ -29,8 +33,11 @@ from nearplane.loading.dense_network import dense_network
 from nearplane.loading.packed_linear import BUFFERS, PackedLinear
 from pretended_launches import interpreted
 
+SIZES = dict(
+    num_hidden_layers=1, hidden_size=16, intermediate_size=16, vocab_size=24, num_attention_heads=2, head_dim=8
+)
 DEVICE = "pretend:0"
-TOKENS = torch.arange(1, 8)[None]
+TOKENS = torch.ones(1, 1, dtype=torch.int64)
 
 
 @contextmanager
@@ -48,10 +55,9 @@ def packed(model: torch.nn.Module) -> dict[str, PackedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
-def loaded(folder: Path, use: bool) -> dict[str, Any]:
+def loaded(folder: Path, use: bool, everything: bool) -> dict[str, Any]:
     """Load a folder on the pretended GPU, call the model, and compare with the CPU."""
     expected = nearplane.load(folder, device="cpu")
-    dense = dict(dense_network(folder).named_parameters())
     with torch.no_grad(), interpreted() as gpu, kernels(use):
         model = nearplane.load(folder, device=DEVICE)
         loading = asdict(gpu.total)
@@ -68,29 +74,36 @@ def loaded(folder: Path, use: bool) -> dict[str, Any]:
         same += [layer.groups == packed(expected)[path].groups for path, layer in layers.items()]
         parameters = dict(model.named_parameters())
         same += [torch.equal(x.cpu(), parameters[name].cpu()) for name, x in expected.named_parameters()]
-        same += [
-            torch.equal(x.cpu(), dense[name])
-            for name, x in dense_network(folder, device=torch.device(DEVICE)).named_parameters()
-        ]
-        stored = Stored(folder)
-        for name in stored.names():
-            tensors = stored.tensors(name)
-            same.append(
-                stored.matrix(name, tensors, torch.device(DEVICE)).to("cpu").same_as(stored.matrix(name, tensors))
-            )
+        if everything:
+            same += read_otherwise(folder)
         close = torch.allclose(logits, expected(TOKENS).logits, rtol=1e-4, atol=1e-5)
     counts = {"layers": len(layers), "loading": loading, "products": calling}
     return counts | {"different": same.count(False), "compared": len(same), "close": close}
 
 
+def read_otherwise(folder: Path) -> list[bool]:
+    """Return whether layers that are decoded for computation, for tuning and for verification are those of the CPU."""
+    device, stored = torch.device(DEVICE), Stored(folder)
+    expected = dict(dense_network(folder).named_parameters())
+    same = [torch.equal(x.cpu(), expected[name]) for name, x in dense_network(folder, device=device).named_parameters()]
+    for name in stored.names():
+        tensors = stored.tensors(name)
+        same.append(stored.matrix(name, tensors, device).to("cpu").same_as(stored.matrix(name, tensors)))
+    return same
+
+
 def main() -> None:
-    """Load with kernels and without."""
+    """Load with kernels and without, and multiply."""
     torch.set_num_threads(1)
+    count, everything = int(sys.argv[1]), "everything" in sys.argv
     with tempfile.TemporaryDirectory() as place:
-        save_tiny(Path(place) / "source", "llama", num_hidden_layers=2)
+        save_tiny(Path(place) / "source", "llama", **SIZES)
         write_native(Path(place) / "out", Path(place) / "source", embeddings=True)
         for use in (False, True):
-            print(json.dumps({"kernels": use} | loaded(Path(place) / "out", use)))
+            print(json.dumps({"kernels": use} | loaded(Path(place) / "out", use, everything)))
+    for seed in range(count):
+        asked = product_problems.problem(seed)
+        print(json.dumps(asked | product_problems.solved(asked)))
 
 
 if __name__ == "__main__":

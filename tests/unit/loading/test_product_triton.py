@@ -1,0 +1,38 @@
+"""Packed layers on a GPU by Triton's kernels: run by its interpreter on tensors of the pretended GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from triton_processes import results, triton_runs_here
+
+
+def check(lines: list[dict[str, Any]], count: int) -> None:
+    """Compare two loaded models and random products with what the CPU makes of them."""
+    assert len(lines) == 2 + count
+    before, now = lines[:2]
+    assert (before["kernels"], now["kernels"]) == (False, True)
+    for model in (before, now):
+        assert model["close"], model
+        assert model["different"] == 0 < model["compared"], model
+    assert now["products"] == 2 * now["layers"]
+    assert now["loading"]["launches"] <= now["layers"] + 8  # of them: zeros, the lanes of all layers, one copy of each
+    assert {line["few"] for line in lines[2:]} == {True, False}
+    for product in lines[2:]:
+        assert product["wrong"] == product["waits"] == 0, product
+        assert product["error"] <= 1, product
+        assert product["launches"] == 2 if product["few"] else product["launches"] <= 4, product
+
+
+@triton_runs_here
+def test_interpreted_kernels_load_and_multiply_as_the_cpu() -> None:
+    """A model is loaded to the same bytes; products differ from exact ones by no more than sums in float32 do."""
+    check(results("packed_on_device.py", 8), 8)
+
+
+@triton_runs_here
+@pytest.mark.nightly
+def test_interpreted_kernels_read_layers_in_every_way_and_multiply_many_matrices() -> None:
+    check(results("packed_on_device.py", 200, "everything"), 200)
