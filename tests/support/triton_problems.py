@@ -20,6 +20,7 @@ from nearplane.lattice import kernels_torch, kernels_triton
 from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.kernels_torch import Columns, Tally
 from nearplane.lattice.number_formats import E2M1
+from pretended_triton import interpreted
 
 NEAR = 1e-5  # steps from a boundary between two codes, within which either is right
 BOOKS = {
@@ -111,6 +112,7 @@ def searched(asked: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for seed in range(int(sys.argv[1])):
-        asked = problem(seed)
-        print(json.dumps(asked | swept(asked) | searched(asked)))
+    with interpreted():
+        for seed in range(int(sys.argv[1])):
+            asked = problem(seed)
+            print(json.dumps(asked | swept(asked) | searched(asked)))

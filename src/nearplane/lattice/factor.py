@@ -25,6 +25,7 @@ Order = Literal["natural", "reversed", "activation", "pivoted"]
 AUTO_DAMPS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 MAX_FLOAT32_CONDITION = 1e3  # "auto" factors in float64 above this condition
 CHOLESKY_BLOCK = 192  # columns factored at once
+GPU_CHOLESKY_BLOCK = 2048  # on a GPU, where every operation costs a launch
 ROWS_AT_ONCE = 512  # rows permuted at once, or updated by one product
 MAX_TRIANGLE = 96  # rows of a triangular system that one thread solves
 MAX_SERIAL_SUM = 1 << 14  # entries that torch sums in one thread, for any number of threads
@@ -146,8 +147,9 @@ def _reverse_cholesky(H: Tensor, damping: Tensor) -> tuple[Tensor, int | None]:
     """
     R = H  # columns to the right of a block are R's, the others H's
     failures: list[Tensor] = []  # () of each block: the first failing pivot, counted from 1; 0 if there is none
-    for b in range(len(H), 0, -CHOLESKY_BLOCK):
-        a = max(b - CHOLESKY_BLOCK, 0)
+    block = CHOLESKY_BLOCK if H.device.type == "cpu" else GPU_CHOLESKY_BLOCK
+    for b in range(len(H), 0, -block):
+        a = max(b - block, 0)
         S = torch.addmm(H[:b, a:b], R[:b, b:], R[a:b, b:].T, alpha=-1)  # (b, b - a), Schur complement of this block
         S[a:].diagonal().add_(damping[a:b])
         with one_thread():
@@ -160,7 +162,7 @@ def _reverse_cholesky(H: Tensor, damping: Tensor) -> tuple[Tensor, int | None]:
         R[b:, a:b] = 0
         R[:a, a:b] = triangular(R[a:b, a:b], S[:a].T, upper=True).T
     pivots = torch.stack(failures).tolist()
-    return R, next((len(H) - i * CHOLESKY_BLOCK - pivot for i, pivot in enumerate(pivots) if pivot), None)
+    return R, next((len(H) - i * block - pivot for i, pivot in enumerate(pivots) if pivot), None)
 
 
 def rounding_order(H: Tensor, order: Order) -> Tensor:
@@ -251,7 +253,7 @@ def one_thread() -> Iterator[None]:
 def triangular(A: Tensor, B: Tensor, *, upper: bool, unit: bool = False) -> Tensor:
     """Return (n, m) the solution X of `A X = B`.
 
-    Recursion by halves down to `MAX_TRIANGLE` rows: the products that join two halves use all threads.
+    On the CPU by halves down to `MAX_TRIANGLE` rows: the products that join two halves use all threads.
 
     Args:
         A: (n, n) triangular; the entries on the other side of the diagonal are ignored.
@@ -259,6 +261,8 @@ def triangular(A: Tensor, B: Tensor, *, upper: bool, unit: bool = False) -> Tens
         upper: Whether `A` is upper triangular.
         unit: Whether the diagonal of `A` is taken as 1.
     """
+    if A.device.type != "cpu":
+        return torch.linalg.solve_triangular(A, B, upper=upper, unitriangular=unit)
     X = B.clone()
     _solve(A, X, upper, unit)
     return X

@@ -19,8 +19,8 @@ from nearplane.lattice.shared_grid import shared
 from nearplane.lattice.superblock_fit import SuperFit
 from nearplane.lattice.tiles import tiles
 
-GridFit = Callable[[Tensor, Tensor, Steps], tuple[Grid, Callable[[Grid], Fit]]]
-"""Function from a target (out, in), a weight of each column's errors (in,), and `Steps` to a grid and its `Fit`."""
+GridFit = Callable[[Tensor, Tensor, Steps], tuple[Grid, Callable[[Grid], Fit | None]]]
+"""Function from a target (out, in), a weight of each column's errors (in,), and `Steps` to a grid and its `Fit`, or None."""
 
 
 def plain(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Callable[[Grid], Fit]]:

@@ -25,6 +25,8 @@ class Kernels:
         search: Selection of the best candidate step for every group.
         beam: Pass of several candidates per row through a block of columns.
         trace: Reconstruction of the candidates' codes back to the start of a block.
+        solve_pass: Nearest plane through all columns as one kernel; None: column blocks by `sweep`.
+        descend_pass: A pass of coordinate descent as one kernel; None: column blocks by `sweep`.
         beam_bytes: Limit in bytes for the targets and codes of a beam.
         lanes: Number of rows that the beam sweeps together.
     """
@@ -35,6 +37,8 @@ class Kernels:
     trace: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     beam_bytes: int
     lanes: int = 1
+    solve_pass: Callable[..., None] | None = None
+    descend_pass: Callable[..., None] | None = None
 
 
 @cache
@@ -68,12 +72,18 @@ def torch_kernels() -> Kernels:
 @cache
 def _triton() -> Kernels:
     try:
-        from nearplane.lattice import kernels_triton
+        from nearplane.lattice import kernels_triton, passes_triton
     except ImportError as error:
         raise RecipeError(
             "triton is not installed, which compiles what runs on a CUDA device. Run pip install triton, or use --device cpu."
         ) from error
-    return replace(torch_kernels(), sweep=kernels_triton.sweep_block, search=kernels_triton.best_candidate)
+    return replace(
+        torch_kernels(),
+        sweep=kernels_triton.sweep_block,
+        search=kernels_triton.best_candidate,
+        solve_pass=passes_triton.solve_pass,
+        descend_pass=passes_triton.descend_pass,
+    )
 
 
 KERNELS: dict[str, Callable[[], Kernels]] = {"cpu": _numba, "cuda": _triton}

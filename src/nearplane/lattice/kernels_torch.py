@@ -47,6 +47,62 @@ class Tally(NamedTuple):
     moves: bool
 
 
+class Rounding(NamedTuple):
+    """Rounding of positive steps to those that a file holds: floats of few bits, divided by a number.
+
+    Args:
+        mantissa: Bits of the floats behind the point.
+        least: Smallest positive float; all are multiples of it.
+        divisor: Number by which the file's floats are divided.
+        largest: Largest step.
+    """
+
+    mantissa: int
+    least: float
+    divisor: float
+    largest: float
+
+
+class Descent(NamedTuple):
+    """Arguments of a whole pass of coordinate descent, which writes E, codes, scale, gained, fitted and moved.
+
+    Args:
+        W: (out, in) weights, of any strides.
+        H, diagonal: (in, in) Hessian, and (in,) its diagonal, infinite for an input that was always 0.
+        scale, zero: (groups, out) steps and zeros.
+        group: (in,) group of every column, int64.
+        starts: (parts + 1,) int32 first column of every part, and the number of columns; with a rounding, a part is a group.
+        spans: (spans + 1,) int32 first part of every span, and the number of parts. Steps of a span are fitted before its
+            codes move.
+        longest: Number of columns of the longest span.
+        codebook: Codebook of all columns.
+        codes: (in, out) int32 codes.
+        E: (in, out) weights minus values.
+        gained, fitted: (out,) changes of the loss by moves of codes, and by moves of steps.
+        moved: () bool, set if a code or a step moves.
+        begins: Whether E is yet to be written.
+        rounding: Rounding of fitted steps; None: steps stay.
+    """
+
+    W: Tensor
+    H: Tensor
+    diagonal: Tensor
+    scale: Tensor
+    zero: Tensor
+    group: Tensor
+    starts: Tensor
+    spans: Tensor
+    longest: int
+    codebook: Codebook
+    codes: Tensor
+    E: Tensor
+    gained: Tensor
+    fitted: Tensor
+    moved: Tensor
+    begins: bool
+    rounding: Rounding | None
+
+
 def sweep_block(target: Tensor, columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally) -> None:
     """Sweep one block of columns; fill `codes` and `E`.
 

@@ -55,6 +55,8 @@ def octaves(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Cal
 class OctaveFit:
     """Fit of every step by trial: a sweep over the codes of its group on half, once and twice the step."""
 
+    rounding = None  # not by least squares
+
     def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Move steps and codes of the groups one after another; see `Fit`."""
         for g, start, end in state.groups_in(a, b):

@@ -8,6 +8,7 @@ need `E H`; one matrix product serves both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -19,7 +20,7 @@ from torch import Tensor
 from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.kernels import kernels_of
-from nearplane.lattice.kernels_torch import Columns, Tally
+from nearplane.lattice.kernels_torch import Columns, Descent, Rounding, Tally
 from nearplane.lattice.scale import to_storage
 from nearplane.lattice.solvers import Solution
 
@@ -76,6 +77,10 @@ class State:
 class Fit(Protocol):
     """Fit of the steps of a grid to its codes during coordinate descent."""
 
+    @property
+    def rounding(self) -> Rounding | None:
+        """Return the rounding of steps where `fit` does what `PlainFit` does, which kernels of whole passes do as well."""
+
     def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Fit the steps of the columns from `a` to `b`, which are whole groups, everything else fixed.
 
@@ -100,9 +105,11 @@ class PlainFit:
         return to_storage(steps, self.storage)  # all below `largest`
 
     @property
-    def largest(self) -> float:
-        """Return the largest step that the file holds."""
-        return torch.finfo(self.storage).max
+    def rounding(self) -> Rounding:
+        """Return the rounding of `stored`."""
+        info = torch.finfo(self.storage)
+        mantissa = -round(math.log2(info.eps))
+        return Rounding(mantissa, info.smallest_normal * info.eps, 1.0, info.max)
 
     def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Fit the groups one after another; see `Fit`."""
@@ -113,7 +120,7 @@ class PlainFit:
             energy, product = (v * vH[inner]).sum(0), (v * EH[inner]).sum(0)  # (out,) each
             old = state.scale[g]
             new = torch.where(energy > 0, old + product / energy, old)
-            valid = (new > old / 3) & (new < (old * 3).clamp(max=self.largest))
+            valid = (new > old / 3) & (new < (old * 3).clamp(max=self.rounding.largest))
             move = self.stored(torch.where(valid, new, old)) - old
             change = move * (move * energy - 2 * product)
             move = torch.where(valid & (change < 0), move, 0)
@@ -168,7 +175,7 @@ def refine(
     W: Tensor,
     H: Tensor,
     grid: Grid,
-    fit: Callable[[Grid], Fit],
+    fit: Callable[[Grid], Fit | None],
     solve: Callable[[Grid], Solution],
     *,
     rounds: int,
@@ -181,7 +188,7 @@ def refine(
         W: (out, in) target.
         H: (in, in) damped Hessian, the same as in the problem of `solve`.
         grid: Initial grid.
-        fit: Constructor of the fit for the steps of a grid.
+        fit: Constructor of the fit for the steps of a grid, which may return None: steps stay.
         solve: Solver of `W` on a grid; if its solutions have losses, these are under `H`.
         rounds: Number of passes over steps and codes; with 0, only the first solve is done.
     """
@@ -235,12 +242,21 @@ def descend(
         fitted=W.new_zeros(len(W)),
         groups=_groups(group),
     )
-    for a in range(0, len(H), SPAN):
-        state.E[a : a + SPAN] -= state.in_steps(a, a + SPAN).mul_(scale[grid.group[a : a + SPAN]])
     spans = [(a, min(a + SPAN, len(H))) for a in range(0, len(H), SPAN)] if fit is None else _spans(state.groups)
+    rounding = None if fit is None else fit.rounding
+    descend_pass = kernels_of(W).descend_pass if fit is None or rounding else None
+    if descend_pass is None:
+        for a in range(0, len(H), SPAN):
+            state.E[a : a + SPAN] -= state.in_steps(a, a + SPAN).mul_(scale[grid.group[a : a + SPAN]])
+    else:
+        descent = _descent(W, state, spans, rounding)
     for left in reversed(range(sweeps)):
-        for a, b in spans:
-            _pass(state, a, b, fit, block)
+        if descend_pass is None:
+            for a, b in spans:
+                _pass(state, a, b, fit, block)
+        else:
+            descend_pass(descent)
+            descent = descent._replace(begins=False)
         if left and not bool(state.moved):
             break
         state.moved.zero_()
@@ -266,6 +282,35 @@ def _spans(groups: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
         else:
             spans.append((start, end))
     return spans
+
+
+def _descent(W: Tensor, state: State, spans: Sequence[tuple[int, int]], rounding: Rounding | None) -> Descent:
+    """Return the arguments of passes that are one kernel each: `W` (out, in), and the column ranges as in `_spans`."""
+    starts = [start for _, start, _ in state.groups] or [a for a, _ in spans]
+    place = {start: i for i, start in enumerate(starts)}
+    numbers = [*starts, len(state.E), *(place[a] for a, _ in spans), len(starts)]
+    starts_of_parts, first_parts = (
+        torch.tensor(numbers, dtype=torch.int32).to(W.device).split([len(starts) + 1, len(spans) + 1])
+    )
+    return Descent(
+        W=W,
+        H=state.H.contiguous(),
+        diagonal=state.diagonal,
+        scale=state.scale,
+        zero=state.zero,
+        group=state.grid.group,
+        starts=starts_of_parts,
+        spans=first_parts,
+        longest=max(b - a for a, b in spans),
+        codebook=state.codebook,
+        codes=state.codes,
+        E=state.E,
+        gained=state.gained,
+        fitted=state.fitted,
+        moved=state.moved,
+        begins=True,
+        rounding=rounding,
+    )
 
 
 def _pass(state: State, a: int, b: int, fit: Fit | None, block: int) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice import number_formats
 from nearplane.lattice.grid import Grid
+from nearplane.lattice.kernels_torch import Rounding
 from nearplane.lattice.polish import Fit, PlainFit, State
 from nearplane.lattice.scale import Steps, least_error
 
@@ -114,9 +115,9 @@ class SharedFit(PlainFit):
         return (self._blocks(steps).float() / self.divisor).to(steps.dtype)
 
     @property
-    def largest(self) -> float:
-        """Return the largest step that the file holds."""
-        return LARGEST / float(self.divisor)
+    def rounding(self) -> Rounding:
+        """Return the rounding of `stored`: E4M3 has three bits behind the point."""
+        return Rounding(3, SMALLEST, float(self.divisor), LARGEST / float(self.divisor))
 
     def grid(self, state: State, start: Grid) -> Grid:
         """Return the grid `start` with the fitted steps."""

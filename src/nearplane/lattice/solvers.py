@@ -124,9 +124,6 @@ def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> 
     target = W.T.clone(memory_format=torch.contiguous_format)
     WT = target.index_select(0, order)  # (in, out), in rounding order
     target.copy_(WT)  # (in, out), with all errors so far fed forward
-    # codes share the memory of targets: a column's targets are read before its codes are written
-    codes = target.view(torch.int32)[:, :out]
-    E = W.new_empty(min(block, len(WT)), out)  # weight minus value, of one block
     scale, zero = (
         part.to(W.dtype).expand(out, -1).T.clone(memory_format=torch.contiguous_format)
         for part in (grid.scale, grid.zero)
@@ -135,18 +132,31 @@ def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> 
     _, octave = math.frexp(mean)
     d = d * 2.0**-octave  # large weights times large inputs overflow float32
     codebook, loss, outside = grid.codebook, W.new_zeros(out), torch.zeros(out, dtype=torch.int32, device=W.device)
+    columns, tally = Columns(WT, scale, zero, group, codebook), Tally(d, loss, outside, moves=False)
+    solve_pass = kernels_of(WT).solve_pass
+    # codes take the memory of what is read before: targets, or the weights of a pass that needs no targets
+    codes, free = (part.view(torch.int32)[:, :out] for part in ((WT, target) if solve_pass else (target, WT)))
+    if solve_pass is None:
+        _sweep_blocks(columns, factor.U, target, codes, tally, block)
+    else:
+        solve_pass(columns, factor.U.to(W.dtype), codes, target, tally)
+    # reuses memory again: the first access to new memory costs most
+    codes_by_column = free.index_copy_(0, order, codes)
+    matrix = QuantizedMatrix(codes=codes_by_column.T.clone(memory_format=torch.contiguous_format), grid=grid)
+    return Solution(matrix=matrix, losses=loss.double() * 2.0**octave, outside=outside)
+
+
+def _sweep_blocks(columns: Columns, U: Tensor, target: Tensor, codes: Tensor, tally: Tally, block: int) -> None:
+    """Sweep block after block; `target` (in, out) are the weights at first, `codes` may share its memory."""
+    WT, scale, zero, group, codebook = columns
+    E = torch.empty_like(WT[:block])  # weight minus value, of one block
     sweep = kernels_of(WT).sweep
     for a in range(0, len(WT), block):
         b = min(a + block, len(WT))
-        columns = Columns(WT[a:b], scale, zero, group[a:b], codebook)
-        tally = Tally(d[a:b], loss, outside, moves=False)
-        U = factor.U[a:b, a:].to(W.dtype)  # (b - a, columns left)
-        sweep(target[a:b], columns, U[:, : b - a], codes[a:b], E[: b - a], tally)
-        target[b:].addmm_(U[:, b - a :].T, E[: b - a])
-    # reuses memory again: the first access to new memory costs most
-    codes_by_column = WT.view(torch.int32)[:, :out].index_copy_(0, order, codes)
-    matrix = QuantizedMatrix(codes=codes_by_column.T.clone(memory_format=torch.contiguous_format), grid=grid)
-    return Solution(matrix=matrix, losses=loss.double() * 2.0**octave, outside=outside)
+        part, sums = Columns(WT[a:b], scale, zero, group[a:b], codebook), tally._replace(d=tally.d[a:b])
+        U_part = U[a:b, a:].to(WT.dtype)  # (b - a, columns left)
+        sweep(target[a:b], part, U_part[:, : b - a], codes[a:b], E[: b - a], sums)
+        target[b:].addmm_(U_part[:, b - a :].T, E[: b - a])
 
 
 SOLVERS: Mapping[str | None, Solver] = {

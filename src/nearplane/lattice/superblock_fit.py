@@ -34,6 +34,8 @@ class SuperFit:
     of integers near the best real numbers. Moves that do not lower the loss of a row are not made.
     """
 
+    rounding = None  # several numbers make up a step
+
     def __init__(self, grid: Grid, kind: BlockFormat, storage: torch.dtype) -> None:
         assert isinstance(grid, SuperGrid), f"{kind.name} has steps of blocks"
         self.kind, self.storage = kind, storage

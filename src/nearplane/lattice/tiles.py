@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.polish import Fit, State
+from nearplane.lattice.polish import Fit
 from nearplane.lattice.scale import Steps
 
 
@@ -24,7 +24,7 @@ class TileGrid(Grid):
     fit: ClassVar[str] = "tiles"
 
 
-def tiles(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Callable[[Grid], Fit]]:
+def tiles(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Callable[[Grid], Fit | None]]:
     """Fit one step to every tile of rows and columns; `importance` is ignored. See `fits.GridFit`."""
     del importance
     book, (out, columns), rows, size = steps.codebook, target.shape, steps.format.rows, steps.format.group
@@ -33,15 +33,4 @@ def tiles(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Calla
     scale, zero = (part.repeat_interleave(rows, 0) for part in steps.fit(weights))
     group = torch.arange(columns, device=target.device) // size
     grid = TileGrid(scale=scale, zero=zero, group=group, low=book.low, high=book.high, levels=book.levels)
-    return grid, lambda _: FixedFit()
-
-
-class FixedFit:
-    """No fit: steps stay."""
-
-    def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
-        """Change nothing; see `Fit`."""
-
-    def grid(self, state: State, start: Grid) -> Grid:
-        """Return the grid `start`."""
-        return start
+    return grid, lambda _: None

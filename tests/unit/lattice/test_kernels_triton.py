@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,21 +12,9 @@ import torch
 
 from nearplane.errors import RecipeError
 from nearplane.lattice import kernels
+from triton_processes import results, triton_runs_here
 
-SUPPORT = Path(__file__).parents[2] / "support"
 KINDS = {"4 bits", "symmetric", "2 bits", "unbounded", "E2M1", "200 levels"}
-
-triton_runs_here = pytest.mark.skipif(
-    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="Triton has wheels for Linux on x86_64 only"
-)
-
-
-def results(script: str, *words: object, **environment: str) -> list[dict[str, Any]]:
-    """Run a script of tests/support in a process of its own, and read the lines that it prints."""
-    command = [sys.executable, str(SUPPORT / script), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def check(problems: list[dict[str, Any]], count: int) -> None:

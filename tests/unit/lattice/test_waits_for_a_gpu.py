@@ -37,6 +37,7 @@ PASSES = 3
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(factor, "CHOLESKY_BLOCK", 8)
+    monkeypatch.setattr(factor, "GPU_CHOLESKY_BLOCK", 8)
     monkeypatch.setattr(polish, "SPAN", 8)
     monkeypatch.setattr(bounds, "MEASURED_ROWS", 4)
     with pretended() as opened:

@@ -25,6 +25,7 @@ OUT, COLUMNS = 12, 64
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(factor, "CHOLESKY_BLOCK", 24)
+    monkeypatch.setattr(factor, "GPU_CHOLESKY_BLOCK", 24)
     monkeypatch.setattr(polish, "SPAN", 32)
     monkeypatch.setattr(bounds, "MEASURED_ROWS", 8)
     with pretended() as opened:

@@ -1,0 +1,144 @@
+"""Launches of one layer on a pretended GPU, by function of the package: `python layer_launches.py OUT IN [SCHEME]`.
+
+The kernels that CUDA has are one launch each; their stand-ins here compute on the CPU. `before` as a last word counts
+the torch forms instead, which have one launch for every operation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from nearplane.lattice import kernels, polish, solvers
+from nearplane.lattice.grid import Grid
+from nearplane.lattice.kernels_torch import Columns, Descent, Tally
+from nearplane.lattice.moments import Moments
+from nearplane.lattice.scale import StepStorage
+from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.solve_layer import Task, solve_layer
+from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
+from pretended import Gpu, Pretend, pretended
+from pretended_cards import KIND, here
+
+SCHEMES: dict[str, AnyScheme] = {
+    "4 bits": GridScheme(bits=4, group_size=128),
+    "q4_k": BlockScheme(grid="q4_k"),
+    "rate": RateScheme(rate=3.0),
+}
+
+
+def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally) -> None:
+    """Sweep all columns on the CPU; E is used as targets and is not filled."""
+    E.copy_(columns.W)
+    swept = torch.empty_like(codes)
+    solvers._sweep_blocks(columns, U, E, swept, tally, 128)
+    codes.copy_(swept)
+
+
+def descend_pass(descent: Descent) -> None:
+    """Take a pass of coordinate descent on the CPU."""
+    starts = descent.starts.tolist()
+    numbers = descent.group[descent.starts[:-1].long()].tolist()
+    state = polish.State(
+        grid=Grid(
+            scale=descent.scale.T, zero=descent.zero.T, group=descent.group, low=descent.codebook.low,
+            high=descent.codebook.high, levels=descent.codebook.levels,
+        ),
+        scale=descent.scale, zero=descent.zero, codes=descent.codes, E=descent.E, H=descent.H,
+        diagonal=descent.diagonal, gained=descent.gained, fitted=descent.fitted,
+        groups=list(zip(numbers, starts, starts[1:], strict=False)),
+    )  # fmt: skip
+    if descent.begins:
+        descent.E.copy_(descent.W.T - state.in_steps(0, len(descent.E)) * state.scale[descent.group])
+    fit = None if descent.rounding is None else Rounded(descent.rounding)
+    spans = [starts[i] for i in descent.spans.tolist()]
+    for a, b in zip(spans, spans[1:], strict=False):
+        polish._pass(state, a, b, fit, 128)
+    descent.moved.logical_or_(state.moved)
+
+
+class Rounded(polish.PlainFit):
+    """The fit of steps stored as floats of 16 bits."""
+
+    def __init__(self, rounding: Any) -> None:
+        super().__init__(torch.float16)
+        assert rounding == self.rounding, "only float16 is counted"
+
+
+def one_launch(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel of the CPU that takes tensors on the card, as one launch."""
+
+    def launched(*args: Any) -> Any:
+        here().launches += 1
+        found = kernel(*tree_map_only(Pretend, lambda each: each.held, args))
+        return tree_map_only(Tensor, lambda each: Pretend(each, 0), found)
+
+    return launched
+
+
+@contextmanager
+def kernels_of_cuda() -> Iterator[None]:
+    """Let the card have the kernels that CUDA has, each as one launch."""
+    made = kernels.KERNELS["cpu"]()
+    passes = dict(solve_pass=solve_pass, descend_pass=descend_pass)
+    own = dict(sweep=made.sweep, search=made.search) | passes
+    wrapped = replace(kernels.torch_kernels(), **{name: one_launch(kernel) for name, kernel in own.items()})
+    with mock.patch.dict(kernels.KERNELS, {KIND: lambda: wrapped}):
+        yield
+
+
+def statistics(columns: int, place: bool) -> Moments:
+    """Return moments of inputs that the quantized network changes, on the card or on the CPU."""
+    g = torch.Generator().manual_seed(0)
+    tokens = 2 * columns
+    X = torch.randn(tokens, columns, generator=g) * (1 + torch.arange(columns) % 7)
+    X[:, 1:] += 0.5 * X[:, :-1]
+    X_hat = X + 0.05 * torch.randn(X.shape, generator=g)
+
+    def of(rows: slice, dtype: torch.dtype) -> Moments:
+        x, x_hat = X[rows], X_hat[rows]
+        H, C = ((each.T @ x_hat / len(x)).to(dtype) for each in (x_hat, x))
+        return Moments(H=H, C=C, tokens=len(x), alive=torch.ones(columns, dtype=torch.bool))
+
+    held = of(slice(tokens - tokens // 5, None), torch.float32)
+    moments = replace(of(slice(None), torch.float64), held_out=held)
+    return tree_of(moments) if place else moments
+
+
+def tree_of(moments: Moments) -> Moments:
+    """Return moments on the card."""
+    held = moments.held_out
+    parts = {name: Pretend(getattr(moments, name), 0) for name in ("H", "C", "alive") if getattr(moments, name) is not None}
+    return replace(moments, **parts, held_out=None if held is None else tree_of(held))
+
+
+def count(out: int, columns: int, scheme: AnyScheme) -> Gpu:
+    """Solve a layer on a pretended GPU, the first of its stage, and return what was counted."""
+    W = torch.randn(out, columns, generator=torch.Generator().manual_seed(1)) / columns**0.5
+    with pretended(memory=1 << 45) as gpu:
+        inputs = Inputs(statistics(columns, True))
+        task = Task(name="a layer", W=Pretend(W, 0), inputs=inputs, scheme=scheme, storage=StepStorage(torch.float16))
+        gpu.forget()
+        solve_layer(task)
+    return gpu
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    out, columns, scheme, *words = *map(int, sys.argv[1:3]), *sys.argv[3:]
+    if words == ["before"]:
+        gpu = count(out, columns, SCHEMES[scheme])
+    else:
+        with kernels_of_cuda():
+            gpu = count(out, columns, SCHEMES[scheme])
+    print(f"{gpu.total.launches:,} launches, {gpu.total.synchronizations + gpu.total.to_host} waits")
+    for name, traffic in sorted(gpu.traffic.items(), key=lambda row: -row[1].launches):
+        print(f"{traffic.launches:8,} {name}")

@@ -1,0 +1,55 @@
+"""Whole passes in Triton: run by its interpreter from a pretended GPU, and compiled for cards that are not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triton_processes import results, triton_runs_here
+
+KINDS = {
+    "book": {"4 bits", "symmetric", "2 bits", "unbounded", "E2M1", "200 levels"},
+    "fit": {"none", "float16", "bfloat16", "float32", "E4M3"},
+    "step": {"usual", "huge", "tiny"},
+    "dead": {False, True},
+}
+
+
+def check(problems: list[dict[str, Any]], count: int) -> None:
+    """Compare sweeps and descents of random problems with their formulas; each pass is one launch."""
+    assert len(problems) == count
+    for name, kinds in KINDS.items():
+        assert {each[name] for each in problems} == kinds
+    for each in problems:
+        assert each["sweep_launches"] == 1, each
+        assert each["descent_launches"] == each["descent_passes"], each
+        for kind in ("sweep", "descent"):
+            assert each[f"{kind}_wrong_values"] == each[f"{kind}_far"] == 0, each
+            assert each[f"{kind}_off_boundary"] <= 1e-5, each
+            assert each[f"{kind}_loss"] <= 1e-6, each
+        assert each["sweep_miscounted"] == each["descent_wrong_steps"] == 0, each
+
+
+@triton_runs_here
+def test_interpreted_passes_do_what_their_formulas_say_in_one_launch_each() -> None:
+    """E is exactly what codes and steps leave; codes are the nearest but within 1e-5 of a step of a boundary."""
+    check(results("interpreted_problems.py", 18, "passes_problems"), 18)
+
+
+@triton_runs_here
+@pytest.mark.nightly
+def test_interpreted_passes_do_what_their_formulas_say_in_many_problems() -> None:
+    check(results("interpreted_problems.py", 500, "passes_problems"), 500)
+
+
+@triton_runs_here
+@pytest.mark.nightly
+def test_passes_compile_for_cards_without_spills(tmp_path: Path) -> None:
+    """For Ampere, Ada, Hopper and both kinds of Blackwell; the table is in docs/results/gpu.md."""
+    compiled = results("passes_compiled.py", TRITON_CACHE_DIR=str(tmp_path))
+    assert {each["card"] for each in compiled} == {80, 89, 90, 100, 120}
+    for each in compiled:
+        assert each["spilled"] == 0, each
+        assert each["shared"] <= 99 << 10, each
