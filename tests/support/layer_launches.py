@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -60,7 +61,7 @@ def descend_pass(descent: Descent) -> None:
         descent.E.copy_(descent.W.T - state.in_steps(0, len(descent.E)) * state.scale[descent.group])
     fit = None if descent.rounding is None else Rounded(descent.rounding)
     spans = [starts[i] for i in descent.spans.tolist()]
-    for a, b in zip(spans, spans[1:], strict=False):
+    for a, b in pairwise(spans):
         polish._pass(state, a, b, fit, 128)
     descent.moved.logical_or_(state.moved)
 
@@ -116,7 +117,9 @@ def statistics(columns: int, place: bool) -> Moments:
 def tree_of(moments: Moments) -> Moments:
     """Return moments on the card."""
     held = moments.held_out
-    parts = {name: Pretend(getattr(moments, name), 0) for name in ("H", "C", "alive") if getattr(moments, name) is not None}
+    parts = {
+        name: Pretend(getattr(moments, name), 0) for name in ("H", "C", "alive") if getattr(moments, name) is not None
+    }
     return replace(moments, **parts, held_out=None if held is None else tree_of(held))
 
 

@@ -262,7 +262,8 @@ def triangular(A: Tensor, B: Tensor, *, upper: bool, unit: bool = False) -> Tens
         unit: Whether the diagonal of `A` is taken as 1.
     """
     if A.device.type != "cpu":
-        return torch.linalg.solve_triangular(A, B, upper=upper, unitriangular=unit)
+        at_once: Tensor = torch.linalg.solve_triangular(A, B, upper=upper, unitriangular=unit)
+        return at_once
     X = B.clone()
     _solve(A, X, upper, unit)
     return X
