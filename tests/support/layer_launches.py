@@ -7,6 +7,7 @@ the torch forms instead, which have one launch for every operation.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,11 +75,12 @@ class Rounded(polish.PlainFit):
         assert rounding == self.rounding, "only float16 is counted"
 
 
-def one_launch(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def one_launch(kernel: Callable[..., Any], name: str, launches: Counter[str]) -> Callable[..., Any]:
     """Return a kernel of the CPU that takes tensors on the card, as one launch."""
 
     def launched(*args: Any) -> Any:
         here().launches += 1
+        launches[name] += 1
         found = kernel(*tree_map_only(Pretend, lambda each: each.held, args))
         return tree_map_only(Tensor, lambda each: Pretend(each, 0), found)
 
@@ -86,14 +88,16 @@ def one_launch(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def kernels_of_cuda() -> Iterator[None]:
-    """Let the card have the kernels that CUDA has, each as one launch."""
+def kernels_of_cuda() -> Iterator[Counter[str]]:
+    """Let the card have the kernels that CUDA has, each as one launch; yield their launches."""
+    launches: Counter[str] = Counter()
     made = kernels.KERNELS["cpu"]()
     passes = dict(solve_pass=solve_pass, descend_pass=descend_pass)
     own = dict(sweep=made.sweep, search=made.search) | passes
-    wrapped = replace(kernels.torch_kernels(), **{name: one_launch(kernel) for name, kernel in own.items()})
+    own = {name: one_launch(kernel, name, launches) for name, kernel in own.items()}
+    wrapped = replace(kernels.torch_kernels(), **own)
     with mock.patch.dict(kernels.KERNELS, {KIND: lambda: wrapped}):
-        yield
+        yield launches
 
 
 def statistics(columns: int, place: bool) -> Moments:
@@ -124,13 +128,13 @@ def tree_of(moments: Moments) -> Moments:
 
 
 def count(out: int, columns: int, scheme: AnyScheme) -> Gpu:
-    """Solve a layer on a pretended GPU, the first of its stage, and return what was counted."""
+    """Solve a layer on a pretended GPU, the first of its stage, and send it to the CPU; return what was counted."""
     W = torch.randn(out, columns, generator=torch.Generator().manual_seed(1)) / columns**0.5
     with pretended(memory=1 << 45) as gpu:
         inputs = Inputs(statistics(columns, True))
         task = Task(name="a layer", W=Pretend(W, 0), inputs=inputs, scheme=scheme, storage=StepStorage(torch.float16))
         gpu.forget()
-        solve_layer(task)
+        solve_layer(task)[0].to("cpu")
     return gpu
 
 

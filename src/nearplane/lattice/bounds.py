@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nearplane.lattice.factor import Factor, read, total
+from nearplane.lattice.factor import Factor, read, strips, total
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.moments import Extra
 from nearplane.lattice.solvers import Solution
@@ -105,7 +105,7 @@ def certify(
     safe = least < largest**2 * peak < most
     triangle = folded(H, torch.promote_types(W.dtype, torch.float32) if safe else dtype)
     parts: list[tuple[Tensor, ...]] = []  # each (rows,)
-    for rows in torch.split(torch.arange(len(target), device=target.device), MEASURED_ROWS):
+    for rows in strips(target, MEASURED_ROWS):
         part, codes, t = matrix.grid.of_rows(rows).to(dtype), matrix.codes[rows], target[rows].to(dtype)
         book, (scale, zero) = part.codebook, part.columns(slice(None))  # (rows or 1, in) each
         E = t - scale * (book.position(codes, dtype) - zero)  # (rows, in)
@@ -130,7 +130,8 @@ def certify(
         energy = _quadratic_form(W[rows].to(triangle.dtype), triangle).to(dtype)
         squares = W[rows].to(dtype).square().sum(1)
         parts.append((loss, damped, nearest, energy, bounds, gammas, outside_part, squares))
-    losses, damped, nearest, energy, bounds, gammas, outside, squares = map(torch.cat, zip(*parts, strict=True))
+    all_rows = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True))
+    losses, damped, nearest, energy, bounds, gammas, outside, squares = all_rows
     size, columns = target.numel(), target.shape[1]
     clipped = outside > 0
     gamma = gammas.masked_fill(clipped, -torch.inf).max()
@@ -194,7 +195,7 @@ def losses_on_extra(
     X_hat = extra.X_hat.to(dtype).T  # (in, tokens)
     X = X_hat if extra.X is None else extra.X.to(dtype).T
     loss, nearest, energy = torch.zeros(3, dtype=torch.float64, device=W.device)
-    for rows in torch.split(torch.arange(len(target), device=target.device), MEASURED_ROWS):
+    for rows in strips(target, MEASURED_ROWS):
         part = matrix.grid.of_rows(rows).to(dtype)
         V = part.decode(matrix.codes[rows]) if values is None else values[rows]
         outputs = W[rows].to(dtype) @ X  # (rows, tokens)
@@ -235,8 +236,10 @@ def _running_sums(x: Tensor) -> Tensor:
 
 def _times_triangle(E: Tensor, U: Tensor) -> Tensor:
     """Return (rows, in) `E U`; zeros below the diagonal of `U` are skipped block by block."""
-    spans = [(a, a + BLOCK_COLUMNS) for a in range(0, len(U), BLOCK_COLUMNS)]
-    return torch.cat([E[:, :b] @ U[:b, a:b] for a, b in spans], dim=1)
+    width = BLOCK_COLUMNS if U.device.type == "cpu" else max(BLOCK_COLUMNS, -(-len(U) // 4))
+    spans = [(a, a + width) for a in range(0, len(U), width)]
+    products = [E[:, :b] @ U[:b, a:b] for a, b in spans]
+    return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 
 
 def limit(loss: float, row_energy: Tensor, eigenvalues: Tensor) -> float:

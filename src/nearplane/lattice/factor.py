@@ -25,7 +25,8 @@ Order = Literal["natural", "reversed", "activation", "pivoted"]
 AUTO_DAMPS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 MAX_FLOAT32_CONDITION = 1e3  # "auto" factors in float64 above this condition
 CHOLESKY_BLOCK = 192  # columns factored at once
-GPU_CHOLESKY_BLOCK = 2048  # on a GPU, where every operation costs a launch
+GPU_CHOLESKY_BLOCK = 4096  # on a GPU, where every operation costs a launch
+GPU_NUMBERS_AT_ONCE = 1 << 24  # numbers of the rows that a GPU handles at once, more than a CPU for the same reason
 ROWS_AT_ONCE = 512  # rows permuted at once, or updated by one product
 MAX_TRIANGLE = 96  # rows of a triangular system that one thread solves
 MAX_SERIAL_SUM = 1 << 14  # entries that torch sums in one thread, for any number of threads
@@ -135,9 +136,15 @@ def _damped(H: Tensor, damping: Tensor) -> Tensor:
 def permuted(H: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
     """Return (in, in) `H[order][:, order]` in a dtype, copied some rows at a time."""
     H_p = torch.empty(H.shape, dtype=dtype, device=H.device)
-    for a in range(0, len(H), ROWS_AT_ONCE):
-        H_p[a : a + ROWS_AT_ONCE] = H[order[a : a + ROWS_AT_ONCE, None], order]
+    for rows in strips(H, ROWS_AT_ONCE):
+        H_p[rows] = H[order[rows, None], order]
     return H_p
+
+
+def strips(x: Tensor, count: int) -> list[slice]:
+    """Return parts of the rows of a matrix that are handled at once: `count` rows, on a GPU more if rows are short."""
+    rows = count if x.device.type == "cpu" else max(count, GPU_NUMBERS_AT_ONCE // x.shape[1])
+    return [slice(a, a + rows) for a in range(0, len(x), rows)]
 
 
 def _reverse_cholesky(H: Tensor, damping: Tensor) -> tuple[Tensor, int | None]:
@@ -146,23 +153,29 @@ def _reverse_cholesky(H: Tensor, damping: Tensor) -> tuple[Tensor, int | None]:
     Blocks of columns from the last to the first: one matrix product, one small Cholesky and one triangular solve each.
     """
     R = H  # columns to the right of a block are R's, the others H's
-    failures: list[Tensor] = []  # () of each block: the first failing pivot, counted from 1; 0 if there is none
     block = CHOLESKY_BLOCK if H.device.type == "cpu" else GPU_CHOLESKY_BLOCK
+    infos: list[
+        Tensor
+    ] = []  # () of each block: the failing pivot, counted from the last column and 1; 0 if there is none
     for b in range(len(H), 0, -block):
         a = max(b - block, 0)
         S = torch.addmm(H[:b, a:b], R[:b, b:], R[a:b, b:].T, alpha=-1)  # (b, b - a), Schur complement of this block
         S[a:].diagonal().add_(damping[a:b])
         with one_thread():
             L, info = torch.linalg.cholesky_ex(S[a:].flip(0, 1))
-        failing = ~(L.diagonal() > 0)
-        failures.append(torch.where(info > 0, info, failing.any() * (1 + failing.to(torch.uint8).argmax())))
-        if H.device.type == "cpu" and int(failures[-1]):
-            break  # elsewhere reading it would cost more than the other blocks
+        infos.append(info)
         R[a:b, a:b] = L.flip(0, 1)
+        if H.device.type == "cpu" and not (int(info) == 0 and bool((L.diagonal() > 0).all())):
+            break  # elsewhere reading it would cost more than the other blocks
         R[b:, a:b] = 0
         R[:a, a:b] = triangular(R[a:b, a:b], S[:a].T, upper=True).T
-    pivots = torch.stack(failures).tolist()
-    return R, next((len(H) - i * block - pivot for i, pivot in enumerate(pivots) if pivot), None)
+    found: list[int] = torch.cat([torch.stack(infos), (R.diagonal() > 0).flip(0).to(infos[0].dtype)]).tolist()
+    pivots, positive = found[: len(infos)], found[len(infos) :]
+    for i, pivot in enumerate(pivots):
+        wrong = [k for k in range(i * block, min((i + 1) * block, len(H))) if not positive[k]]
+        if pivot or wrong:
+            return R, len(H) - (i * block + pivot if pivot else wrong[0] + 1)
+    return R, None
 
 
 def rounding_order(H: Tensor, order: Order) -> Tensor:
@@ -284,7 +297,8 @@ def _solve(A: Tensor, X: Tensor, upper: bool, unit: bool) -> None:
 
 def read(*tensors: Tensor) -> list[float]:
     """Return all numbers of some tensors, which wait for a GPU once."""
-    numbers: list[float] = torch.cat([each.double().reshape(-1) for each in tensors]).tolist()
+    alike = len({each.dtype for each in tensors}) == 1 and tensors[0].is_floating_point()  # then nothing is converted
+    numbers: list[float] = torch.cat([(each if alike else each.double()).reshape(-1) for each in tensors]).tolist()
     return numbers
 
 

@@ -90,7 +90,7 @@ class Grid:
         changes: dict[str, Any] = parts
         return replace(self, **changes)
 
-    def of_rows(self, rows: Tensor) -> Self:
+    def of_rows(self, rows: Tensor | slice) -> Self:
         """Return the grid of some rows."""
         return self.with_parts({name: part[rows] if len(part) > 1 else part for name, part in self.parts.items()})
 
@@ -204,7 +204,7 @@ class ProductGrid:
             and torch.equal(self.row_scale(), other.row_scale())
         )
 
-    def of_rows(self, rows: Tensor) -> Grid:
+    def of_rows(self, rows: Tensor | slice) -> Grid:
         """Return some rows as a float64 `Grid` with a step for every weight; steps are not rounded as in `decode`."""
         columns = self.columns.double() / self.column_resolution
         scale = torch.exp2(self.rows[rows].double() / self.row_resolution)[:, None] * (self.base * torch.exp2(columns))

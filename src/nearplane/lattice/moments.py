@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nearplane.lattice.factor import Factor, read, total
+from nearplane.lattice.factor import Factor, read, strips, total
 
 SPAN = 256  # columns of a block of `X^T X`; only blocks on and above the diagonal are formed
 
@@ -204,8 +204,8 @@ def mismatch(W: Tensor, H: Tensor, C: Tensor, S: Tensor | None) -> Tensor:
         S: (out, in) `E[(r - r_hat) x_hat^T]` of the residual stream that the output is added to, or None.
     """
     difference = torch.empty(H.shape, dtype=W.dtype, device=W.device)
-    for rows in torch.arange(len(H), device=W.device).split(512):  # the difference in the wider dtype, in parts
-        difference[rows] = (C[rows] - H[rows]).to(W.dtype)
+    for rows in strips(H, 512):  # the difference in the wider dtype, in parts
+        difference[rows] = C[rows] - H[rows]
     lost = W @ difference
     return lost if S is None else lost.add_(S)
 

@@ -123,7 +123,6 @@ def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> 
         raise NumericalError("A weight or the factor of the Hessian is NaN or Inf.")
     target = W.T.clone(memory_format=torch.contiguous_format)
     WT = target.index_select(0, order)  # (in, out), in rounding order
-    target.copy_(WT)  # (in, out), with all errors so far fed forward
     scale, zero = (
         part.to(W.dtype).expand(out, -1).T.clone(memory_format=torch.contiguous_format)
         for part in (grid.scale, grid.zero)
@@ -137,6 +136,7 @@ def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> 
     # codes take the memory of what is read before: targets, or the weights of a pass that needs no targets
     codes, free = (part.view(torch.int32)[:, :out] for part in ((WT, target) if solve_pass else (target, WT)))
     if solve_pass is None:
+        target.copy_(WT)
         _sweep_blocks(columns, factor.U, target, codes, tally, block)
     else:
         solve_pass(columns, factor.U.to(W.dtype), codes, target, tally)

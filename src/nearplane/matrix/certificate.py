@@ -97,11 +97,12 @@ def measure(
     losses = figures.row_losses  # (out,), means over the inputs
     weight = grid.row_weight().to(losses)
     energy = target.to(losses).square().mean(1) * weight
-    groups = [group.mean() for group in losses.tensor_split(row_groups(*W.shape))]
+    count = row_groups(*W.shape)
+    groups = _means(losses, count)
     pruned = damped.dead if moments.alive is None else damped.dead & moments.alive
     facts = (losses * weight).mean(), energy.min(), energy.double().log2().mean(), damped.dead.sum(), pruned.sum()
     loss, least, mean_log_energy, dead, pruned_inputs, *others = read(*facts, *groups, *on_extra)
-    row_losses, found = others[: len(groups)], iter(others[len(groups) :])
+    row_losses, found = others[:count], iter(others[count:])
     none: tuple[float | None, ...] = (None, None, None)
     extra, *by_source = [none if part is None else (next(found), next(found), next(found)) for part in parts] or [none]
     measured = {field.name: getattr(figures, field.name) for field in fields(figures) if field.name != "row_losses"}
@@ -130,6 +131,13 @@ def measure(
         order=scheme.order,
         seconds=0.0,
     )
+
+
+def _means(x: Tensor, count: int) -> list[Tensor]:
+    """Return the means of `count` parts of (n,) numbers; equal parts on a GPU take one launch."""
+    if x.device.type != "cpu" and not len(x) % count:
+        return [x.view(count, -1).mean(1)]
+    return [part.mean() for part in x.tensor_split(count)]
 
 
 def limit_under(inputs: Inputs, loss: float, row_energy: Tensor, least: float, mean_log_energy: float) -> float:

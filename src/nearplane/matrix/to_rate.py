@@ -19,7 +19,7 @@ from nearplane.coding.blob import Contents, encode, size, stored_base
 from nearplane.coding.cost import geometric_bits
 from nearplane.errors import NumericalError, RecipeError
 from nearplane.lattice.bounds import MEASURED_ROWS, quadratic
-from nearplane.lattice.factor import Factor, read
+from nearplane.lattice.factor import Factor, read, strips
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, waterfill_exponents
@@ -128,7 +128,7 @@ def scaled(matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor) -> Quanti
     grid = matrix.grid
     weight = grid.row_weight().to(H.dtype)
     sums = torch.zeros(3, dtype=torch.float64, device=T.device)  # <T, V>, <V, V> and <T, T> under H, rows weighted
-    for rows in torch.split(torch.arange(len(T), device=T.device), MEASURED_ROWS):
+    for rows in strips(T, MEASURED_ROWS):
         t, v = T[rows].to(H.dtype), replace(grid, rows=grid.rows[rows]).decode(matrix.codes[rows]).to(H.dtype)
         vH = v @ H
         products = (vH * t).sum(1), (vH * v).sum(1), quadratic(t, H)

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 from nearplane.calibration.one_forward import MemorySetting, paused_bytes
 from nearplane.lattice import kernels_torch
 from nearplane.lattice.bounds import BLOCK_COLUMNS
+from nearplane.lattice.factor import GPU_NUMBERS_AT_ONCE
 from nearplane.planning.probe import COMPARED_LOGITS, Extent
 from nearplane.record.record import MAX_CERTIFIED_INPUTS
 
@@ -366,7 +367,8 @@ def _solving(shapes: Shapes, group: Group, costs: Costs) -> int:
     aims = square * (SINGLE * split + (DOUBLE + SINGLE) * crossed) + (DOUBLE + SINGLE) * lost  # C or lost outputs
     correction = DOUBLE * square * split  # two factors in float32, for all windows and for the fitted part
     factor = DOUBLE * square  # factor of the sweep
-    strips = CERTIFIED_BYTES * min(CERTIFIED_ROWS, largest // n) * n
+    rows = CERTIFIED_ROWS if costs is CPU else max(CERTIFIED_ROWS, GPU_NUMBERS_AT_ONCE // n)
+    strips = CERTIFIED_BYTES * min(rows, largest // n) * n
     strips += 0 if costs is CPU else DOUBLE * min(BLOCK_COLUMNS, n) ** 2  # a triangle of ones, for running sums
     limit = 2 * DOUBLE * square if n <= MAX_CERTIFIED_INPUTS else 0  # H minus the water level, and its Cholesky factor
     certifying = 4 * SINGLE * largest + max(strips, limit)

@@ -40,6 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(factor, "GPU_CHOLESKY_BLOCK", 8)
     monkeypatch.setattr(polish, "SPAN", 8)
     monkeypatch.setattr(bounds, "MEASURED_ROWS", 4)
+    monkeypatch.setattr(factor, "GPU_NUMBERS_AT_ONCE", 0)
     with pretended() as opened:
         yield opened
 

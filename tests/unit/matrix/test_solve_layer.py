@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from layer_launches import SCHEMES, count, kernels_of_cuda
 from nearplane.lattice import bounds, factor, polish
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
@@ -28,6 +29,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(factor, "GPU_CHOLESKY_BLOCK", 24)
     monkeypatch.setattr(polish, "SPAN", 32)
     monkeypatch.setattr(bounds, "MEASURED_ROWS", 8)
+    monkeypatch.setattr(factor, "GPU_NUMBERS_AT_ONCE", 0)
     with pretended() as opened:
         yield opened
 
@@ -104,3 +106,12 @@ def test_a_layer_at_a_rate_waits_once_for_every_estimate_and_a_few_times_for_eve
     first, second = waits_of_two_layers(gpu, RateScheme(rate=2.5, solver="nearest-plane"))
     assert second <= 40
     assert first <= 50 + STAGE
+
+
+def test_a_layer_takes_at_most_400_launches_of_which_six_are_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels that CUDA has; triangles are multiplied in four parts, as those of 4,096 columns are."""
+    monkeypatch.setattr(bounds, "BLOCK_COLUMNS", 32)
+    with kernels_of_cuda() as launches:
+        gpu = count(16, 128, SCHEMES["4 bits"])
+    assert launches == {"search": 1, "solve_pass": 2, "descend_pass": 4}
+    assert gpu.total.launches <= 400
