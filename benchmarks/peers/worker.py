@@ -5,7 +5,8 @@
 TASKS is a list of tasks, which run one after the other. A task holds `model` and `warm` (folders; no `warm`: no first run),
 `tokens` (safetensors with `windows`, (windows, seqlen)), `out` (folder to write), `bits`, `group_size`, `symmetric`,
 `iterations` and `search` of the peers, instead of the first three a `scheme` of llm-compressor, of which only weights are
-quantized, also by auto-round, and `recipe`, the options of nearplane. A line of JSON is printed for each task: CPU
+quantized, also by auto-round, and `recipe`, the options of nearplane. GPTQModel and llm-compressor compute on `device` in
+`dtype`, or else on the CPU in float32. A line of JSON is printed for each task: CPU
 seconds of the imports, of the first run (on the model `warm`, which compiles what is compiled), of loading, quantizing and
 writing `model`; wall seconds of the same, peak bytes; or `error`. Weights of llm-compressor and auto-round are written decoded,
 in float32, as they stand in memory after the run; the files that these tools write themselves are in the folder `packed`.
@@ -49,7 +50,6 @@ def tuned() -> Callable[[SimpleNamespace], None]:
 
 def gptqmodel() -> Callable[[SimpleNamespace], None]:
     """GPTQModel, by its defaults, or with its search for steps."""
-    import torch
     from gptqmodel import GPTQModel, QuantizeConfig
 
     def run(task: SimpleNamespace) -> None:
@@ -59,9 +59,9 @@ def gptqmodel() -> Callable[[SimpleNamespace], None]:
             sym=task.symmetric,
             format="gptq_v2",
             mse=task.search,
-            device="cpu",
+            device=getattr(task, "device", "cpu"),
         )
-        model = GPTQModel.load(task.model, config, dtype=torch.float32)
+        model = GPTQModel.load(task.model, config, dtype=_dtype(task))
         model.quantize([{"input_ids": row[None], "attention_mask": row[None] * 0 + 1} for row in _tokens(task)])
         model.save(task.out)
 
@@ -78,7 +78,7 @@ def llmcompressor() -> Callable[[SimpleNamespace], None]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     def run(task: SimpleNamespace) -> None:
-        model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(task.model, dtype=_dtype(task))
         rows = _tokens(task).tolist()
         data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
         if hasattr(task, "scheme"):
@@ -180,6 +180,12 @@ def _for_mlx(task: SimpleNamespace) -> str:
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"rope_theta": config["rope_parameters"]["rope_theta"]}))
     return copy
+
+
+def _dtype(task: SimpleNamespace):
+    import torch
+
+    return getattr(torch, getattr(task, "dtype", "float32"))
 
 
 def _tokens(task: SimpleNamespace):

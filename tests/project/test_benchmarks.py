@@ -1,7 +1,8 @@
-"""The guards: what is called slower, that baselines are those of their cases; what fingerprints compare and call different."""
+"""The guards and the measurement of a GPU: what is called slower or different, and what a card that is pretended prints."""
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,63 @@ def test_names_of_runs_are_names_of_runs(fingerprint):
     assert len(fingerprint.RUNS) == sum(map(len, groups))
     assert fingerprint.RUNS.keys() >= fingerprint.QUICK | fingerprint.GONE
     assert len({fingerprint.file_of("x", name) for name in fingerprint.RUNS}) == len(fingerprint.RUNS)
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    path = list(sys.path)
+    spec = importlib.util.spec_from_file_location("gpu", BENCHMARKS.parent / "gpu.py")
+    module = sys.modules["gpu"] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path[:] = path
+        for name in ("gpu", "gpu_parts", "stages"):
+            sys.modules.pop(name, None)
+
+
+def lines(gpu, capsys, *words):
+    """Return the cells of each line of the table."""
+    gpu.main(["--tiny", *words])
+    heads, rule, *rows = capsys.readouterr().out.splitlines()
+    assert heads == f"| {' | '.join(gpu.HEADS)} |"
+    assert set(rule) == {"|", "-"}
+    return [dict(zip(gpu.HEADS, (cell.strip() for cell in row.strip("|").split("|")), strict=True)) for row in rows]
+
+
+def test_a_card_is_measured_in_one_table_of_every_part(gpu, capsys):
+    """The card is pretended, and its times mean nothing; that all parts run, are named and are compared does."""
+    rows = lines(gpu, capsys)
+    assert [row for row in rows if "FAILED" in row["note"]] == []
+    assert {row["part"] for row in rows} >= set(gpu.PARTS) - {"reading"} | {"codes", "demo", "peak of memory"}
+    codes = [row for row in rows if row["part"] == "codes"]
+    assert len(codes) == len(gpu.SCHEMES)
+    assert all(row["note"].startswith("ok") for row in codes)
+    for mode in gpu.MODES:
+        parts = {row["part"]: row for row in rows if row["of"] == f"tiny, {mode}"}
+        assert all(float(parts[part]["times"]) > 0 for part in ("sending", "forwards", "moments", "factor", "sweep"))
+        assert 0 < float(parts["peak of memory"]["times"]) <= 1
+
+
+def test_what_fails_is_a_line_and_the_table_goes_on(gpu, capsys, monkeypatch):
+    def fails(*_args, **_keywords):
+        raise RuntimeError("no kernel\nimage | here")
+
+    monkeypatch.setattr(gpu, "_solved", fails)
+    monkeypatch.setattr(gpu, "_disk", fails)
+    rows = lines(gpu, capsys, "--only", "card", "codes")
+    failed = [row for row in rows if row["note"] == "FAILED: RuntimeError: no kernel image / here"]
+    assert [row["part"] for row in failed] == ["card"] + ["codes"] * len(gpu.SCHEMES)
+
+
+def test_codes_that_differ_are_called_failed(gpu, capsys, monkeypatch):
+    solved = gpu._solved
+
+    def off(W, H, scheme):
+        matrix, record = solved(W, H, scheme)
+        return gpu.QuantizedMatrix(codes=matrix.codes + (W.device.type != "cpu"), grid=matrix.grid), record
+
+    monkeypatch.setattr(gpu, "_solved", off)
+    monkeypatch.setattr(gpu, "SCHEMES", {"4 bits": gpu.SCHEMES["4 bits"]})
+    assert lines(gpu, capsys, "--only", "codes")[-1]["note"].startswith("FAILED: at least 99.9 % equal")

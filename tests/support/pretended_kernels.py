@@ -1,0 +1,56 @@
+"""Kernels for the pretended GPU, whose launches are counted: those of the CPU, or Triton's in its interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from nearplane.lattice import kernels
+from pretended import Pretend
+from pretended_cards import KIND, here
+
+
+def on_the_cpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel of the CPU that takes tensors of the card, as one launch."""
+
+    def launched(*args: Any, **keywords: Any) -> Any:
+        here().launches += 1
+        args, keywords = tree_map_only(Pretend, lambda each: each.held, (args, keywords))
+        return tree_map_only(Tensor, lambda each: Pretend(each, 0), kernel(*args, **keywords))
+
+    return launched
+
+
+@contextmanager
+def compiled() -> Iterator[None]:
+    """Let the card use the kernels of the CPU, which are fast, each as one launch."""
+    made = kernels.KERNELS["cpu"]()
+    own = {field.name: getattr(made, field.name) for field in fields(made)}
+    wrapped = replace(made, **{name: on_the_cpu(each) for name, each in own.items() if callable(each)})
+    with mock.patch.dict(kernels.KERNELS, {KIND: lambda: wrapped}):
+        yield
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Let the card use kernels of CUDA in Triton's interpreter; set TRITON_INTERPRET=1 before triton is imported."""
+    from triton.runtime.interpreter import GridExecutor
+
+    run = GridExecutor.__call__
+
+    def launched(self: Any, *args: Any, **keywords: Any) -> Any:
+        here().launches += 1
+        args, keywords = tree_map_only(Pretend, lambda each: each.held, (args, keywords))
+        return run(self, *args, **keywords)
+
+    with (
+        mock.patch.object(GridExecutor, "__call__", launched),
+        mock.patch.dict(kernels.KERNELS, {KIND: kernels.KERNELS["cuda"]}),
+    ):
+        yield
