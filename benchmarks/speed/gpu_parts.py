@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODES: dict[str, dict[str, Any]] = {"4 bits": {"bits": 4, "group_size": 128}, "rate 3": {"rate": 3.0}}
 BEAM = 8  # candidates of a row at a rate
 CANDIDATES, CANDIDATE_FLOP = 80, 12  # of the search for steps; operations a weight and candidate
+HASHED = 1.6e9  # bytes of a file that one thread hashes in a second
 CODE_BYTES = 4  # of a code on its way to the host
 REST = "rest"
 FUNCTIONS = {  # part: its functions; what one calls that belongs to another part counts for that part
@@ -223,7 +224,8 @@ def work(shape: Shape, mode: str, text: Text, *, solves: float = 2.0, descents: 
     for group in shape.groups:
         for part, each in _of_group(group, text, rate, solves, descents).items():
             parts[part] = parts[part] + each.times(group.experts)
-    parts["writing"] = Work(disk=shape.weights * (3 / 8 if rate else 0.52))
+    written = shape.weights * (3 / 8 if rate else 0.52)
+    parts["writing"] = Work(disk=written, host=written / HASHED)
     if rate:
         forward = passes["bfloat16"] / 2
         parts["probe"] = Work(flop=dict(float32=0.36 * forward))
