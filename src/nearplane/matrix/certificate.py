@@ -97,12 +97,11 @@ def measure(
     losses = figures.row_losses  # (out,), means over the inputs
     weight = grid.row_weight().to(losses)
     energy = target.to(losses).square().mean(1) * weight
-    count = row_groups(*W.shape)
-    groups = _means(losses, count)
+    groups = means(losses, row_groups(*W.shape))
     pruned = damped.dead if moments.alive is None else damped.dead & moments.alive
     facts = (losses * weight).mean(), energy.min(), energy.double().log2().mean(), damped.dead.sum(), pruned.sum()
-    loss, least, mean_log_energy, dead, pruned_inputs, *others = read(*facts, *groups, *on_extra)
-    row_losses, found = others[:count], iter(others[count:])
+    loss, least, mean_log_energy, dead, pruned_inputs, *others = read(*facts, groups, *on_extra)
+    row_losses, found = others[: len(groups)], iter(others[len(groups) :])
     none: tuple[float | None, ...] = (None, None, None)
     extra, *by_source = [none if part is None else (next(found), next(found), next(found)) for part in parts] or [none]
     measured = {field.name: getattr(figures, field.name) for field in fields(figures) if field.name != "row_losses"}
@@ -133,11 +132,13 @@ def measure(
     )
 
 
-def _means(x: Tensor, count: int) -> list[Tensor]:
-    """Return the means of `count` parts of (n,) numbers; equal parts on a GPU take one launch."""
-    if x.device.type != "cpu" and not len(x) % count:
-        return [x.view(count, -1).mean(1)]
-    return [part.mean() for part in x.tensor_split(count)]
+def means(x: Tensor, count: int) -> Tensor:
+    """Return (count,) the means of the parts of `x` (n,) by `tensor_split`."""
+    if x.device.type == "cpu":
+        return torch.stack([part.mean() for part in x.tensor_split(count)])
+    size, larger = divmod(len(x), count)  # so many parts have one more
+    cut = larger * (size + 1)
+    return torch.cat([x[:cut].view(larger, size + 1).mean(1), x[cut:].view(count - larger, size).mean(1)])
 
 
 def limit_under(inputs: Inputs, loss: float, row_energy: Tensor, least: float, mean_log_energy: float) -> float:
