@@ -22,6 +22,7 @@ from nearplane.matrix.on_grid import quantize_matrix
 from nearplane.matrix.to_rate import quantize_matrix_to_rate
 from nearplane.recipe.schemes import GridScheme, RateScheme
 from nearplane.record.record import LayerRecord, row_groups
+from pretended import Pretend, pretended
 from strategies import problem
 
 Array = NDArray[np.float64]
@@ -345,3 +346,12 @@ def test_the_solver_says_what_clipped_and_nothing_is_swept_again(monkeypatch: py
     again = remeasure("matrix", W, inputs, scheme, SolvedMatrix(matrix=matrix))
     assert len(swept) == 1
     assert (again.clipped, again.clipped_rows) == (record.clipped, record.clipped_rows)
+
+
+@pytest.mark.parametrize("count", [1, 3, 7, 50])
+def test_a_gpu_takes_the_means_of_all_groups_of_rows_at_once(count: int) -> None:
+    losses = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with pretended() as gpu:
+        there = certificate.means(Pretend(losses, 0), count).held
+    assert gpu.total.launches <= 3
+    torch.testing.assert_close(there, certificate.means(losses, count), rtol=1e-12, atol=0)
