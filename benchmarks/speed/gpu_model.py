@@ -93,7 +93,7 @@ class Card:
 
 CARDS = {
     "H100": Card(
-        rates={"bfloat16": 600e12, "float32": 45e12, "tf32x3": 150e12, "float64": 35e12, "vector": 30e12},
+        rates={"bfloat16": 600e12, "float32": 45e12, "tf32x3": 85e12, "float64": 35e12, "vector": 30e12},
         memory=2.8e12, link=50e9, size=80,
     ),
     "RTX 4090": Card(
@@ -111,9 +111,11 @@ constants below.
 commit {commit}. A run has 256 windows of 2,048 tokens; a thread reads blocks ahead, so that reading counts only where
 it takes longer than all else."""
 ASSUMED = f"""\
-The rates are 0.6 to 0.9 of the makers' figures for dense products (tf32x3: a third of those for TF32, vector: float32
-without fused operations), memory 0.85 to 0.9 of them, PCIe 5 and 4 with 16 lanes 0.8 of theirs. The host packs 11 ns a
-weight on one thread and codes 20 ns a weight on each of {THREADS} threads, both measured on its CPU alone."""
+The rates are 0.6 to 0.9 of the makers' figures for dense products; vector is float32 without fused operations. In
+kernels, float32 numbers are multiplied by three products of TF32 (tf32x3). A strip of 32 rows reads 4 bytes from the
+cache for 64 operations, which limits the H100 to about half of a third of its TF32. Memory has 0.85 to 0.9 of the
+makers' bandwidth, PCIe 5 and 4 with 16 lanes 0.8 of theirs. The host packs 11 ns a weight on one thread and codes 20 ns
+a weight on each of {THREADS} threads, both measured on its CPU alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,7 @@ class State:
 
     Args:
         kernels: Context in which the pretended card has the kernels of this state.
-        compiles: Whether loops over columns run inside kernels, which multiply by three products of TF32.
+        compiles: Whether loops over columns run inside kernels; sweep and descent multiply there, too.
         moments: What multiplies for the moments.
     """
 
@@ -335,7 +337,7 @@ def parts_of(name: str, mode: str, card: Card, state: str) -> dict[str, float]:
         flop = dict(each.flop)
         if part == "moments":
             flop[version.moments] = flop.pop("bfloat16") + flop.get(version.moments, 0.0)
-        if part in LOOPS and version.compiles:
+        if part in ("sweep", "descent") and version.compiles:
             flop["tf32x3"] = flop.pop("float32", 0.0)
         computed = sum(count / card.rates[kind] for kind, count in flop.items()) + each.bytes / card.memory
         computed += each.chain * card.step if version.compiles else 0.0

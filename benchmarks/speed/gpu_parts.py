@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODES: dict[str, dict[str, Any]] = {"4 bits": {"bits": 4, "group_size": 128}, "rate 3": {"rate": 3.0}}
 BEAM = 8  # candidates of a row at a rate
 CANDIDATES, CANDIDATE_FLOP = 80, 12  # of the search for steps; operations a weight and candidate
+RESIDENT_ROWS = 8448  # of a loop over columns on a card at a time: 2 strips of 32 rows on each of 132 processors
 HASHED = 1.6e9  # bytes of a file that one thread hashes in a second
 CODE_BYTES = 4  # of a code on its way to the host
 REST = "rest"
@@ -174,7 +175,8 @@ class Work:
         bytes: Bytes read and written in the memory of the card, at least.
         sent: Bytes between host and card.
         disk: Bytes read from or written to the disk.
-        chain: Steps one after another that the kernels of one launch make: a column of a sweep or of a beam.
+        chain: Columns one after another in kernels that loop over them, as often as rows do not fit the card at a time;
+            a column of a beam is four.
         host: Seconds of one thread on the host.
     """
 
@@ -251,13 +253,16 @@ def _of_group(group: Group, text: Text, rate: bool, solves: float, descents: flo
     limit = dict(float64=cube / 3, float32=len(group.outs) * cube / 3) if n <= MAX_CERTIFIED_INPUTS else dict()
     certificate = Work(flop=added(single, limit), bytes=110 * n * out)
     layers = len(group.outs)
+    steps = n * sum(-(-each // RESIDENT_ROWS) for each in group.outs)
     found = {"moments": moments, "factor": factor, "target": target, "certificate": certificate}
     if rate:
         estimates = 6 * 512 / max(512, out / layers)  # sweeps of some rows, and one of all
         swept = 1 + min(1.0, estimates)
-        found["sweep"] = Work(flop=dict(float32=swept * weighed / 2), bytes=swept * 16 * n * out, chain=7 * n * layers)
+        found["sweep"] = Work(
+            flop=dict(float32=swept * weighed / 2), bytes=swept * 16 * n * out, chain=n * layers + steps
+        )
         beams = dict(float32=solves * BEAM * weighed / 2, vector=solves * BEAM * n * out * 60)
-        found["k-best"] = Work(flop=beams, bytes=solves * BEAM * n * out * (n / 8 + 24), chain=solves * n * layers)
+        found["k-best"] = Work(flop=beams, bytes=solves * BEAM * n * out * (n / 8 + 24), chain=4 * solves * steps)
         found["coding"] = Work(host=(1 + solves) * n * out * 20e-9, sent=(3 + solves) * CODE_BYTES * n * out)
         found["packing"] = Work(sent=CODE_BYTES * n * out, host=30e-9 * n * out)
         return found
@@ -265,12 +270,12 @@ def _of_group(group: Group, text: Text, rate: bool, solves: float, descents: flo
     found["sweep"] = Work(
         flop=dict(float32=solves * weighed / 2),
         bytes=solves * (16 * n * out + 4 * layers * square),
-        chain=solves * n * layers,
+        chain=solves * steps,
     )
     found["descent"] = Work(
         flop=dict(float32=descents * (weighed + 2 * 256 * n * out)),
         bytes=descents * (16 * n * out + 4 * layers * square),
-        chain=descents * n * layers,
+        chain=descents * steps,
     )
     found["packing"] = Work(sent=CODE_BYTES * n * out, host=11e-9 * n * out)
     return found
