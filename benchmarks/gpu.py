@@ -51,6 +51,7 @@ from nearplane.demo.demonstration import recipes  # noqa: E402
 from nearplane.lattice.grid import QuantizedMatrix  # noqa: E402
 from nearplane.matrix.on_grid import quantize_matrix  # noqa: E402
 from nearplane.matrix.to_rate import quantize_matrix_to_rate  # noqa: E402
+from nearplane.models.model import open_model  # noqa: E402
 from nearplane.planning.forecast import forecast  # noqa: E402
 from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme  # noqa: E402
 from nearplane.record.record import LayerRecord  # noqa: E402
@@ -167,14 +168,31 @@ def card(asked: Asked) -> Iterator[Row]:
     yield Row(part="card", of="file read again", measured=asked.rates["disk"] / 1e9, unit="GB/s")
 
 
+def _forget(file: int) -> None:
+    """Tell the system to forget what it has read of a file, which was written already."""
+    os.fsync(file)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _reading(model: Path) -> float:
+    """Return the seconds in which all blocks of a model are read from disk into pinned memory."""
+    blocks = open_model(str(model)).blocks
+    for path in model.glob("*.safetensors"):
+        with path.open("r+b") as file:
+            _forget(file.fileno())
+    began = time.perf_counter()
+    for block in blocks:
+        block.read()
+    return time.perf_counter() - began
+
+
 def _disk(size: int) -> float:
     """Return the bytes a second at which a file is read that the system was told to forget."""
     with tempfile.TemporaryFile() as file:
         file.write(bytes(size))
         file.flush()
-        os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        _forget(file.fileno())
         began = time.perf_counter()
         file.seek(0)
         file.read()
@@ -240,6 +258,8 @@ def _block(of: str, asked: Asked, model: Path, shape: Shape, mode: str, many: in
     with mock.patch("nearplane.planning.start.forecast", noted), Sections(clock) as sections:
         nearplane.quantize(model, model.with_name("out"), calibration=tokens_of(text), **options)
     total = sum(float(each[0]) for each in sections.spent.values())
+    least, note = asked.limit(needed["reading"].times(many)), "by a thread beside the others, not part of the whole"
+    yield Row(part="reading", of=of, measured=_reading(model), beside=least, note=note)
     for part in PARTS:
         if part in sections.spent:
             least = asked.limit(needed[part].times(many))
