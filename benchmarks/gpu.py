@@ -147,7 +147,7 @@ def card(asked: Asked) -> Iterator[Row]:
     """Measure the rates of the card."""
     place, side = asked.place, 4 * asked.side
     for kind, n in (("bfloat16", 2 * side), ("float32", side), ("float64", side)):
-        A = torch.ones(n, n, dtype=getattr(torch, kind), device=place)
+        A = torch.randn(n, n, device=place).to(getattr(torch, kind))
         rate = asked.rates[kind] = 2 * n**3 / asked.seconds(partial(torch.mm, A, A))
         yield Row(part="card", of=f"product of {n} x {n}, {kind}", measured=rate / 1e12, unit="TFLOP/s")
     source = torch.ones(asked.copied, dtype=torch.uint8, device=place)
