@@ -2,8 +2,8 @@
 
 The interpreter is chosen when triton is imported, so this is a process of its own. It prints a line of JSON for loading a
 Llama of one block without kernels and one with them: launches, waits and copies of loading and of a product, and whether
-all weights are those of the CPU; with `everything` also of the ways by which runs read layers. Then it prints a line for
-each of PRODUCTS random products, see `product_problems.py`.
+all weights are those of the CPU; with `everything` also of the ways by which runs read layers, and of a Mixtral. Then it
+prints a line for each of PRODUCTS random products, see `product_problems.py`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ from nearplane.loading.dense_network import dense_network
 from nearplane.loading.packed_linear import BUFFERS, PackedLinear
 from pretended_launches import interpreted
 
-SIZES = dict(
-    num_hidden_layers=1, hidden_size=16, intermediate_size=16, vocab_size=24, num_attention_heads=2, head_dim=8
-)
+SIZES = dict(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=24, num_attention_heads=2, head_dim=4)
 DEVICE = "pretend:0"
 TOKENS = torch.ones(1, 1, dtype=torch.int64)
 
@@ -61,6 +59,7 @@ def loaded(folder: Path, use: bool, everything: bool) -> dict[str, Any]:
     with torch.no_grad(), interpreted() as gpu, kernels(use):
         model = nearplane.load(folder, device=DEVICE)
         loading = asdict(gpu.total)
+        model.set_experts_implementation("eager")  # the pretended GPU has no histogram of integers
         gpu.forget()
         logits = model(TOKENS.to(DEVICE)).logits.cpu()
         calling = gpu.of("loading/").launches
@@ -101,6 +100,12 @@ def main() -> None:
         write_native(Path(place) / "out", Path(place) / "source", embeddings=True)
         for use in (False, True):
             print(json.dumps({"kernels": use} | loaded(Path(place) / "out", use, everything)))
+        if everything:  # experts in stacked parameters
+            save_tiny(Path(place) / "experts", "mixtral", **SIZES)
+            tokens = torch.randint(3, SIZES["vocab_size"], (12, 32), generator=torch.Generator().manual_seed(1))
+            options = dict(calibration=tokens, rate=3.0, allocate="uniform", device="cpu")
+            nearplane.quantize(Path(place) / "experts", Path(place) / "coded", **options)
+            print(json.dumps({"kernels": True} | loaded(Path(place) / "coded", True, everything)))
     for seed in range(count):
         asked = product_problems.problem(seed)
         print(json.dumps(asked | product_problems.solved(asked)))

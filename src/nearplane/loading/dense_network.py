@@ -206,7 +206,8 @@ class JoinedBlobs(ConversionOps):
         """Return the tensor under the name of the parameter; blobs are ordered by pattern, then by number."""
         blobs = [blob for pattern in kwargs["source_patterns"] for blob in input_dict.get(pattern, []) if blob.numel()]
         lengths = torch.tensor([len(blobs), *(blob.numel() for blob in blobs)], dtype=LENGTH)
-        return {kwargs["full_layer_name"]: [torch.cat([lengths.view(torch.uint8), *(blob.cpu() for blob in blobs)])]}
+        lengths = lengths.view(torch.uint8).to(blobs[0].device) if blobs else lengths.view(torch.uint8)
+        return {kwargs["full_layer_name"]: [torch.cat([lengths, *blobs])]}
 
 
 def split_blobs(joined: Tensor) -> list[Tensor]:
@@ -359,7 +360,7 @@ def blobs_in(place: Place | StackPlace, module: nn.Module) -> list[Blob]:
     if isinstance(place, Place):
         coded, shapes = [loaded], [place.shape]
     else:
-        blobs, words = split_blobs(loaded.cpu()), place.words
+        blobs, words = split_blobs(loaded), place.words
         if len(blobs) != len(place.layers):
             raise FormatError(
                 f"{labels[0]}: the files contain {len(blobs)} of the {len(place.layers)} matrices of "

@@ -10,17 +10,17 @@ from triton_processes import results, triton_runs_here
 
 
 def check(lines: list[dict[str, Any]], count: int) -> None:
-    """Compare two loaded models and random products with what the CPU makes of them."""
-    assert len(lines) == 2 + count
-    before, now = lines[:2]
-    assert (before["kernels"], now["kernels"]) == (False, True)
-    for model in (before, now):
+    """Compare loaded models and random products with what the CPU makes of them."""
+    models, products = lines[:-count], lines[-count:]
+    assert [model["kernels"] for model in models[:2]] == [False, True]
+    for model in models:
         assert model["close"], model
         assert model["different"] == 0 < model["compared"], model
+    now = models[1]
     assert now["products"] == 2 * now["layers"]
     assert now["loading"]["launches"] <= now["layers"] + 8  # of them: zeros, the lanes of all layers, one copy of each
-    assert {line["few"] for line in lines[2:]} == {True, False}
-    for product in lines[2:]:
+    assert {product["few"] for product in products} == {True, False}
+    for product in products:
         assert product["wrong"] == product["waits"] == 0, product
         assert product["error"] <= 1, product
         assert product["launches"] == 2 if product["few"] else product["launches"] <= 4, product
