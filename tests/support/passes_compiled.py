@@ -6,11 +6,7 @@ It prints lines of JSON as `triton_compiled.py` does: for numbers of rows that a
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import triton
@@ -20,7 +16,7 @@ from triton.compiler import ASTSource
 
 from nearplane.lattice import passes_triton
 from nearplane.lattice.kernels_triton import ROWS
-from triton_compiled import CARDS, LEVELS
+from triton_compiled import CARDS, LEVELS, usage_of
 
 NUMBERS = {"low", "high", "least", "largest", "divisor"}
 COUNTS = {"last", "out", "n", "count"}
@@ -28,17 +24,10 @@ TYPES = {
     "group": "*i64", "codes": "*i32", "outside": "*i32", "starts": "*i32", "spans": "*i32", "moved": "*i8"
 }  # fmt: skip
 SIZES = {
-    "B": passes_triton.BLOCK, "T": passes_triton.TILE, "R": ROWS, "K": passes_triton.INNER,
-    "STAGES": passes_triton.STAGES, "OFFSET": tl.int32,
+    "B": passes_triton.BLOCK, "T": passes_triton.TILE, "R": ROWS, "STAGES": passes_triton.STAGES, "OFFSET": tl.int32
 }  # fmt: skip
-ODD = {
-    "out",
-    "W_stride",
-    "E_stride",
-    "codes_stride",
-    "scale_stride",
-    "zero_stride",
-}  # what odd numbers of rows make odd
+# what odd numbers of rows make odd
+ODD = {"out", "W_stride", "E_stride", "codes_stride", "scale_stride", "zero_stride"}
 
 
 def compiled(kernel: Any, card: int, constants: dict[str, Any], even: bool) -> dict[str, Any]:
@@ -60,15 +49,7 @@ def compiled(kernel: Any, card: int, constants: dict[str, Any], even: bool) -> d
     attributes = {(i,): [["tt.divisibility", 16]] for i in whole}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": passes_triton.WARPS, "num_stages": 1, "enable_fp_fusion": False}
-    made = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
-        file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert usage is not None, said
-    return {"registers": int(usage[1]), "spilled": int(usage[2]), "shared": made.metadata.shared}
+    return usage_of(triton.compile(source, target=GPUTarget("cuda", card, 32), options=options))
 
 
 def table() -> Iterator[dict[str, Any]]:
@@ -78,10 +59,12 @@ def table() -> Iterator[dict[str, Any]]:
         for name, kernel, constants in (
             ("sweep pass", passes_triton._solve, {}),
             ("descent pass with fit", passes_triton._descend, fits),
-            ("descent pass", passes_triton._descend, fits | {"MANTISSA": 0, "fits": False}),
+            ("descent pass with trials", passes_triton._descend, fits | {"MANTISSA": 0}),
+            ("descent pass", passes_triton._descend, fits | {"fits": False}),
         ):
             for grid, even in (("integers", True), ("E4M3", True), ("integers", False)):
                 asked = SIZES | constants | {"BITS": max(LEVELS[grid] - 1, 0).bit_length()}
+                asked["K"] = passes_triton._inner(16 if even else 1)
                 row = {"kernel": name, "grid": grid, "rows": "multiple of 16" if even else "any", "card": card}
                 yield row | compiled(kernel, card, asked, even)
 

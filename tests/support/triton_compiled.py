@@ -67,7 +67,11 @@ def usage(kernel: Any, card: int, signature: dict[str, str], constants: dict[str
     """Compile a kernel for arguments of these types and read what ptxas says of it."""
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     options = {"num_warps": warps, "enable_fp_fusion": False}
-    made = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
+    return usage_of(triton.compile(source, target=GPUTarget("cuda", card, 32), options=options))
+
+
+def usage_of(made: Any) -> dict[str, Any]:
+    """Read what ptxas says of a compiled kernel."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])

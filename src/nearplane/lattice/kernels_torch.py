@@ -51,7 +51,8 @@ class Rounding(NamedTuple):
     """Rounding of positive steps to those that a file holds: floats of few bits, divided by a number.
 
     Args:
-        mantissa: Bits of the floats behind the point.
+        mantissa: Bits of the floats behind the point. Powers of two, with 0, are not fitted by least squares: half and
+            twice the step are tried with codes of their own, in groups of at most 32 columns.
         least: Smallest positive float; all are multiples of it.
         divisor: Number by which the file's floats are divided.
         largest: Largest step.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.kernels import kernels_of
-from nearplane.lattice.kernels_torch import Columns, Tally
+from nearplane.lattice.kernels_torch import Columns, Rounding, Tally
 from nearplane.lattice.polish import Fit, State
 from nearplane.lattice.scale import Steps, least_error
 
@@ -55,7 +55,7 @@ def octaves(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Cal
 class OctaveFit:
     """Fit of every step by trial: a sweep over the codes of its group on half, once and twice the step."""
 
-    rounding = None  # not by least squares
+    rounding = Rounding(0, *(2.0**limit for limit in (LIMITS[0], 0, LIMITS[1])))
 
     def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Move steps and codes of the groups one after another; see `Fit`."""

@@ -45,7 +45,7 @@ def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tal
         _solve[(triton.cdiv(out, ROWS),)](
             W, scale, zero, group, U, codes, E, sums, tally.d.to(W.dtype), tally.loss, tally.outside,
             levels, middles, len(middles), out, n, *strides, *_limits(codebook), *codebook.limits,
-            BITS=len(middles).bit_length(), B=BLOCK, T=TILE, R=ROWS, K=INNER, STAGES=STAGES,
+            BITS=len(middles).bit_length(), B=BLOCK, T=TILE, R=ROWS, K=_inner(out), STAGES=STAGES,
             OFFSET=_offset_type(W, U), num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -64,9 +64,14 @@ def descend_pass(descent: Descent) -> None:
             descent.gained, descent.fitted, descent.moved.view(torch.int8), levels, middles, len(middles), out, n,
             len(descent.spans) - 1, *strides, *_limits(descent.codebook), *numbers,
             BITS=len(middles).bit_length(), MANTISSA=mantissa, fits=descent.rounding is not None, begins=descent.begins,
-            B=BLOCK, T=TILE, R=ROWS, K=INNER, STAGES=STAGES, OFFSET=_offset_type(W, H),
+            B=BLOCK, T=TILE, R=ROWS, K=_inner(out), STAGES=STAGES, OFFSET=_offset_type(W, H),
             num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def _inner(out: int) -> int:
+    """Return the columns of a product: fewer where rows are not aligned, whose addresses take more registers."""
+    return INNER if out % 16 == 0 else min(INNER, 16)
 
 
 def _offset_type(*tensors: Tensor) -> tl.dtype:
@@ -244,6 +249,44 @@ def _updated(
 
 
 @triton.jit
+def _moved(
+    misses, squares, H, diagonal, scale, zero, group, codes, levels, middles, last, first, end, r, here, kept, step,
+    H_stride, codes_stride, scale_stride, zero_stride, low, high,
+    BITS: tl.constexpr, tries: tl.constexpr, T: tl.constexpr, R: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Move the codes of a tile of columns; return changes of the loss, and which rows moved.
+
+    Codes of the rows in `kept` are written. If it `tries`, all columns get another step, and the zero is 0.
+    """
+    c = tl.arange(0, T)
+    origin = tl.full((), 0, OFFSET)
+    columns = (first + c).to(OFFSET)
+    won = tl.zeros((R,), misses.dtype)
+    moves = tl.zeros((R,), tl.int32)
+    for i in range(tl.minimum(T, end - first)):
+        j = origin + first + i
+        g = tl.load(group + j)
+        s = tl.load(scale + g * scale_stride + r, mask=here, other=1.0)
+        z = tl.load(zero + g * zero_stride + r, mask=here, other=0.0)
+        then = tl.load(codes + j * codes_stride + r, mask=here, other=0)
+        value = s * (_position(then, levels, s, BITS) - z)
+        if tries:
+            s = step
+        miss = tl.sum(tl.where((c == i)[:, None], misses, 0.0), 0)
+        code, nearest = _nearest(_quotient(value + miss, s) + z, levels, middles, last, low, high, BITS)
+        e = value - s * (nearest - z)
+        tl.debug_barrier()  # all have read the old code
+        tl.store(codes + j * codes_stride + r, code, mask=kept)
+        h = tl.load(H + j * H_stride + columns, mask=(c > i) & (columns < end), other=0.0)
+        u = _quotient(h, squares)
+        misses = tl.fma(tl.broadcast_to(u[:, None], (T, R)), tl.broadcast_to(e[None, :], (T, R)), misses)
+        d = tl.load(diagonal + j)
+        won += tl.where(d == float("inf"), 0.0, d) * e * (miss + miss + e)
+        moves = moves | (e != 0).to(tl.int32)
+    return won, moves
+
+
+@triton.jit
 def _descend(
     W, scale, zero, group, H, diagonal, starts, spans, codes, E, sums, before, gained, fitted, moved, levels, middles,
     last, out, n, count, W_stride, W_column_stride, H_stride, codes_stride, E_stride, scale_stride, zero_stride,
@@ -258,7 +301,6 @@ def _descend(
     """
     r = tl.program_id(0) * R + tl.arange(0, R)
     c = tl.arange(0, T)
-    origin = tl.full((), 0, OFFSET)
     here = r < out
     won = tl.zeros((R,), W.dtype.element_ty)
     won_by_steps = tl.zeros((R,), W.dtype.element_ty)
@@ -285,38 +327,69 @@ def _descend(
             for each in range(first_group, end_group):
                 a = tl.load(starts + each)
                 b = tl.load(starts + each + 1)
-                energy = tl.zeros((R,), W.dtype.element_ty)
-                product = tl.zeros((R,), W.dtype.element_ty)
-                for first in range(a, b, T):
-                    inside = first + c < b
-                    tile = inside[:, None] & here[None, :]
-                    columns = (first + c).to(OFFSET)
-                    EH = tl.load(sums + (columns - start)[:, None] * out + r[None, :], mask=tile, other=0.0)
+                step = scale + tl.load(group + a) * scale_stride + r
+                old = tl.load(step, mask=here, other=1.0)
+                if MANTISSA == 0:
+                    columns = (a + c).to(OFFSET)
+                    inside = columns < b
+                    EH = tl.load(
+                        sums + (columns - start)[:, None] * out + r[None, :],
+                        mask=inside[:, None] & here[None, :],
+                        other=0.0,
+                    )
                     EH = _updated(
                         EH, H, E, before, columns, inside, start, a, r, here, out, H_stride, E_stride, K, OFFSET
                     )
-                    vH = tl.zeros((T, R), W.dtype.element_ty)
-                    for other in range(a, b, K):
-                        k = (other + tl.arange(0, K)).to(OFFSET)
-                        h = tl.load(
-                            H + columns[:, None] * H_stride + k[None, :],
-                            mask=inside[:, None] & (k < b)[None, :], other=0.0,
+                    squares = tl.load(diagonal + columns, mask=inside, other=1.0)
+                    misses = _quotient(EH, tl.broadcast_to(squares[:, None], (T, R)))
+                    chosen = old
+                    change = tl.zeros((R,), W.dtype.element_ty)
+                    for trial in range(4):  # once, half and twice the step; then the best one again, to keep its codes
+                        final = tl.full((R,), 0, tl.int32) + trial == 3
+                        tried = tl.minimum(tl.maximum(old * (1.0 - 1.5 * trial + trial * trial), least), largest)
+                        tried = tl.where(final, chosen, tried)
+                        found, _ = _moved(
+                            misses, squares, H, diagonal, scale, zero, group, codes, levels, middles, last, a, b, r, here,
+                            here & final & (change < 0), tried, H_stride, codes_stride, scale_stride, zero_stride,
+                            low, high, BITS, True, T, R, OFFSET,
                         )  # fmt: skip
-                        _, others = _steps(codes, scale, zero, group, levels, k, k < b, r, here,
-                                           codes_stride, scale_stride, zero_stride, BITS, OFFSET)  # fmt: skip
-                        vH = _product(h, tl.where((k < b)[:, None], others, 0.0), vH)
-                    _, v = _steps(codes, scale, zero, group, levels, columns, inside, r, here,
-                                  codes_stride, scale_stride, zero_stride, BITS, OFFSET)  # fmt: skip
-                    v = tl.where(inside[:, None], v, 0.0)
-                    energy += tl.sum(v * vH, 0)
-                    product += tl.sum(v * EH, 0)
-                step = scale + tl.load(group + a) * scale_stride + r
-                old = tl.load(step, mask=here, other=1.0)
-                move, change = _fitted(old, energy, product, least, divisor, largest, MANTISSA)
+                        better = (found < change) & (final == 0)
+                        chosen = tl.where(better, tried, chosen)
+                        change = tl.where(better, found, change)
+                    new = chosen
+                    changed = changed | (change < 0).to(tl.int32)
+                else:
+                    energy = tl.zeros((R,), W.dtype.element_ty)
+                    product = tl.zeros((R,), W.dtype.element_ty)
+                    for first in range(a, b, T):
+                        inside = first + c < b
+                        tile = inside[:, None] & here[None, :]
+                        columns = (first + c).to(OFFSET)
+                        EH = tl.load(sums + (columns - start)[:, None] * out + r[None, :], mask=tile, other=0.0)
+                        EH = _updated(
+                            EH, H, E, before, columns, inside, start, a, r, here, out, H_stride, E_stride, K, OFFSET
+                        )
+                        vH = tl.zeros((T, R), W.dtype.element_ty)
+                        for other in range(a, b, K):
+                            k = (other + tl.arange(0, K)).to(OFFSET)
+                            h = tl.load(
+                                H + columns[:, None] * H_stride + k[None, :],
+                                mask=inside[:, None] & (k < b)[None, :], other=0.0,
+                            )  # fmt: skip
+                            _, others = _steps(codes, scale, zero, group, levels, k, k < b, r, here,
+                                               codes_stride, scale_stride, zero_stride, BITS, OFFSET)  # fmt: skip
+                            vH = _product(h, tl.where((k < b)[:, None], others, 0.0), vH)
+                        _, v = _steps(codes, scale, zero, group, levels, columns, inside, r, here,
+                                      codes_stride, scale_stride, zero_stride, BITS, OFFSET)  # fmt: skip
+                        v = tl.where(inside[:, None], v, 0.0)
+                        energy += tl.sum(v * vH, 0)
+                        product += tl.sum(v * EH, 0)
+                    move, change = _fitted(old, energy, product, least, divisor, largest, MANTISSA)
+                    new = old + move
+                    changed = changed | (move != 0).to(tl.int32)
                 tl.debug_barrier()  # all have read the old step
-                tl.store(step, old + move, mask=here)
+                tl.store(step, new, mask=here)
                 won_by_steps += change
-                changed = changed | (move != 0).to(tl.int32)
                 tl.debug_barrier()
                 _errors(W, scale, zero, group, codes, E, levels, a, b, out, W_stride, W_column_stride, codes_stride,
                         E_stride, scale_stride, zero_stride, BITS, T, R, OFFSET)  # fmt: skip
@@ -332,25 +405,11 @@ def _descend(
             )  # fmt: skip
             squares = tl.load(diagonal + columns, mask=inside, other=1.0)
             misses = _quotient(EH, tl.broadcast_to(squares[:, None], (T, R)))  # targets minus values
-            won_here = tl.zeros((R,), W.dtype.element_ty)
-            for i in range(tl.minimum(T, end - first)):
-                j = origin + first + i
-                g = tl.load(group + j)
-                s = tl.load(scale + g * scale_stride + r, mask=here, other=1.0)
-                z = tl.load(zero + g * zero_stride + r, mask=here, other=0.0)
-                then = tl.load(codes + j * codes_stride + r, mask=here, other=0)
-                value = s * (_position(then, levels, s, BITS) - z)
-                miss = tl.sum(tl.where((c == i)[:, None], misses, 0.0), 0)
-                code, nearest = _nearest(_quotient(value + miss, s) + z, levels, middles, last, low, high, BITS)
-                e = value - s * (nearest - z)
-                tl.debug_barrier()  # all have read the old code
-                tl.store(codes + j * codes_stride + r, code, mask=here)
-                h = tl.load(H + j * H_stride + columns, mask=(c > i) & inside, other=0.0)
-                u = _quotient(h, squares)
-                misses = tl.fma(tl.broadcast_to(u[:, None], (T, R)), tl.broadcast_to(e[None, :], (T, R)), misses)
-                d = tl.load(diagonal + j)
-                won_here += tl.where(d == float("inf"), 0.0, d) * e * (miss + miss + e)
-                changed = changed | (e != 0).to(tl.int32)
+            won_here, moves = _moved(
+                misses, squares, H, diagonal, scale, zero, group, codes, levels, middles, last, first, end, r, here, here,
+                won, H_stride, codes_stride, scale_stride, zero_stride, low, high, BITS, False, T, R, OFFSET,
+            )  # fmt: skip
+            changed = changed | moves
             won += won_here
             tl.debug_barrier()
             _errors(W, scale, zero, group, codes, E, levels, first, tl.minimum(first + T, end), out, W_stride,

@@ -79,7 +79,7 @@ class Fit(Protocol):
 
     @property
     def rounding(self) -> Rounding | None:
-        """Return the rounding of steps where `fit` does what `PlainFit` does, which kernels of whole passes do as well."""
+        """Return how steps are rounded if kernels of whole passes can do what `fit` does, else None."""
 
     def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Fit the steps of the columns from `a` to `b`, which are whole groups, everything else fixed.

@@ -11,7 +11,7 @@ from triton_processes import results, triton_runs_here
 
 KINDS = {
     "book": {"4 bits", "symmetric", "2 bits", "unbounded", "E2M1", "200 levels"},
-    "fit": {"none", "float16", "bfloat16", "float32", "E4M3"},
+    "fit": {"none", "float16", "bfloat16", "float32", "E4M3", "octaves"},
     "step": {"usual", "huge", "tiny"},
     "dead": {False, True},
 }
@@ -30,6 +30,8 @@ def check(problems: list[dict[str, Any]], count: int) -> None:
             assert each[f"{kind}_off_boundary"] <= 1e-5, each
             assert each[f"{kind}_loss"] <= 1e-6, each
         assert each["sweep_miscounted"] == each["descent_wrong_steps"] == 0, each
+    rows = sum(each["rows"] for each in problems)
+    assert sum(each["sweep_unlike_torch"] + each["descent_unlike_torch"] for each in problems) <= 0.01 * rows
 
 
 @triton_runs_here
