@@ -101,7 +101,8 @@ def factorize(
     for candidate in AUTO_DAMPS if damp == "auto" else (float(damp),):
         shift = candidate * mean
         damping = torch.full_like(diagonal, shift)
-        damping.masked_fill_(dead & (shift == 0), 1)  # inputs that were always 0: any length is equally good
+        if shift == 0:
+            damping.masked_fill_(dead, 1)  # inputs that were always 0: any length is equally good
         if isinstance(order, Tensor):
             p = order.to(H.device)
         else:
@@ -167,8 +168,10 @@ def _reverse_cholesky(H: Tensor, damping: Tensor) -> tuple[Tensor, int | None]:
         R[a:b, a:b] = L.flip(0, 1)
         if H.device.type == "cpu" and not (int(info) == 0 and bool((L.diagonal() > 0).all())):
             break  # elsewhere reading it would cost more than the other blocks
-        R[b:, a:b] = 0
-        R[:a, a:b] = triangular(R[a:b, a:b], S[:a].T, upper=True).T
+        if b < len(H):
+            R[b:, a:b] = 0
+        if a:
+            R[:a, a:b] = triangular(R[a:b, a:b], S[:a].T, upper=True).T
     found: list[int] = torch.cat([torch.stack(infos), (R.diagonal() > 0).flip(0).to(infos[0].dtype)]).tolist()
     pivots, positive = found[: len(infos)], found[len(infos) :]
     for i, pivot in enumerate(pivots):

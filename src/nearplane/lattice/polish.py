@@ -257,7 +257,7 @@ def descend(
         else:
             descend_pass(descent)
             descent = descent._replace(begins=False)
-        if left and not bool(state.moved):
+        if not left or not bool(state.moved):
             break
         state.moved.zero_()
     codes = torch.empty_like(start.codes)
