@@ -2,8 +2,8 @@
 
 The interpreter is chosen when triton is imported, so this is a process of its own. It prints a line of JSON for loading a
 Llama of one block without kernels and one with them: launches, waits and copies of loading and of a product, and whether
-all weights are those of the CPU; with `everything` also of the ways by which runs read layers, and of a Mixtral. Then it
-prints a line for each of PRODUCTS random products, see `product_problems.py`.
+all weights are those of the CPU; with `everything` also of the ways by which runs read layers, of a Mixtral and of the
+golden checkpoint. Then it prints a line for each of PRODUCTS random products, see `product_problems.py`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from nearplane.loading.packed_linear import BUFFERS, PackedLinear
 from pretended_launches import interpreted
 
 SIZES = dict(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=24, num_attention_heads=2, head_dim=4)
+GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "rate"
 DEVICE = "pretend:0"
 TOKENS = torch.ones(1, 1, dtype=torch.int64)
 
@@ -55,9 +56,9 @@ def packed(model: torch.nn.Module) -> dict[str, PackedLinear]:
 
 def loaded(folder: Path, use: bool, everything: bool) -> dict[str, Any]:
     """Load a folder on the pretended GPU, call the model, and compare with the CPU."""
-    expected = nearplane.load(folder, device="cpu")
+    expected = nearplane.load(folder, dtype="float32", device="cpu")
     with torch.no_grad(), interpreted() as gpu, kernels(use):
-        model = nearplane.load(folder, device=DEVICE)
+        model = nearplane.load(folder, dtype="float32", device=DEVICE)
         loading = asdict(gpu.total)
         model.set_experts_implementation("eager")  # the pretended GPU has no histogram of integers
         gpu.forget()
@@ -105,7 +106,8 @@ def main() -> None:
             tokens = torch.randint(3, SIZES["vocab_size"], (12, 32), generator=torch.Generator().manual_seed(1))
             options = dict(calibration=tokens, rate=3.0, allocate="uniform", device="cpu")
             nearplane.quantize(Path(place) / "experts", Path(place) / "coded", **options)
-            print(json.dumps({"kernels": True} | loaded(Path(place) / "coded", True, everything)))
+            for folder in (Path(place) / "coded", GOLDEN):
+                print(json.dumps({"kernels": True} | loaded(folder, True, everything)))
     for seed in range(count):
         asked = product_problems.problem(seed)
         print(json.dumps(asked | product_problems.solved(asked)))

@@ -24,7 +24,7 @@ def check(batches: list[dict[str, Any]], count: int) -> None:
 
 @triton_runs_here
 def test_interpreted_kernels_decode_the_integers_of_the_cpu() -> None:
-    """Up to three matrices of all kinds, together by one launch; damaged ones are refused in the same words."""
+    """Up to three matrices of all kinds, together by one launch; damaged ones are refused by name."""
     check(results("interpreted_problems.py", 20, "decode_problems"), 20)
 
 
