@@ -15,19 +15,26 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nearplane.coding import decode_triton
 from nearplane.coding.tans import LANES
-from nearplane.lattice import kernels_triton
+from nearplane.lattice import beam_triton, kernels_triton, superblocks_triton, superfit_triton
+from nearplane.lattice.number_formats import number_format
 from nearplane.loading import product_triton
 
 CARDS = (80, 89, 90, 100, 120)
 LEVELS = {"integers": 0, "E2M1": 15, "E4M3": 253}  # codes of the table
-COUNTS = {"last", "out", "b", "n", "size", "candidates"}
-TYPES = {"group": "*i64", "codes": "*i32", "outside": "*i32", "best": "*i64"}
+COUNTS = {"last", "out", "b", "n", "size", "candidates", "beam", "groups", "lines"}
+COUNTS |= {"a", "width", "start", "stop", "columns"}
+TYPES = {"group": "*i64", "codes": "*i32", "outside": "*i32", "best": "*i64", "before": "*i32", "ancestor": "*i64"}
+TYPES["moved"] = "*u8"
+SEARCHED = {"sc": "*i32", "m": "*i32"}  # of the search of blocks; their fit has them in floating point
+BEAM = 8  # candidates of a row
+BLOCKS = {name: number_format(name) for name in ("q4_0", "q4_1", "q3_k", "q4_k", "q6_k", "int4-g128-min")}
 PACKED_CODES = (  # kernel, types of its arguments, constants, warps
     (decode_triton._decode, "*i32 i32 *i64 *i64 *i64 *i32 *u8 *i32 *i32 *i32 *i32", {"LANES": LANES}, 1),
     (decode_triton._pack, "*u8 *i64 *u8", {"B": decode_triton.BYTES}, 4),
@@ -46,10 +53,12 @@ PACKED_CODES = (  # kernel, types of its arguments, constants, warps
         4,
     ),
 )
-NUMBERS = {"low", "high", "least", "largest"}
+NUMBERS = {"low", "high", "least", "largest", "sc_low", "sc_high", "m_limit"}
 
 
-def compiled(kernel: Any, card: int, constants: dict[str, Any]) -> dict[str, Any]:
+def compiled(
+    kernel: Any, card: int, constants: dict[str, Any], warps: int, types: dict[str, str] = TYPES, **options: Any
+) -> dict[str, Any]:
     """Compile a kernel for float32 and read what ptxas says of it."""
 
     def kind(name: str) -> str:
@@ -57,16 +66,18 @@ def compiled(kernel: Any, card: int, constants: dict[str, Any]) -> dict[str, Any
             return "constexpr"
         if name in COUNTS or name.endswith("_stride"):
             return "i32"
-        return "fp32" if name in NUMBERS else TYPES.get(name, "*fp32")
+        return "fp32" if name in NUMBERS else types.get(name, "*fp32")
 
     signature = {name: kind(name) for name in kernel.arg_names}
-    return usage(kernel, card, signature, constants, kernels_triton.WARPS)
+    return usage(kernel, card, signature, constants, warps, **options)
 
 
-def usage(kernel: Any, card: int, signature: dict[str, str], constants: dict[str, Any], warps: int) -> dict[str, Any]:
+def usage(
+    kernel: Any, card: int, signature: dict[str, str], constants: dict[str, Any], warps: int, **options: Any
+) -> dict[str, Any]:
     """Compile a kernel for arguments of these types and read what ptxas says of it."""
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    options = {"num_warps": warps, "enable_fp_fusion": False}
+    options |= {"num_warps": warps, "enable_fp_fusion": False}
     return usage_of(triton.compile(source, target=GPUTarget("cuda", card, 32), options=options))
 
 
@@ -86,12 +97,32 @@ def table() -> Iterator[dict[str, Any]]:
     """Yield what every kernel needs on every card."""
     block = {"moves": False, "counts": True, "B": 128, "R": kernels_triton.ROWS}
     groups = {"G": kernels_triton.GROUPS, "K": kernels_triton.CHUNK}
+    beam = {"R": beam_triton.CANDIDATES // BEAM, "K": BEAM, "T": beam_triton.TILE}
+    kernels = (
+        (kernels_triton._sweep, block, kernels_triton.WARPS),
+        (kernels_triton._search, groups, kernels_triton.WARPS),
+        (beam_triton._beam, beam, beam_triton.CANDIDATES // 32),
+    )
     for card in CARDS:
-        for kernel, constants in (("_sweep", block), ("_search", groups)):
+        for kernel, constants, warps in kernels:
             for grid, levels in LEVELS.items():
-                asked = constants | {"BITS": max(levels - 1, 0).bit_length()}
-                used = compiled(getattr(kernels_triton, kernel), card, asked)
-                yield {"kernel": kernel.strip("_"), "grid": grid, "card": card} | used
+                used = compiled(kernel, card, constants | {"BITS": max(levels - 1, 0).bit_length()}, warps)
+                yield {"kernel": kernel.__name__.strip("_"), "grid": grid, "card": card} | used
+        for grid, kind in BLOCKS.items():
+            row, storage = {"grid": grid, "card": card}, torch.bfloat16 if kind.minimum else torch.float16
+            constants, warps = superblocks_triton.constants(kind, storage)
+            yield (
+                row
+                | {"kernel": "blocks"}
+                | compiled(superblocks_triton._search, card, constants, warps, TYPES | SEARCHED)
+            )
+            fixed, stages = superfit_triton.constants(kind, 256), {"num_stages": 1}
+            steps = fixed | superfit_triton.stepwise(kind, storage)
+            used = compiled(superfit_triton._fit_steps, card, steps, superfit_triton.WARPS, **stages)
+            yield row | {"kernel": "fit of steps"} | used
+            if not kind.single:
+                used = compiled(superfit_triton._fit_integers, card, fixed, superfit_triton.WARPS, **stages)
+                yield row | {"kernel": "fit of integers"} | used
 
 
 def of_packed_codes() -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,3 +24,20 @@ def results(script: str, *words: object, **environment: str) -> list[dict[str, A
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@cache
+def interpreted(**counts: int) -> list[dict[str, Any]]:
+    """Run that many random problems of each module, all in one process, by Triton's interpreter."""
+    return results("interpreted_problems.py", *(word for module, count in counts.items() for word in (count, module)))
+
+
+def problems(module: str, counts: dict[str, int]) -> list[dict[str, Any]]:
+    """Return the results of one module's random problems."""
+    found = [each for each in interpreted(**counts) if each["module"] == module]
+    assert len(found) == counts[module]
+    return found
+
+
+DAILY = {"beam_problems": 40, "superblock_problems": 22, "superfit_problems": 11}
+NIGHTLY = {"beam_problems": 500, "superblock_problems": 500, "superfit_problems": 500}

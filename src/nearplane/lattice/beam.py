@@ -17,7 +17,7 @@ from nearplane.lattice.kernels import kernels_of
 
 
 def k_best(
-    W: Tensor, grid: Grid, factor: Factor, *, beam: int = 8, block: int = 64, memory: int | None = None
+    W: Tensor, grid: Grid, factor: Factor, *, beam: int = 8, block: int | None = None, memory: int | None = None
 ) -> QuantizedMatrix[Grid]:
     """Round each row of `W` to the best of `beam` candidates that are carried through all columns.
 
@@ -43,7 +43,7 @@ def k_best(
         grid: Steps and limits of every column; see `Grid`.
         factor: Factored Hessian of the layer; see `factorize`.
         beam: Number of candidates of every row; time and memory grow with it.
-        block: Columns swept before the error is propagated as one matrix product.
+        block: Columns swept before the error is propagated as one matrix product; None: 64, or 256 on CUDA.
         memory: Limit in bytes for the targets and codes of the rows in work at a time (at least one row is); None: 128
             MiB on the CPU, 1 GiB on a GPU.
 
@@ -62,8 +62,8 @@ def k_best(
     d = (factor.d / factor.d.masked_fill(dead, 0).max().clamp(min=torch.finfo(factor.d.dtype).tiny)).to(W.dtype)
     d = d.masked_fill(dead, 0)
     kernels = kernels_of(W)
-    if memory is None:
-        memory = kernels.beam_bytes
+    block = kernels.beam_block if block is None else block
+    memory = kernels.beam_bytes if memory is None else memory
     group, codebook = grid.group[order], grid.codebook
     bytes_per_column = 2 * W.element_size() + 4  # a target, its copy when candidates are reordered, a code
     rows_at_once = max(1, memory // (bytes_per_column * beam * W.shape[1]))
@@ -94,12 +94,9 @@ def _best(weights: Weights, U: Tensor, d: Tensor, beam: int, block: int) -> Tens
         part = slice(a, b)
         block_weights = Weights(W[:, part], weights.scale[:, part], weights.zero[:, part], codebook)
         rows_of_U = U[part, a:].to(W.dtype)  # (b - a, columns left)
-        chosen, parent = kernels.beam(target[:, :, : b - a], block_weights, rows_of_U[:, : b - a], d[part], cost)
-        codes, ancestor = kernels.trace(chosen, parent)
+        codes, E, ancestor = kernels.beam(target[:, :, : b - a], block_weights, rows_of_U[:, : b - a], d[part], cost)
         history.append((codes, ancestor))
         if b < n:
-            values = block_weights.scale[:, None] * (codebook.position(codes, W.dtype) - block_weights.zero[:, None])
-            E = block_weights.W[:, None] - values  # (out, beam, b)
             source = (row[:, None] * beam + ancestor).flatten()
             later = other_buffer[: out * beam * (n - b)].view(out * beam, n - b)
             torch.index_select(target.view(out * beam, -1)[:, b - a :], 0, source, out=later)

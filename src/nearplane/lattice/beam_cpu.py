@@ -13,6 +13,7 @@ from nearplane.compiled import compiled
 from nearplane.lattice.codebook import Table
 from nearplane.lattice.grid import Weights
 from nearplane.lattice.kernels_cpu import in_threads, position_of, round_code, round_integer
+from nearplane.lattice.kernels_torch import errors
 
 Floats = npt.NDArray[np.float64]  # or float32: the kernels are compiled for either
 Indices = npt.NDArray[np.int64]
@@ -47,6 +48,12 @@ class BeamBlock(NamedTuple):
     cost: Floats
     chosen: Floats
     parent: Indices
+
+
+def beam_paths(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sweep one block of columns with several candidates per row, as the torch form does."""
+    codes, ancestor = trace(*beam_block(target, weights, U, d, cost))
+    return codes, errors(weights, codes), ancestor
 
 
 def trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:

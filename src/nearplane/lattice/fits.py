@@ -17,6 +17,7 @@ from nearplane.lattice.polish import Fit, PlainFit
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.shared_grid import shared
 from nearplane.lattice.superblock_fit import SuperFit
+from nearplane.lattice.superblock_search import fit_blocks
 from nearplane.lattice.tiles import tiles
 
 GridFit = Callable[[Tensor, Tensor, Steps], tuple[Grid, Callable[[Grid], Fit | None]]]
@@ -31,8 +32,6 @@ def plain(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Calla
 
 def blocks(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Callable[[Grid], Fit]]:
     """Fit steps and minima of blocks, or of groups on two levels as llama.cpp stores them."""
-    from nearplane.lattice.superblock_search import fit_blocks  # imports Numba kernels
-
     kind = steps.format
     assert isinstance(kind, BlockFormat), "only formats of blocks name this fit"
     grid = fit_blocks(kind, target, importance, steps.stored_in)

@@ -24,32 +24,36 @@ class Kernels:
         sweep: Rounding of a block of columns with errors fed forward, for nearest-plane and coordinate descent.
         search: Selection of the best candidate step for every group.
         beam: Pass of several candidates per row through a block of columns.
-        trace: Reconstruction of the candidates' codes back to the start of a block.
+        blocks: Search for the steps of blocks, which `superblocks_torch.py` has in torch.
         solve_pass: Nearest plane through all columns as one kernel; None: column blocks by `sweep`.
         descend_pass: A pass of coordinate descent as one kernel; None: column blocks by `sweep`.
         beam_bytes: Limit in bytes for the targets and codes of a beam.
+        beam_block: Columns that the beam sweeps before their errors reach the later ones as one matrix product.
         lanes: Number of rows that the beam sweeps together.
+        fit_columns: Fit of the steps of blocks to codes; None: `SuperFit` computes it in torch.
     """
 
     sweep: Callable[..., None]
     search: Callable[..., Tensor]
-    beam: Callable[..., tuple[Tensor, Tensor]]
-    trace: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    beam: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    blocks: Callable[..., dict[str, Tensor]]
     beam_bytes: int
+    beam_block: int = 64
     lanes: int = 1
     solve_pass: Callable[..., None] | None = None
     descend_pass: Callable[..., None] | None = None
+    fit_columns: Callable[..., None] | None = None
 
 
 @cache
 def _numba() -> Kernels:
-    from nearplane.lattice import beam_cpu, kernels_cpu
+    from nearplane.lattice import beam_cpu, kernels_cpu, superblocks_cpu
 
     return Kernels(
         sweep=kernels_cpu.sweep_block,
         search=kernels_cpu.best_candidate,
-        beam=beam_cpu.beam_block,
-        trace=beam_cpu.trace,
+        beam=beam_cpu.beam_paths,
+        blocks=superblocks_cpu.search,
         beam_bytes=beam_cpu.BEAM_BYTES,
         lanes=beam_cpu.LANES,
     )
@@ -59,12 +63,13 @@ def _numba() -> Kernels:
 def torch_kernels() -> Kernels:
     """Return the torch forms, which run on every device."""
     from nearplane.lattice import kernels_torch as forms
+    from nearplane.lattice import superblocks_torch
 
     return Kernels(
         sweep=forms.sweep_block,
         search=forms.best_candidate,
-        beam=forms.beam_block,
-        trace=forms.trace,
+        beam=forms.beam_paths,
+        blocks=superblocks_torch.search,
         beam_bytes=forms.BEAM_BYTES,
     )
 
@@ -72,7 +77,7 @@ def torch_kernels() -> Kernels:
 @cache
 def _triton() -> Kernels:
     try:
-        from nearplane.lattice import kernels_triton, passes_triton
+        from nearplane.lattice import beam_triton, kernels_triton, passes_triton, superblocks_triton, superfit_triton
     except ImportError as error:
         raise RecipeError(
             "triton is not installed, which compiles what runs on a CUDA device. Run pip install triton, or use --device cpu."
@@ -83,6 +88,10 @@ def _triton() -> Kernels:
         search=kernels_triton.best_candidate,
         solve_pass=passes_triton.solve_pass,
         descend_pass=passes_triton.descend_pass,
+        beam=beam_triton.beam_paths,
+        blocks=superblocks_triton.search,
+        beam_block=beam_triton.BLOCK,
+        fit_columns=superfit_triton.fit_columns,
     )
 
 

@@ -150,7 +150,7 @@ def best_candidate(weights: Tensor, scale: Tensor, zero: Tensor, codebook: Codeb
     return best
 
 
-def beam_block(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
+def beam_paths(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sweep one block of columns with several candidates per row; update `cost`.
 
     Args:
@@ -159,6 +159,23 @@ def beam_block(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Ten
         U: (b, b) triangle of the block.
         d: (b,) squared lengths, 0 for a dead input.
         cost: (out, beam) cost of every candidate, infinite for one that does not exist.
+
+    Returns:
+        (out, beam, b) codes int32 of each candidate at the end of the block, (out, beam, b) their errors, weights minus
+        values, and (out, beam) int64 its place before the block.
+    """
+    codes, ancestor = trace(*beam_block(target, weights, U, d, cost))
+    return codes, errors(weights, codes), ancestor
+
+
+def errors(weights: Weights, codes: Tensor) -> Tensor:
+    """Return the errors of (out, beam, b) codes, weights minus values."""
+    W, scale, zero, codebook = weights
+    return W[:, None] - scale[:, None] * (codebook.position(codes, W.dtype) - zero[:, None])
+
+
+def beam_block(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
+    """Sweep one block of columns with the arguments of `beam_paths`; update `cost`.
 
     Returns:
         (b, out, beam) chosen code of each place, and (b, out, beam) int64 the candidate that proposed it.

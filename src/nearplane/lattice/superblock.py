@@ -18,6 +18,8 @@ from torch import Tensor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import BlockType, NumberFormat
 
+MIN_HALF = 2.0**-24  # smallest positive number of 16-bit floating point
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuperGrid(Grid):
@@ -132,6 +134,12 @@ def on_one_level(matrix: QuantizedMatrix[Any]) -> QuantizedMatrix[Any]:
         return matrix
     plain = Grid(scale=grid.scale, zero=grid.zero, group=grid.group, low=grid.low, high=grid.high)
     return QuantizedMatrix(codes=matrix.codes, grid=plain)
+
+
+def rounded(steps: Tensor, storage: torch.dtype) -> Tensor:
+    """Round steps to `storage`, in their dtype; never to 0, and to infinity where they are too large."""
+    short = steps.to(storage).to(steps.dtype)
+    return torch.where(short == 0, torch.where(steps < 0, -MIN_HALF, MIN_HALF), short)
 
 
 def _per_group(block_numbers: Tensor, integers: Tensor) -> Tensor:

@@ -9,18 +9,12 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.grid import Grid
+from nearplane.lattice.kernels import kernels_of
 from nearplane.lattice.number_formats import BlockFormat
 from nearplane.lattice.polish import State
-from nearplane.lattice.superblock import SuperGrid
+from nearplane.lattice.superblock import SuperGrid, rounded
 
 INTEGER_OFFSETS = (-1, 0, 1)  # candidates around the best real number, besides the current integer
-MIN_HALF = 2.0**-24  # smallest positive number of 16-bit floating point
-
-
-def rounded(steps: Tensor, storage: torch.dtype) -> Tensor:
-    """Round steps to `storage`, in their dtype; never to 0, and to infinity where they are too large."""
-    short = steps.to(storage).to(steps.dtype)
-    return torch.where(short == 0, torch.where(steps < 0, -MIN_HALF, MIN_HALF), short)
 
 
 class SuperFit:
@@ -40,7 +34,7 @@ class SuperFit:
         assert isinstance(grid, SuperGrid), f"{kind.name} has steps of blocks"
         self.kind, self.storage = kind, storage
         # (blocks | groups, out) each
-        self.parts = {name: part.T.to(grid.d.dtype).contiguous() for name, part in grid.parts.items()}
+        self.parts = {name: part.T.to(grid.d.dtype, copy=True).contiguous() for name, part in grid.parts.items()}
 
     def grid(self, state: State, start: Grid) -> Grid:
         """Return the grid `start` with the fitted numbers."""
@@ -49,6 +43,10 @@ class SuperFit:
 
     def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Fit the blocks of the columns from `a` to `b`, one after another."""
+        if (kernel := kernels_of(EH).fit_columns) is not None:
+            numbers = self.parts, state.scale, state.zero, state.codes, state.E, state.H
+            kernel(self.kind, self.storage, *numbers, EH, state.fitted, state.moved, a)
+            return
         for start in range(a, b, self.kind.columns):
             self._block(state, a, b, start, EH)
             if not self.kind.single:

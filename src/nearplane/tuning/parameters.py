@@ -34,8 +34,7 @@ from nearplane.errors import FormatError
 from nearplane.formats.layer_format import LayerFormat
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.scale import stored
-from nearplane.lattice.superblock import SuperGrid
-from nearplane.lattice.superblock_fit import rounded
+from nearplane.lattice.superblock import SuperGrid, rounded
 
 LEAN_FRACTION, MAX_LEAN = 0.5, 0.4  # start of `v` towards the original weight: part of the way, and maximum in steps
 CODE_UNIT = 0.25  # maximum unit of `v` in steps, which matters at low rates

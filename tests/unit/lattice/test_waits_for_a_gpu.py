@@ -126,6 +126,16 @@ def test_a_search_of_steps_waits_once(gpu: Gpu, symmetric: bool) -> None:
     assert torch.equal(found.scale.held, expected.scale)
 
 
+@pytest.mark.parametrize("name", ["q4_1", "q3_k"])
+def test_a_search_of_blocks_waits_once(gpu: Gpu, name: str) -> None:
+    W, kind = problem(0, out=12, columns=256).W.float(), TYPES[name]
+    importance = torch.linspace(0.5, 2, 256)
+    found = fit_blocks(kind, on_gpu(W), on_gpu(importance), torch.float16)
+    assert (waits(gpu), gpu.total.to_device) == (1, 0 if kind.single else 1)
+    for key, part in fit_blocks(kind, W, importance, torch.float16).parts.items():
+        assert torch.equal(found.parts[key].held, part)
+
+
 def fits(name: str, W: Tensor) -> tuple[QuantizedMatrix, Fit]:
     """Return codes of W and a fit of their steps."""
     if name == "plain":
