@@ -5,7 +5,7 @@
 Counted on the pretended GPU of the tests, with the package as it is: operations that start on the card, waits of the
 CPU for a value, and bytes between host and card, for every part of a run. Layers and blocks are small there:
 
-    a layer:  a + b inputs + c outputs + d inputs x outputs, through four sizes; the fifth is a check
+    a layer:  a sixteenth of its inputs and outputs, with the sizes of the package's own blocks and strips divided alike
     loops over columns (sweep, descent, k-best): a + b inputs, through two sizes; k-best once a part of the rows
     a block:  a + b batches, and for the moments b = c + d (inputs of all layers)
 
@@ -24,11 +24,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
@@ -42,9 +44,11 @@ from torch import Tensor
 import nearplane
 from nearplane.calibration.one_forward import BATCH_TOKENS, PAUSED_DIVISOR, MemorySetting, default_batch
 from nearplane.calibration.windows import Windows
+from nearplane.lattice import bounds, factor
 from nearplane.lattice.kernels import KERNELS, torch_kernels
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
+from nearplane.matrix import certificate, to_rate
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.solve_layer import Task, solve_layer
 from nearplane.planning.forecast import shapes_of
@@ -59,9 +63,15 @@ from pretended_cards import KIND, Gpu
 from pretended_kernels import compiled, interpreted
 
 LOOPS = ("search of steps", "sweep", "descent", "k-best")  # whose kernels differ between states
-WIDE, TALL = (1536, 3072), (256, 512)  # inputs and outputs of layers that are counted
+SCALE = 16  # by which layers are smaller that are counted
+SIDES = {  # sizes of the package that are divided by it, and those that are divided by its square
+    factor: ("CHOLESKY_BLOCK", "GPU_CHOLESKY_BLOCK", "ROWS_AT_ONCE"),
+    bounds: ("MEASURED_ROWS", "BLOCK_COLUMNS"),
+    certificate: ("MAX_CERTIFIED_INPUTS",),
+    to_rate: ("MEASURED_ROWS", "SEARCHED_ROWS"),
+}
+AREAS = {factor: ("GPU_NUMBERS_AT_ONCE",), to_rate: ("MAX_PREDICTED_WEIGHTS",)}
 NARROWS, STRIP = (256, 512), 32  # inputs and outputs of layers whose loops are counted
-CHECKED = (2304, 768)
 HIDDEN, SAMPLES, SEQLEN = (256, 512), (33, 49), 16  # of blocks that are counted: batches of 8 windows after one of 1
 COUNTED = 6  # batches of the first of these texts, with that of the extra windows
 PROBED = 4096  # tokens of a batch of the probe
@@ -107,9 +117,9 @@ measured one.** Launches, waits and copied bytes are counted, multiplications an
 the shapes. `python benchmarks/gpu.py` measures the same parts under the same names, and its first table corrects the
 constants below.
 
-"Before" has no kernels for loops over columns, and float32 products for the moments, as at commit 54f0fdf. "Now" is
-commit {commit}. A run has 256 windows of 2,048 tokens; a thread reads blocks ahead, so that reading counts only where
-it takes longer than all else."""
+"Before" has no kernels for loops over columns, and float32 products for the moments, as at commit 54f0fdf; all else is
+as in "now", which is commit {commit}. A run has 256 windows of 2,048 tokens. A thread reads blocks ahead, so that
+reading counts only where it takes longer than all else."""
 ASSUMED = f"""\
 The rates are 0.6 to 0.9 of the makers' figures for dense products; vector is float32 without fused operations. In
 kernels, float32 numbers are multiplied by three products of TF32 (tf32x3). A strip of 32 rows reads 4 bytes from the
@@ -171,42 +181,50 @@ def problem(out: int, columns: int) -> tuple[Tensor, Moments]:
     )
 
 
+@contextmanager
+def divided() -> Iterator[None]:
+    """Divide the sizes of the package's own blocks and strips, so that a smaller layer has as many of them."""
+    with ExitStack() as ends:
+        for names, by in ((SIDES, SCALE), (AREAS, SCALE**2)):
+            for module, constants in names.items():
+                for name in constants:
+                    ends.enter_context(mock.patch.object(module, name, getattr(module, name) // by))
+        yield
+
+
 @cache
-def of_layer(mode: str, state: str | None, out: int, columns: int) -> tuple[list[dict[str, Counts]], dict[str, float]]:
+def of_layer(mode: str, state: str, out: int, columns: int) -> tuple[list[dict[str, Counts]], Counter[str]]:
     """Return the counts of two layers of one stage by part, and how often each part ran in the second.
 
     Args:
         mode: Key of `MODES`.
-        state: Key of `STATES`; None: kernels of the CPU, for parts without loops over columns.
+        state: Key of `STATES`, or "divided": with sizes divided, and kernels of the CPU for the loops over columns.
         out, columns: Shape of the layers.
     """
     found = []
-    scheme = Recipe.from_spellings(**MODES[mode]).scheme
-    kernels = compiled if state is None else STATES[state].kernels
-    with pretended() as gpu, kernels():
+    scheme = Recipe.from_spellings(**MODES[mode] | ({} if "rate" in MODES[mode] else {"group_size": "auto"})).scheme
+    kernels = STATES[state].kernels if state in STATES else compiled
+    with pretended() as gpu, kernels(), divided() if state == "divided" else nullcontext():
         W, statistics = problem(out, columns)
         inputs = Inputs(statistics)
         for each in (inputs, inputs.of(statistics)):
             with Sections(clock_of(gpu)) as sections:
                 solve_layer(Task(name="a layer", W=W, inputs=each, scheme=scheme, storage=StepStorage(torch.float16)))
             found.append(sections.spent)
-    return found, dict(sections.calls)
+    return found, sections.calls
 
 
 def layer(mode: str, state: str, out: int, columns: int, first: bool) -> dict[str, Counts]:
     """Return the counts of a layer of any shape by part; `first` of its stage."""
-    counted = {(m, n): of_layer(mode, None, m, n)[0][not first] for m in TALL for n in WIDE}
-    x, y = (columns - WIDE[0]) / (WIDE[1] - WIDE[0]), (out - TALL[0]) / (TALL[1] - TALL[0])
-    weights = {(m, n): (x if n == WIDE[1] else 1 - x) * (y if m == TALL[1] else 1 - y) for m, n in counted}
-    parts = dict.fromkeys(PARTS, np.zeros(3))
-    for part in set(PARTS) - set(LOOPS):
-        if any(part in each for each in counted.values()):
-            parts[part] = np.sum([weights[size] * counted[size].get(part, np.zeros(3)) for size in counted], axis=0)
+    nothing = np.zeros(3)
+    counted = of_layer(mode, "divided", out // SCALE, columns // SCALE)[0][not first]
+    whole = np.array([1, 1, SCALE**2])
+    parts = {part: nothing if part in LOOPS else counted.get(part, nothing) * whole for part in PARTS}
     small, large = (of_layer(mode, state, STRIP, n)[0][not first] for n in NARROWS)
     x = (columns - NARROWS[0]) / (NARROWS[1] - NARROWS[0])
     for part in LOOPS:
         if part in small:
-            parts[part] = (1 - x) * small[part] + x * large[part]
+            parts[part] = ((1 - x) * small[part] + x * large[part]) * np.array([1, 1, out / STRIP])
     with STATES[state].kernels():
         at_once = max(1, KERNELS.get(KIND, torch_kernels)().beam_bytes // (12 * BEAM * columns))
     parts["k-best"] = parts["k-best"] * -(-out // at_once)
@@ -323,7 +341,7 @@ def parts_of(name: str, mode: str, card: Card, state: str) -> dict[str, float]:
     shape, version = MODELS[f"Llama-3.1-{name}"], STATES[state]
     plan = plan_of(name, mode, card.size)
     rate = "rate" in mode
-    solves = of_layer(mode, None, TALL[1], WIDE[1])[1].get("k-best", 2) if rate else 2
+    solves = of_layer(mode, "divided", 256, 256)[1]["k-best"] if rate else 2
     needed = work(shape, mode, Text(), solves=solves)
     needed["forwards"] = needed["forwards"].times(plan.passes / 2)
     needed["probe"] = Work(flop={"float32": 2 * plan.probe} | {"float64": 0.0})
@@ -393,19 +411,6 @@ def launched(columns: int) -> list[str]:
     return lines
 
 
-def checks() -> list[str]:
-    """Return how far the formula of a layer is from what is counted on a size through which it was not drawn."""
-    out, columns = CHECKED[1], CHECKED[0]
-    lines = []
-    for mode in MODES:
-        counted = of_layer(mode, None, out, columns)[0][0]
-        formula = layer(mode, "before", out, columns, first=True)
-        parts = [part for part in ("factor", "target", "certificate") if part in counted]
-        off = max(abs(formula[part][0] / counted[part][0] - 1) for part in parts)
-        lines.append(f"{mode}: launches of {', '.join(parts)} at {out} x {columns} are within {100 * off:.1f} %.")
-    return lines
-
-
 def constants() -> list[str]:
     """Return the table of what is assumed of each card."""
     kinds = list(CARDS["H100"].rates)
@@ -433,7 +438,7 @@ def main() -> None:
     for mode in MODES:
         print("\n".join(table(mode)), "\n", sep="", flush=True)
     print("## Launches of a layer\n\nOf 4096 x 4096 weights, the first of its stage; counted on small layers.\n")
-    print("\n".join([*launched(4096), "", *checks()]))
+    print("\n".join(launched(4096)))
     print("\n## Constants\n")
     print("\n".join([*constants(), "", ASSUMED]))
 
