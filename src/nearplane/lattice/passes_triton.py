@@ -45,7 +45,7 @@ def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tal
         _solve[(triton.cdiv(out, ROWS),)](
             W, scale, zero, group, U, codes, E, sums, tally.d.to(W.dtype), tally.loss, tally.outside,
             levels, middles, len(middles), out, n, *strides, *_limits(codebook), *codebook.limits,
-            BITS=len(middles).bit_length(), B=BLOCK, T=TILE, R=ROWS, K=_inner(out), STAGES=STAGES,
+            BITS=len(middles).bit_length(), B=BLOCK, T=TILE, R=ROWS, **_products(out),
             OFFSET=_offset_type(W, U), num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -64,14 +64,14 @@ def descend_pass(descent: Descent) -> None:
             descent.gained, descent.fitted, descent.moved.view(torch.int8), levels, middles, len(middles), out, n,
             len(descent.spans) - 1, *strides, *_limits(descent.codebook), *numbers,
             BITS=len(middles).bit_length(), MANTISSA=mantissa, fits=descent.rounding is not None, begins=descent.begins,
-            B=BLOCK, T=TILE, R=ROWS, K=_inner(out), STAGES=STAGES, OFFSET=_offset_type(W, H),
+            B=BLOCK, T=TILE, R=ROWS, **_products(out), OFFSET=_offset_type(W, H),
             num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def _inner(out: int) -> int:
-    """Return the columns of a product: fewer where rows are not aligned, whose addresses take more registers."""
-    return INNER if out % 16 == 0 else min(INNER, 16)
+def _products(out: int) -> dict[str, int]:
+    """Return the sizes of products: smaller where rows are not aligned, whose addresses take more registers."""
+    return {"K": INNER, "STAGES": STAGES} if out % 16 == 0 else {"K": min(INNER, 16), "STAGES": 2}
 
 
 def _offset_type(*tensors: Tensor) -> tl.dtype:
@@ -302,14 +302,14 @@ def _descend(
     r = tl.program_id(0) * R + tl.arange(0, R)
     c = tl.arange(0, T)
     here = r < out
-    won = tl.zeros((R,), W.dtype.element_ty)
-    won_by_steps = tl.zeros((R,), W.dtype.element_ty)
-    changed = tl.zeros((R,), tl.int32)
     if begins:
         _errors(W, scale, zero, group, codes, E, levels, 0, n, out, W_stride, W_column_stride, codes_stride, E_stride,
                 scale_stride, zero_stride, BITS, T, R, OFFSET)  # fmt: skip
         tl.debug_barrier()
     for span in range(count):
+        won = tl.zeros((R,), W.dtype.element_ty)
+        won_by_steps = tl.zeros((R,), W.dtype.element_ty)
+        changed = tl.zeros((R,), tl.int32)
         first_group = tl.load(spans + span)
         end_group = tl.load(spans + span + 1)
         start = tl.load(starts + first_group)
@@ -415,9 +415,9 @@ def _descend(
             _errors(W, scale, zero, group, codes, E, levels, first, tl.minimum(first + T, end), out, W_stride,
                     W_column_stride, codes_stride, E_stride, scale_stride, zero_stride, BITS, T, R, OFFSET)  # fmt: skip
             tl.debug_barrier()
-    tl.store(gained + r, tl.load(gained + r, mask=here, other=0.0) + won, mask=here)
-    tl.store(fitted + r, tl.load(fitted + r, mask=here, other=0.0) + won_by_steps, mask=here)
-    tl.store(moved, 1, mask=tl.max(tl.where(here, changed, 0), 0) > 0)
+        tl.store(gained + r, tl.load(gained + r, mask=here, other=0.0) + won, mask=here)
+        tl.store(fitted + r, tl.load(fitted + r, mask=here, other=0.0) + won_by_steps, mask=here)
+        tl.store(moved, 1, mask=tl.max(tl.where(here, changed, 0), 0) > 0)
 
 
 @triton.jit
