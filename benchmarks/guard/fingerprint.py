@@ -79,7 +79,7 @@ PLAIN: dict[str, dict[str, Any]] = {  # run: keywords of nearplane.quantize
     "hptq": {"rate": 2.125, "allocate": "uniform", "method": "hptq", "coder": "huffman", "correct": False},
     "size": {"size": "3MB", "allocate": "uniform", "solver": "nearest-plane"},
     "gguf q4_k_m": {"grid": "q4_k_m"},
-    "gguf size": {"format": "gguf", "size": "6.3MB", "ignore": ["layers.[2-9]"]},
+    "gguf size": {"format": "gguf", "size": "6.1MB", "ignore": ["layers.[2-9]"]},
     "two-sided in some layers": {
         "bits": 3, "group_size": 64, "layers": {"o_proj|down_proj": {"two_sided": True}}, "ignore": ["layers.[2-9]"]
     },
