@@ -394,8 +394,13 @@ def table(mode: str) -> list[str]:
         if state == "now":
             largest = max((key for key in parts if key != "reading"), key=lambda key: parts[key])
             share = parts[largest] / sum(value for key, value in parts.items() if key != "reading")
+            flop = work(MODELS[f"Llama-3.1-{name}"], mode, Text())[largest].flop.get("float32", 0.0)
+            single = 100 * flop / CARDS[card].rates["float32"] / parts[largest]
+            why = f", {single:.0f} % of it products in float32" if largest == "moments" else ""
             fits = "" if plan_of(name, mode, CARDS[card].size).fits else "; by its bound the run does not fit this card"
-            lines.append(f"\n{name} on {card}: the largest part is {largest}, {100 * share:.0f} % (modelled){fits}.")
+            lines.append(
+                f"\n{name} on {card}: the largest part is {largest}, {100 * share:.0f} %{why} (modelled){fits}."
+            )
     return lines
 
 
