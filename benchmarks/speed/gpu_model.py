@@ -75,7 +75,6 @@ NARROWS, STRIP = (256, 512), 32  # inputs and outputs of layers whose loops are 
 HIDDEN, SAMPLES, SEQLEN = (256, 512), (33, 49), 16  # of blocks that are counted: batches of 8 windows after one of 1
 COUNTED = 6  # batches of the first of these texts, with that of the extra windows
 PROBED = 4096  # tokens of a batch of the probe
-THREADS = 8  # of the host, which code entropy-coded layers
 Counts = np.ndarray  # launches, waits, bytes sent
 
 
@@ -120,12 +119,12 @@ constants below.
 "Before" has no kernels for loops over columns, and float32 products for the moments, as at commit 54f0fdf; all else is
 as in "now", which is commit {commit}. A run has 256 windows of 2,048 tokens. A thread reads blocks ahead, so that
 reading counts only where it takes longer than all else."""
-ASSUMED = f"""\
+ASSUMED = """\
 The rates are 0.6 to 0.9 of the makers' figures for dense products; vector is float32 without fused operations. In
 kernels, float32 numbers are multiplied by three products of TF32 (tf32x3). A strip of 32 rows reads 4 bytes from the
 cache for 64 operations, which limits the H100 to about half of a third of its TF32. Memory has 0.85 to 0.9 of the
-makers' bandwidth, PCIe 5 and 4 with 16 lanes 0.8 of theirs. The host packs 11 ns a weight on one thread and codes 20 ns
-a weight on each of {THREADS} threads, both measured on its CPU alone."""
+makers' bandwidth, PCIe 5 and 4 with 16 lanes 0.8 of theirs. On one thread the host packs a weight, reads it back and
+compares it in 11 ns, codes it in 3 ns and hashes 1.6 GB a second ([speed.md](speed.md))."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +359,7 @@ def parts_of(name: str, mode: str, card: Card, state: str) -> dict[str, float]:
         computed = sum(count / card.rates[kind] for kind, count in flop.items()) + each.bytes / card.memory
         computed += each.chain * card.step if version.compiles else 0.0
         found[part] = max(launches * card.start, computed) + waiting * card.wait
-        found[part] += sent / card.link + each.disk / card.disk + each.host / (THREADS if part == "coding" else 1)
+        found[part] += sent / card.link + each.disk / card.disk + each.host
     return found
 
 

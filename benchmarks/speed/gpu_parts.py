@@ -31,6 +31,7 @@ MODES: dict[str, dict[str, Any]] = {"4 bits": {"bits": 4, "group_size": 128}, "r
 BEAM = 8  # candidates of a row at a rate
 CANDIDATES, CANDIDATE_FLOP = 80, 12  # of the search for steps; operations a weight and candidate
 RESIDENT_ROWS = 8448  # of a loop over columns on a card at a time: 2 strips of 32 rows on each of 132 processors
+PACKED, CODED = 11e-9, 3e-9  # seconds of a thread of the host for a weight: packed and read back; coded for its size
 HASHED = 1.6e9  # bytes of a file that one thread hashes in a second
 CODE_BYTES = 4  # of a code on its way to the host
 REST = "rest"
@@ -263,8 +264,8 @@ def _of_group(group: Group, text: Text, rate: bool, solves: float, descents: flo
         )
         beams = dict(float32=solves * BEAM * weighed / 2, vector=solves * BEAM * n * out * 60)
         found["k-best"] = Work(flop=beams, bytes=solves * BEAM * n * out * (n / 8 + 24), chain=4 * solves * steps)
-        found["coding"] = Work(host=(1 + solves) * n * out * 20e-9, sent=(3 + solves) * CODE_BYTES * n * out)
-        found["packing"] = Work(sent=CODE_BYTES * n * out, host=30e-9 * n * out)
+        found["coding"] = Work(host=(1 + solves) * CODED * n * out, sent=(3 + solves) * CODE_BYTES * n * out)
+        found["packing"] = Work(sent=CODE_BYTES * n * out, host=PACKED * n * out)
         return found
     found["search of steps"] = Work(flop=dict(vector=CANDIDATES * CANDIDATE_FLOP * n * out), bytes=4 * n * out)
     found["sweep"] = Work(
@@ -277,7 +278,7 @@ def _of_group(group: Group, text: Text, rate: bool, solves: float, descents: flo
         bytes=descents * (16 * n * out + 4 * layers * square),
         chain=descents * steps,
     )
-    found["packing"] = Work(sent=CODE_BYTES * n * out, host=11e-9 * n * out)
+    found["packing"] = Work(sent=CODE_BYTES * n * out, host=PACKED * n * out)
     return found
 
 
