@@ -436,7 +436,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     torch.set_num_threads(1)
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*"]
+    words = ["git", "-C", str(ROOT), "log", "-1", "--format=%h", "--", "src"]
     commit = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     print(f"# Modelled seconds of a block\n\n{INTRODUCTION.format(commit=commit)}\n\n## Seconds\n")
     for mode in MODES:
