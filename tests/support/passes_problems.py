@@ -143,7 +143,7 @@ def swept(case: Case) -> dict[str, Any]:
     off, moved = between(codes, position, book)
     residual = wide - W.double() + E.double()
     true = (d.double()[:, None] * residual.square()).sum(0)
-    size = (d.double()[:, None] * (residual.square() + (wide - W.double()).square())).sum(0).max().clamp(min=1e-300)
+    size = (d.double()[:, None] * residual.abs() * (residual.abs() + wide.abs())).sum(0).max().clamp(min=1e-300)
     low, high = book.limits
     doubtful = ((position - low).abs() < NEAR) | ((position - high).abs() < NEAR)
     twin = solvers.sweep_planes(case.W, case.grid, case.factor)

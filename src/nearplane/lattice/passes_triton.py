@@ -45,7 +45,7 @@ def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tal
         _solve[(triton.cdiv(out, ROWS),)](
             W, scale, zero, group, U, codes, E, sums, tally.d.to(W.dtype), tally.loss, tally.outside,
             levels, middles, len(middles), out, n, *strides, *_limits(codebook), *codebook.limits,
-            BITS=len(middles).bit_length(), B=BLOCK, T=TILE, R=ROWS, **_products(out),
+            BITS=len(middles).bit_length(), T=TILE, R=ROWS, **_products(out),
             OFFSET=_offset_type(W, U), num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -57,21 +57,23 @@ def descend_pass(descent: Descent) -> None:
     levels, middles = _levels(descent.codebook, W)
     sums, before = torch.empty(2, descent.longest, out, dtype=W.dtype, device=W.device)
     strides = *W.stride(), H.stride(0), codes.stride(0), E.stride(0), scale.stride(0), zero.stride(0)
-    mantissa, *numbers = descent.rounding or (0, 1.0, 1.0, 1.0)
+    mantissa, *numbers = descent.rounding or (-1, 1.0, 1.0, 1.0)
     with _device_of(W):
         _descend[(triton.cdiv(out, ROWS),)](
             W, scale, zero, descent.group, H, descent.diagonal, descent.starts, descent.spans, codes, E, sums, before,
             descent.gained, descent.fitted, descent.moved.view(torch.int8), levels, middles, len(middles), out, n,
             len(descent.spans) - 1, *strides, *_limits(descent.codebook), *numbers,
             BITS=len(middles).bit_length(), MANTISSA=mantissa, fits=descent.rounding is not None, begins=descent.begins,
-            B=BLOCK, T=TILE, R=ROWS, **_products(out), OFFSET=_offset_type(W, H),
+            T=TILE, R=ROWS, **_products(out, tries=not mantissa), OFFSET=_offset_type(W, H),
             num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def _products(out: int) -> dict[str, int]:
-    """Return the sizes of products: smaller where rows are not aligned, whose addresses take more registers."""
-    return {"K": INNER, "STAGES": STAGES} if out % 16 == 0 else {"K": min(INNER, 16), "STAGES": 2}
+def _products(out: int, *, tries: bool = False) -> dict[str, int]:
+    """Return the sizes of products: smaller where registers are scarce, for rows that are not aligned and for trials."""
+    if out % 16 == 0 and not tries:
+        return {"B": BLOCK, "K": INNER, "STAGES": STAGES}
+    return {"B": min(BLOCK, 32) if tries else BLOCK, "K": min(INNER, 16), "STAGES": 2}
 
 
 def _offset_type(*tensors: Tensor) -> tl.dtype:
