@@ -162,6 +162,7 @@ def _fit_steps(
         total_change += change
         changed = changed | (change != 0).to(tl.int32)
         step, offset = step + x, offset + y
+        tl.debug_barrier()  # all have read the old numbers
         tl.store(d + block * out + r, step, mask=here)
         if MINIMA:
             tl.store(dmin + block * out + r, offset, mask=here)
@@ -246,6 +247,7 @@ def _fit_integers(
         eh -= q_h * x[None, :] - ones[:, None] * y[None, :]
         total_change += least
         changed = changed | (least != 0).to(tl.int32)
+        tl.debug_barrier()  # all have read the old numbers
         tl.store(sc + group * out + r, best, mask=here)
         tl.store(scale + group * out + r, step * best, mask=here)
         if MINIMA:
