@@ -27,7 +27,7 @@ EXTRA_ROWS = 1024  # rows of extra windows that are kept for a layer
 CERTIFIED_ROWS, CERTIFIED_BYTES = 256, 110  # rows that a certificate measures at a time, bytes per weight of these rows
 CORRECTED_BYTES = 20  # per weight while its target is corrected: W, lost outputs twice, the correction, the target
 FINITE_BYTES = 10  # per float64 number that is checked to be finite: absolute value, two comparisons
-BEAM_COLUMNS = 128  # that a beam sweeps together
+BEAM_COLUMNS = 128  # that a beam sweeps together; a kernel of CUDA sweeps 256 and takes a third of the memory of `GPU`
 LOGITS_COPIES = 6  # of a window's logits in the backward pass: logits, probabilities, gradients, each with a temporary
 COMPARED_COPIES = 5  # of logits when predictions are compared: both log-probabilities, exp, difference, product
 ROUNDING_COPIES = 5  # of the input of a layer, while it is rounded
@@ -136,7 +136,7 @@ Place = Literal["host", "device"]
 
 
 class Costs(NamedTuple):
-    """Memory of kernels, which are compiled on the CPU and torch's own on a GPU, see `lattice/kernels.py`.
+    """Memory of kernels: those compiled for the CPU; on a GPU the torch forms, which take more than those of CUDA.
 
     Args:
         solved: Bytes per weight in a solve: W, target, values, codes, errors, candidate codes or steps, and sums.
