@@ -27,9 +27,8 @@ from nearplane.coding.layout import Header, Layout
 from nearplane.coding.packed_matrix import PackedMatrix, column_groups, column_table, packed_matrix
 from nearplane.coding.payload import damage
 
-MAX_BATCH_BYTES = (
-    1 << 28
-)  # coded bytes of the matrices that one launch decodes, which take memory a second time meanwhile
+# coded bytes of the matrices that one launch decodes, which take memory a second time meanwhile
+MAX_BATCH_BYTES = 1 << 28
 
 
 @cache
@@ -210,9 +209,8 @@ def _patches(
         FormatError: A lane does not end where its symbols do, or a chunk has other escapes than its list.
     """
     (edges, heads, _), (offsets, starts, stops, pairs) = coded.streams, coded.layout.groups
-    chunk = np.repeat(
-        np.arange(len(heads.counts)), heads.counts
-    )  # of each entry of a list, and of each place for a symbol
+    # of each entry of a list, and of each place for a symbol
+    chunk = np.repeat(np.arange(len(heads.counts)), heads.counts)
     number = np.arange(len(chunk)) - (np.cumsum(heads.counts) - heads.counts)[chunk]
     written = number < escaped[chunk]
     place, byte = edges[chunk[written]] + (escapes[written] >> 8), escapes[written] & 255

@@ -155,9 +155,8 @@ def _reverse_cholesky(H: Tensor, damping: Tensor) -> tuple[Tensor, int | None]:
     """
     R = H  # columns to the right of a block are R's, the others H's
     block = CHOLESKY_BLOCK if H.device.type == "cpu" else GPU_CHOLESKY_BLOCK
-    infos: list[
-        Tensor
-    ] = []  # () of each block: the failing pivot, counted from the last column and 1; 0 if there is none
+    # () of each block: the failing pivot, counted from the last column and 1; 0 if there is none
+    infos: list[Tensor] = []
     for b in range(len(H), 0, -block):
         a = max(b - block, 0)
         S = torch.addmm(H[:b, a:b], R[:b, b:], R[a:b, b:].T, alpha=-1)  # (b, b - a), Schur complement of this block

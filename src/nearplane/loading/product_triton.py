@@ -19,10 +19,8 @@ from nearplane.loading.packed_codes import PackedCodes
 # 20 instructions for each byte of their memory traffic (H100: 33e12 a second and 3.4e12), that is 40 to 80 instructions.
 MAX_PRODUCT_ROWS = 8
 MAX_STRIP_WEIGHTS = 2**24  # that are decoded at a time before such a product
-PRODUCT_ROWS, PRODUCT_BYTES = (
-    8,
-    128,
-)  # of a tile of the product: with twice the rows, too few programs share a processor
+# of a tile of the product: with twice the rows, too few programs share a processor
+PRODUCT_ROWS, PRODUCT_BYTES = 8, 128
 VALUE_ROWS, VALUE_COLUMNS = 8, 128  # of a tile of values
 SCALED = 1024  # numbers of x that a program scales
 
