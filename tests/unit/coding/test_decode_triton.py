@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from triton_processes import results, triton_runs_here
+from triton_processes import DAILY, NIGHTLY, problems, triton_runs_here
 
 SEEN = {"pairs", "bytes", "packed bytes", "patches", "several chunks"}
 
 
-def check(batches: list[dict[str, Any]], count: int) -> None:
+def check(counts: dict[str, int]) -> None:
     """Compare what was decoded, and what was refused, with the CPU."""
-    assert len(batches) == count
+    batches = problems("decode_problems", counts)
     assert set().union(*(batch["seen"] for batch in batches)) == SEEN
     assert any(batch["refused"] for batch in batches)
     for batch in batches:
@@ -25,10 +23,10 @@ def check(batches: list[dict[str, Any]], count: int) -> None:
 @triton_runs_here
 def test_interpreted_kernels_decode_the_integers_of_the_cpu() -> None:
     """Up to three matrices of all kinds, together by one launch; damaged ones are refused by name."""
-    check(results("interpreted_problems.py", 20, "decode_problems"), 20)
+    check(DAILY)
 
 
 @triton_runs_here
 @pytest.mark.nightly
 def test_interpreted_kernels_decode_the_integers_of_the_cpu_in_many_batches() -> None:
-    check(results("interpreted_problems.py", 500, "decode_problems"), 500)
+    check(NIGHTLY)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from triton_processes import results, triton_runs_here
+from triton_processes import DAILY, NIGHTLY, problems, results, triton_runs_here
 
 KINDS = {
     "book": {"4 bits", "symmetric", "2 bits", "unbounded", "E2M1", "200 levels"},
@@ -17,12 +16,12 @@ KINDS = {
 }
 
 
-def check(problems: list[dict[str, Any]], count: int) -> None:
+def check(counts: dict[str, int]) -> None:
     """Compare sweeps and descents of random problems with their formulas; each pass is one launch."""
-    assert len(problems) == count
+    found = problems("passes_problems", counts)
     for name, kinds in KINDS.items():
-        assert {each[name] for each in problems} == kinds
-    for each in problems:
+        assert {each[name] for each in found} == kinds
+    for each in found:
         assert each["sweep_launches"] == 1, each
         assert each["descent_launches"] == each["descent_passes"], each
         for kind in ("sweep", "descent"):
@@ -30,20 +29,20 @@ def check(problems: list[dict[str, Any]], count: int) -> None:
             assert each[f"{kind}_off_boundary"] <= 1e-5, each
             assert each[f"{kind}_loss"] <= 1e-6, each
         assert each["sweep_miscounted"] == each["descent_wrong_steps"] == 0, each
-    rows = sum(each["rows"] for each in problems)
-    assert sum(each["sweep_unlike_torch"] + each["descent_unlike_torch"] for each in problems) <= 0.01 * rows
+    rows = sum(each["rows"] for each in found)
+    assert sum(each["sweep_unlike_torch"] + each["descent_unlike_torch"] for each in found) <= 0.01 * rows
 
 
 @triton_runs_here
 def test_interpreted_passes_do_what_their_formulas_say_in_one_launch_each() -> None:
     """E is exactly what codes and steps leave; codes are the nearest but within 1e-5 of a step of a boundary."""
-    check(results("interpreted_problems.py", 18, "passes_problems"), 18)
+    check(DAILY)
 
 
 @triton_runs_here
 @pytest.mark.nightly
 def test_interpreted_passes_do_what_their_formulas_say_in_many_problems() -> None:
-    check(results("interpreted_problems.py", 500, "passes_problems"), 500)
+    check(NIGHTLY)
 
 
 @triton_runs_here
