@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
 
@@ -33,10 +34,10 @@ MAX_BATCH_BYTES = 1 << 28
 
 @cache
 def _triton() -> ModuleType | None:
-    try:
-        from nearplane.coding import decode_triton
-    except ImportError:
+    if find_spec("triton") is None:
         return None
+    from nearplane.coding import decode_triton
+
     return decode_triton
 
 

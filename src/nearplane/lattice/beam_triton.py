@@ -18,8 +18,8 @@ from nearplane.lattice.kernels_triton import _device_of, _levels, _limits, _near
 
 BLOCK = 256  # columns of a launch, whose errors reach later columns as one product
 TILE = 16  # columns whose targets are in registers at a time; with 32 some cards have too few registers
-CANDIDATES = 128  # of a program: four warps
-ROWS = 32  # of a program at most
+CANDIDATES = 128  # of a program at most, where a row has no more: four warps
+ROWS = 16  # of a program at most; 32 rows of 2 or 4 candidates need more registers than there are
 
 
 def beam_paths(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,7 +38,7 @@ def beam_paths(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Ten
         _beam[(triton.cdiv(out, rows),)](
             target, *columns, d, cost, codes, E, before, ancestor, levels, middles, len(middles), out, beam, b,
             *strides, *map(float, _limits(codebook)), BITS=len(middles).bit_length(), R=rows, K=places, T=TILE,
-            num_warps=min(32, rows * places // 32), enable_fp_fusion=False,
+            num_warps=min(32, max(CANDIDATES, rows * places) // 32), enable_fp_fusion=False,
         )  # fmt: skip
     return codes, E, ancestor
 

@@ -42,6 +42,7 @@ def fit_columns(
         a: First of the columns.
     """
     width, out = EH.shape
+    H = H if H.stride(1) == 1 else H.contiguous()
     fixed = constants(kind, width)
     dmin, m = (parts.get(name, parts["d"]) for name in ("dmin", "m"))
     # of the columns of every group in H, (groups, columns)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -64,10 +65,10 @@ class _Factors(NamedTuple):
 
 @cache
 def _triton() -> ModuleType | None:
-    try:
-        from nearplane.loading import product_triton
-    except ImportError:
+    if find_spec("triton") is None:
         return None
+    from nearplane.loading import product_triton
+
     return product_triton
 
 

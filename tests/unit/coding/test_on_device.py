@@ -15,7 +15,7 @@ from nearplane.errors import FormatError
 
 
 def test_without_triton_and_on_other_devices_the_cpu_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nearplane.coding.decode_triton", None)
+    monkeypatch.setitem(sys.modules, "triton", None)
     on_device._triton.cache_clear()
     assert on_device.decoder_of(torch.device("cuda")) is None
     on_device._triton.cache_clear()

@@ -154,7 +154,7 @@ def test_a_forward_pass_on_a_gpu_waits_for_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_triton_a_gpu_multiplies_by_strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nearplane.loading.product_triton", None)
+    monkeypatch.setitem(sys.modules, "triton", None)
     packed_linear._triton.cache_clear()
     assert packed_linear.products_of(torch.device("cuda")) is None
     packed_linear._triton.cache_clear()
