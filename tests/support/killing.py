@@ -4,6 +4,7 @@ import hashlib
 import math
 import os
 import random
+import shutil
 import signal
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +16,7 @@ import nearplane
 from nearplane import FormatError
 from nearplane.formats.container import Container
 from nearplane.record.record import read_record
+from nearplane.system.paths import JOURNAL
 from nearplane.verbs import quantize_journal as journal
 
 TIMES = {"seconds", "peak_memory", "folder", "digest"}  # of the record, which no two runs share
@@ -105,7 +107,9 @@ def check_goes_on(run, wanted, place, many):
     for moment in sorted(random.Random(str(wanted)).sample(range(1, killer.moments), many)):
         out = place / f"{moment}"
         assert os.WIFSIGNALED(killed(moment, run, out)), "it was killed"
-        if not out.exists():  # else it was killed when all was done but for what is deleted last
+        if out.exists():  # it was killed when all was done but for what is deleted last
+            shutil.rmtree(out / JOURNAL, ignore_errors=True)
+        else:
             run(out)
         assert contents(out) == wanted, f"killed at moment {moment} of {killer.moments}"
         assert not Path(f"{out}.unfinished").exists()

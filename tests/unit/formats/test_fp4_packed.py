@@ -236,7 +236,6 @@ def test_experts_that_transformers_would_decode_wrong_are_refused_and_may_be_lef
     [
         ({"format": "gptq"}, "GPTQ stores integers, not mxfp4"),
         ({"format": "gguf"}, "a GGUF cannot store mxfp4. It stores 4, 5, 8 bits"),
-        ({"tune": "network"}, "it has weights in mxfp4, not integers"),
         ({"bits": 3}, "bits is 3, but --grid mxfp4 determines"),
         ({"rate": 3}, "grid is 'mxfp4' and rate 3"),
     ],
