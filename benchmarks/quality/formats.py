@@ -33,11 +33,13 @@ INTRODUCTION = """# Formats that people download
 
 Made by `python benchmarks/quality/formats.py` from `tables.jsonl`. What is measured is in [index.md](index.md).
 Figures are KL to the original on held-out windows, means over calibrations, whose number is in parentheses, with the
-standard error of the mean. Ratios of KL are over pairs with the same calibration. Only the weights are rounded; where
-inputs are rounded too, a table of its own says so.
+standard error of the mean. Ratios of KL are over pairs with the same calibration, so a ratio may differ from the
+quotient of two means over different calibrations. Only the weights are rounded; where inputs are rounded too, a table
+of its own says so. `-` means not measured.
 
 - *nearest* is nearplane with `--solver round-to-nearest`, *solved* is nearplane by its defaults, *tuned* is `tune` on
-  the calibration's own tokens after that. `tune` does not train 8-bit floats.
+  the calibration's own tokens after that. Where *tuned / solved* is 1.000, no trained state was better on the windows
+  that tuning holds out, and the solved one was kept. `tune` does not train 8-bit floats.
 - *llm-compressor* is its GPTQ in the same format with the better of two observers, `memoryless_minmax` and one that
   searches (`nvfp4_expanded_mse` for NVFP4, else `memoryless_mse`). It runs on the CPU.
 - *mlx_lm* is `mlx_lm.convert`, *mlx_lm, gptq* its GPTQ, which has 2, 4 and 8 bits. mlx2 to mlx8 are 2 to 8 bits in
@@ -222,7 +224,7 @@ def main() -> None:
     commits = sorted({row["commit"] for row in rows if row["tool"].startswith("nearplane")})
     print(INTRODUCTION)
     print(f"\nnearplane at {', '.join(commits)};\n{', '.join(versions)}.")
-    print("\n## Targets\n")
+    print("\n## Targets\n\nThe largest ratios that we set ourselves before measuring.\n")
     print("\n".join(targets(rows, models)))
     for name in models:
         of_it = where(rows, model=name)
