@@ -310,7 +310,7 @@ def tune(
     """Train steps, norms and codes of the checkpoint in OUT against the predictions of the original, and write NEW.
 
     NEW has the format and the widths of OUT, and entropy-coded layers stay within their requested bytes.
-    Codes are trained if they have 2 or 3 bits or are entropy-coded.
+    Codes are trained if they have 2 or 3 bits, are nvfp4 or mxfp4, or are entropy-coded.
     A fifth of the text's windows is held out. The state that is best on them is written, which may be that of OUT.
     The command ends with exit code 4 if a layer exceeds the --max-loss of OUT.
 
