@@ -183,7 +183,7 @@ class BlockScheme(Scheme):
     """Codes on the two-level grids of llama.cpp, in files that llama.cpp runs.
 
     Args:
-        grid: Name of a number format, for example int4-g128, int8-row, int3-g64-asym, nvfp4, mxfp4, fp8, fp8-block or mxfp8. In
+        grid: Name of a number format, for example int4-g128, int8, int3-g64-asym, nvfp4, mxfp4, fp8, fp8-block or mxfp8. In
             a GGUF it may be a type of llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k) or one of its mixes
             (q2_k_m, q3_k_m, q4_k_m, q5_k_m). It may also be a number of bits per weight including steps, for example 4.5: types
             of layers are then chosen by measuring. Rows that blocks of 256 do not divide get the type that llama.cpp uses

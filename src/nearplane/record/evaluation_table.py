@@ -19,6 +19,8 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     Raises:
         FormatError: The file cannot be read, or is no output of `nearplane evaluate --json`.
     """
+    if not path.exists():
+        raise FormatError(f"{path} does not exist; {EXPECTED}.")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -29,7 +31,9 @@ def read_evaluation(path: Path) -> dict[str, Any]:
         raise FormatError(f"{path} holds no evaluation; {EXPECTED}.")
     evaluation = {key: found[key] for key in ("texts", "tasks")}
     try:
-        rows = [*map(_text_row, evaluation["texts"]), *map(_task_row, evaluation["tasks"])]
+        rows = [row for each in evaluation["texts"] for row in _text_rows(each)] + [
+            *map(_task_row, evaluation["tasks"])
+        ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"{path} holds no evaluation ({type(error).__name__}: {error}); {EXPECTED}.") from error
     if not rows:
@@ -39,7 +43,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
 
 def evaluation_tables(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the lines of a Markdown table of texts and of one of tasks, as far as there are any."""
-    texts = [_text_row(each) for evaluation in evaluations for each in evaluation["texts"]]
+    texts = [row for evaluation in evaluations for each in evaluation["texts"] for row in _text_rows(each)]
     tasks = [_task_row(each) for evaluation in evaluations for each in evaluation["tasks"]]
     if texts:
         columns = (
@@ -67,19 +71,26 @@ def _line(cells: Row) -> str:
     return f"| {' | '.join(' '.join(cell.replace('|', '/').replace('<', '&lt;').split()) for cell in cells)} |"
 
 
-def _text_row(score: Mapping[str, Any]) -> Row:
-    """Return the cells of an evaluation on one text."""
+def _text_rows(score: Mapping[str, Any]) -> list[Row]:
+    """Return the row of an evaluation on one text; two where inputs were also rounded, as runtimes round them."""
+    if (computed := score.get("computed")) is None:
+        return [_text_row(score)]
+    return [_text_row(score, ", weights alone"), _text_row(computed, ", inputs rounded, as runtimes compute")]
+
+
+def _text_row(score: Mapping[str, Any], how: str = "") -> Row:
+    """Return the cells of an evaluation on one text; `how` is added to its name."""
     statistics = score["statistics"] or {}
     same, cosine = score["agreement"], score["cosine"]
-    perplexity = _number(score["perplexity"], ".4g")
+    perplexity = _number(score["perplexity"], ".3f")
     if cosine is not None:
         perplexity = f"cosine {cosine:.5f}, least {score['worst_cosine']:.5f}"
     return (
-        Path(str(score["text"])).name,
+        Path(str(score["text"])).name + how,
         f"{score['protocol']}, windows of {int(score['seqlen'])}",
         f"{int(score['tokens']):,}",
         perplexity,
-        _number(score["original"], ".4g"),
+        _number(score["original"], ".3f"),
         _interval(statistics.get("kl")),
         "-" if same is None else f"{100 * same:.2f} %",
     )

@@ -24,7 +24,7 @@ from nearplane.record.evaluation_table import evaluation_tables
 from nearplane.record.record import RunRecord
 from nearplane.record.summary import losses
 from nearplane.record.uses import pipeline_tag, uses, uses_of_dense
-from nearplane.record.words import by_source, calibrated, degenerate, exceeding, left
+from nearplane.record.words import by_source, calibrated, degenerate, exceeding, few_tokens, left
 
 TAKEN = ("license", "license_name", "license_link", "language", "datasets", "tags")  # from the original's card
 KEYS = ("base_model", "base_model_relation", "library_name", "pipeline_tag", *TAKEN)  # all keys, in this order
@@ -149,7 +149,7 @@ def _text(
         yield "No license is named in the card or the config of the original that was quantized: look it up there."
     yield from _section("What is quantized", _quantized(record, dense))
     yield from _section("How to use it", _used(record, origin, dense))
-    yield from _section("What was lost", _lost(record))
+    yield from _section("What was lost", _lost(record, dense))
     if evaluations:
         yield from _section("Evaluation", evaluation_tables(evaluations))
     yield from _section("How it was made", _made(record, dense))
@@ -180,7 +180,7 @@ def _quantized(record: RunRecord, dense: str | None) -> Iterator[str]:
     yield from (f"- {_escaped(sentence)}" for sentence in left(record))
     if dense is None:
         yield ""
-        yield f"The weight files have {size_text(record.bytes)}; the rate counts codes, steps, zero points and minima."
+        yield f"The weight files have {size_text(record.bytes)}; bits per weight count codes, steps, zero points and minima."
 
 
 def _meaning(format: NumberFormat) -> str:
@@ -206,16 +206,17 @@ def _used(record: RunRecord, origin: Origin, dense: str | None) -> Iterator[str]
         yield from (*way.code.splitlines(), "```")
 
 
-def _lost(record: RunRecord) -> Iterator[str]:
+def _lost(record: RunRecord, dense: str | None) -> Iterator[str]:
     """Yield the losses of the layers."""
-    sentences = [*losses(record), *by_source(record), *degenerate(record), *exceeding(record)]
+    sentences = [*losses(record), *by_source(record), *few_tokens(record), *degenerate(record), *exceeding(record)]
     if record.tuning is not None:
         sentences = [replace(record.tuning, seconds=0.0).sentence(), record.tuning.windows_sentence(), *sentences]
     yield from (f"- {_escaped(sentence)}" for sentence in sentences)
     yield ""
+    rounded = " --activations" if record.recipe.activations != "none" and dense is None else ""
     yield (
         "These are losses of single layers, measured while quantizing. How far the predictions of the whole model are from "
-        "the original's is measured by `nearplane evaluate FOLDER --against ORIGINAL --text TEXT`."
+        f"the original's is measured by `nearplane evaluate {FOLDER} --against ORIGINAL{rounded} --text TEXT`."
     )
 
 

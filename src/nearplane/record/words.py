@@ -43,7 +43,7 @@ def remarks(record: RunRecord) -> Iterator[str]:
         _wide_steps,
         by_source,
         _short_text,
-        _few_tokens,
+        few_tokens,
         _experts,
         _dead_inputs,
         degenerate,
@@ -96,7 +96,7 @@ def shortage(windows: int, seqlen: int, samples: int, widest: str, inputs: int) 
     )
 
 
-def _few_tokens(record: RunRecord) -> Iterator[str]:
+def few_tokens(record: RunRecord) -> Iterator[str]:
     """Yield a line if there were fewer calibration tokens than advised."""
     if not record.tokens or not record.recipe.scheme.calibrated:
         return

@@ -215,9 +215,28 @@ TASK = {"task": "arc|easy", "metric": "acc", "fewshot": 0, "documents": 100, "va
 def test_an_evaluation_becomes_a_table(shape, tmp_path):
     (tmp_path / "e.json").write_text(json.dumps(shape))
     card = model_card(GRID, Origin(), evaluations=[read_evaluation(tmp_path / "e.json")])
-    row = "| heldout.txt | papers, windows of 128 | 1,016 | 12.35 | 11.5 | 0.01230 (0.01000 to 0.01500) | 87.50 % |"
+    row = "| heldout.txt | papers, windows of 128 | 1,016 | 12.346 | 11.500 | 0.01230 (0.01000 to 0.01500) | 87.50 % |"
     assert card.count(row) == (2 if isinstance(shape, list) else 1)
     assert ("| arc/easy | acc | 0 | 100 | 0.5000 ± 0.0500 | 0.6000 |" in card) == ("tasks" in shape)
+
+
+def test_rounded_inputs_have_a_row_and_an_option_of_their_own(tmp_path):
+    computed = SCORE | {"statistics": {"kl": {"value": 0.0456, "low": 0.04, "high": 0.05}}}
+    (tmp_path / "e.json").write_text(json.dumps(SCORE | {"computed": computed}))
+    record = run(Recipe.from_spellings(grid="int8", activations="int8"), format="int8-row")
+    card = model_card(record, Origin(), evaluations=[read_evaluation(tmp_path / "e.json")])
+    rows = [line for line in card.splitlines() if "heldout.txt" in line]
+    assert ["weights alone" in rows[0], "inputs rounded" in rows[1]] == [True, True]
+    assert ["0.01230" in rows[0], "0.04560" in rows[1]] == [True, True]
+    assert "--against ORIGINAL --activations --text TEXT" in card
+    assert "--activations" not in model_card(record, Origin(), dense="bfloat16")
+
+
+def test_a_card_says_where_tokens_were_too_few_and_a_missing_evaluation_is_named(tmp_path):
+    assert "too few tokens" not in model_card(GRID, Origin())
+    assert "too few tokens" in model_card(replace(GRID, windows=2, seqlen=16, tokens=32), Origin())
+    with pytest.raises(FormatError, match=r"missing\.json does not exist"):
+        read_evaluation(tmp_path / "missing.json")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "5", '{"texts": [], "tasks": []}', '{"texts": [5], "tasks": []}'])
