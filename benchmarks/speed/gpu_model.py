@@ -118,7 +118,12 @@ constants below.
 
 "Before" has no kernels for loops over columns, and float32 products for the moments, as at commit 54f0fdf; all else is
 as in "now", which is commit {commit}. A run has 256 windows of 2,048 tokens. A thread reads blocks ahead, so that
-reading counts only where it takes longer than all else."""
+reading counts only where it takes longer than all else. 8B and 70B are the shapes of Llama 3.1.
+
+Parts: *forwards* run the text through the block, *moments* sum the second moments of inputs, *factor* is the Cholesky
+factor of these, *sweep* the nearest-plane algorithm over the columns, *descent* refines steps and codes after it,
+*k-best* keeps 8 candidates of each row instead, *probe* and *backward pass* measure which layers need more bits, and
+*certificate* measures what was lost."""
 ASSUMED = """\
 The rates are 0.6 to 0.9 of the makers' figures for dense products; vector is float32 without fused operations. In
 kernels, float32 numbers are multiplied by three products of TF32 (tf32x3). A strip of 32 rows reads 4 bytes from the
