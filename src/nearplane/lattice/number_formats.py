@@ -185,7 +185,9 @@ TYPES: dict[str, BlockType] = {
 }  # fmt: skip
 
 INT8 = "int8-row"
-INTEGERS = "integers as int8, int4-g128, int8-row, int3-g64-asym, int3-g64-min"  # description of these formats in messages
+INTEGERS = (
+    "integers as int8, int4-g128, int8-row, int3-g64-asym, int3-g64-min"  # description of these formats in messages
+)
 ENTROPY_CODED_FORMAT = NumberFormat(name="coded", bits=0)  # codes without limits, entropy-coded
 E2M1 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # four-bit floats, 0 once
 FP4_MX = InputRounding(kind="fp", bits=4, group=32, steps="float8_e8m0fnu")
