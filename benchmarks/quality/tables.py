@@ -38,7 +38,8 @@ is in [index.md](index.md). Figures are means over calibrations, whose number is
 error of the mean. Ratios are of KL, with their standard error, over pairs with the same calibration. The *best peer* is
 the best of those that do not train. auto-round trains codes and steps, for about 18 times the CPU time of nearplane.
 *nearest* is nearplane with `--solver round-to-nearest`. *mse* of llm-compressor is its search for steps; for NVFP4 that
-is `nvfp4_expanded_mse`, the best of its observers. [formats.md](formats.md) has more of the formats that people download.
+is `nvfp4_expanded_mse`, the best of its observers. [formats.md](formats.md) has more of the formats that people
+download.
 """
 TRAINED = "auto-round"  # the peer that trains
 OURS = ("nearplane", "nearest")  # what is compared with peers, and its rounding without calibration
