@@ -217,7 +217,7 @@ def test_overwrite_replaces_a_checkpoint_but_no_card_that_a_user_changed(block, 
     evaluation = nearplane.evaluate(out, HELD_OUT, against=block, seqlen=64, samples=2)
     (tmp_path / "e.json").write_text(as_json(asdict(evaluation)))
     nearplane.card(out, evaluation=tmp_path / "e.json")
-    assert f"| {evaluation.perplexity:.4g} | {evaluation.original:.4g} | {evaluation.kl:.5f}" in card.read_text()
+    assert f"| {evaluation.perplexity:.3f} | {evaluation.original:.3f} | {evaluation.kl:.5f}" in card.read_text()
     assert ModelCard.load(card).data.to_dict() == data
     card.write_text(changed := card.read_text().replace("license: mit", "license: apache-2.0"))
     assert nearplane.verify(out).faults == ()

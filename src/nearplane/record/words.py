@@ -98,7 +98,7 @@ def shortage(windows: int, seqlen: int, samples: int, widest: str, inputs: int) 
 
 def few_tokens(record: RunRecord) -> Iterator[str]:
     """Yield a line if there were fewer calibration tokens than advised."""
-    if not record.tokens or not record.recipe.scheme.calibrated:
+    if not record.tokens or not record.layers or not record.recipe.scheme.calibrated:
         return
     widest = max(record.layers, key=lambda layer: layer.in_features)
     sentence = shortage(

@@ -333,7 +333,7 @@ def test_a_number_format_is_asked_for_by_its_name(name):
     [
         ({"grid": "int4-g128", "bits": 3}, "bits is 3, but --grid int4-g128 determines how weights are stored"),
         ({"grid": "int4-g128", "group_size": 64}, "group_size is 64, but --grid int4-g128 determines"),
-        ({"grid": "int9-g128"}, "grid is 'int9-g128'; expected one of q4_0, .* or integers as int4-g128, int8-row"),
+        ({"grid": "int9-g128"}, "grid is 'int9-g128'; expected one of q4_0, .* or integers as int8, int4-g128"),
         ({"grid": "int4-g0"}, "grid is 'int4-g0'; expected one of"),
         (
             {"grid": "int4-g128", "rate": 3},
