@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from rows import Estimate, Row, append, average, claimed, failure, key, paired, read, table, where
@@ -119,8 +120,8 @@ def show(asked: argparse.Namespace) -> None:
         commits = sorted({row["commit"] for row in measured if row["version"].startswith("nearplane")})
         versions = sorted({row["version"] for row in measured if not row["version"].startswith("nearplane")})
         print(f"\n## {model}\n\nSHA-256 of the weights: {measured[0]['sha']}..., perplexity of the original")
-        print(f"{measured[0]['original']}. Measured with nearplane at {', '.join(commits)},")
-        print(f"{', '.join(versions)}.")
+        tools_used = f"nearplane at {', '.join(commits)}, {', '.join(versions)}"
+        print(fill(f"{measured[0]['original']}. Measured with {tools_used}.", 119))
         tools = [tool for tool in (*OURS, *PEERS) if where(measured, tool=tool)]
         print("\nKL, untuned:\n")
         print("\n".join(untuned(measured, tools)))

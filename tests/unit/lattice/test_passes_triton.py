@@ -52,6 +52,6 @@ def test_passes_compile_for_cards_without_spills_but_few_bytes_in_those_that_try
     compiled = results("passes_compiled.py", TRITON_CACHE_DIR=str(tmp_path))
     assert {each["card"] for each in compiled} == {80, 89, 90, 100, 120}
     for each in compiled:
-        # trials: some addresses, which are stored once a program and read at its end
-        assert each["spilled"] <= (64 if each["kernel"] == "descent pass with trials" else 0), each
+        # trials: some addresses, which are stored once a program and read at its end; what was tried is in docs/log.md
+        assert each["spilled"] <= (48 if each["kernel"] == "descent pass with trials" else 0), each
         assert each["shared"] <= 99 << 10, each
