@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 
 from torch import Tensor
 
@@ -76,12 +77,12 @@ def torch_kernels() -> Kernels:
 
 @cache
 def _triton() -> Kernels:
-    try:
-        from nearplane.lattice import beam_triton, kernels_triton, passes_triton, superblocks_triton, superfit_triton
-    except ImportError as error:
+    if find_spec("triton") is None:
         raise RecipeError(
             "triton is not installed, which compiles what runs on a CUDA device. Run pip install triton, or use --device cpu."
-        ) from error
+        )
+    from nearplane.lattice import beam_triton, kernels_triton, passes_triton, superblocks_triton, superfit_triton
+
     return replace(
         torch_kernels(),
         sweep=kernels_triton.sweep_block,
