@@ -33,16 +33,18 @@ class Mix:
     seed: int
 
     @classmethod
-    def of(cls, options: Calibration, extra: int) -> Mix | None:
-        """Return the mix that a recipe names, or None; it has at least one extra window of each text.
+    def of(cls, options: Calibration, samples: int, extra: int) -> Mix | None:
+        """Return the mix that a recipe names, with so many calibration windows, or None.
+
+        It has at least one extra window of each text.
 
         Raises:
             CalibrationError: The mix is malformed, or a text gets no calibration window.
         """
         if not (texts := texts_of(options.calibration)):
             return None
-        check_shares(texts, options.samples)
-        return cls(texts=texts, samples=options.samples, extra=max(extra, len(texts)), seed=options.seed)
+        check_shares(texts, samples)
+        return cls(texts=texts, samples=samples, extra=max(extra, len(texts)), seed=options.seed)
 
     def order(self, count: int) -> list[int]:
         """Return the number of the text of each of the first `count` windows."""

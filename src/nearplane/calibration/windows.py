@@ -15,16 +15,19 @@ from nearplane.calibration.mix import Mix
 from nearplane.calibration.texts import check_start, check_vocabulary, framing_tokens, read_windows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.lattice.solvers import SOLVERS
+from nearplane.models.experts import by_expert
 from nearplane.models.kinds import InputKind, Spoken, input_kind, is_framed, joined_windows
 from nearplane.models.model import Model
 from nearplane.models.pretrained import as_model_error
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.schemes import GridScheme
 from nearplane.record.record import Source
-from nearplane.record.words import MIN_TOKENS_PER_INPUT, shortage
+from nearplane.record.words import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT, shortage
 from nearplane.system.named_texts import text_to_calibrate_on
 
 DEFAULT_SEQLEN = 2048
+DEFAULT_TOKENS_PER_INPUT = 50  # of the widest layer: the loss is then about 5 % above that of many more tokens
+MAX_DEFAULT_TOKENS = 2**19
 WINDOWS_PER_EXTRA = 8  # calibration windows per extra window, at least
 EXTRA_TOKENS, EXTRA_WINDOWS = 1024, 4  # enough for a measurement: no more extra windows are read
 RUN_TOKENS = 8  # text that is not repetitive repeats few runs of 8 neighbouring tokens
@@ -105,7 +108,7 @@ def digest_of(tokens: Tensor) -> str:
 
 
 def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None) -> Windows:
-    """Read the calibration text: `samples` calibration windows, and the extra windows after them, see `extra_windows`.
+    """Read the calibration text: `samples_of` calibration windows, and the extra windows after them, see `extra_windows`.
 
     If the text is shorter, the last ninth of its windows are the extra windows, at least one and at most
     `extra_windows`; a single window is a calibration window. The texts of a mix must be long enough.
@@ -131,18 +134,19 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         if given is None:
             refuse_unrecorded(options.calibration)
         raise CalibrationError(f"{type(model.network).__name__} {EXPECTED_INPUTS[kind]}")
-    windows = None if given is None or given.tokens is None else given.tokens[: options.samples]  # `tune` takes more
+    asked = samples_of(model, options)
+    windows = None if given is None or given.tokens is None else given.tokens[:asked]  # `tune` takes more
     if windows is not None and kind is InputKind.IMAGES:
         seqlen = _images(model, recipe, windows)
     elif isinstance(windows, Spoken):
         _check_spoken(model, windows)
-    following = extra_windows(options.samples, seqlen)
+    following = extra_windows(asked, seqlen)
     if windows is None:
         source = options.calibration if given is None else given.texts
         refuse_unrecorded(source)
-        samples, tokenizer = options.samples + following, model.tokenizer()
+        samples, tokenizer = asked + following, model.tokenizer()
         edges = framing_tokens(tokenizer) if is_framed(model.network) else ()
-        if given is None and (mix := Mix.of(options, following)) is not None:
+        if given is None and (mix := Mix.of(options, asked, following)) is not None:
             windows = mix.windows(tokenizer, mix.samples + mix.extra, seqlen=seqlen, between=edges)
             sources, fitted = mix.sources(len(windows)), mix.samples
             return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:], sources=sources)
@@ -150,13 +154,31 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         windows = read_windows(tokenizer, named, samples=samples, seqlen=seqlen, seed=options.seed, between=edges)
     if len(windows) == 1:
         return Windows(seqlen=seqlen, fitted=windows)
-    fitted = min(options.samples, len(windows) - max(1, min(following, len(windows) // (WINDOWS_PER_EXTRA + 1))))
+    fitted = min(asked, len(windows) - max(1, min(following, len(windows) // (WINDOWS_PER_EXTRA + 1))))
     return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:])
 
 
 def default_seqlen(model: Model, options: Calibration) -> int:
     """Return the tokens per calibration window: as the recipe says, or the default."""
     return options.seqlen or min(DEFAULT_SEQLEN, model.positions or DEFAULT_SEQLEN)
+
+
+def samples_of(model: Model, options: Calibration) -> int:
+    """Return the number of calibration windows: as the recipe says, or the default.
+
+    The default is `DEFAULT_TOKENS_PER_INPUT` for each input of the widest layer, `ADVISED_TOKENS_PER_INPUT` for each input of
+    a layer of experts if the router spreads tokens evenly, and at most `MAX_DEFAULT_TOKENS`.
+    """
+    if options.samples is not None:
+        return options.samples
+    multiplied = [layer for layer in model.layers if layer.kind != "Embedding"]  # rows are looked up, not multiplied
+    tokens = max((DEFAULT_TOKENS_PER_INPUT * layer.shape[1] for layer in multiplied if not layer.routed), default=0)
+    for block in model.blocks:
+        routed = by_expert([layer for layer in block.layers if layer.routed])
+        widest = max((layer.shape[1] for layers in routed.values() for layer in layers), default=0)
+        reached = getattr(model.config, "num_experts_per_tok", None) or 1  # experts per token
+        tokens = max(tokens, ADVISED_TOKENS_PER_INPUT * widest * len(routed) // reached)
+    return max(1, -(-min(tokens, MAX_DEFAULT_TOKENS) // default_seqlen(model, options)))
 
 
 def _images(model: Model, recipe: Recipe, images: Tensor) -> int:
@@ -208,7 +230,7 @@ def check_tokens(model: Model, recipe: Recipe, windows: Windows) -> None:
         return
     widest = max(layers, key=lambda layer: layer.shape[1])
     inputs, seqlen = widest.shape[1], windows.seqlen
-    warning = shortage(windows.count, seqlen, recipe.calibration.samples, widest.name, inputs)
+    warning = shortage(windows.count, seqlen, samples_of(model, recipe.calibration), widest.name, inputs)
     if warning is not None and windows.count * seqlen < MIN_TOKENS_PER_INPUT * inputs:
         raise CalibrationError(warning)
     different, runs = (0, 0) if input_kind(model.network) is InputKind.IMAGES else distinct_runs(tokens)

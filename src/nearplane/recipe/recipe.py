@@ -32,7 +32,7 @@ class Calibration:
     Args:
         calibration: Calibration text: a .txt or .jsonl file, a folder of such files, wikitext2, c4, or a data set as
             name:config:split. A mix is a list with weights: chats.jsonl:2,c4:1. Default: FineWeb-Edu sample-10BT.
-        samples: Number of calibration windows.
+        samples: Number of calibration windows. Default: 50 tokens per input of the widest layer, at most 524,288 tokens.
         seqlen: Length of a calibration window in tokens. Default: 2048, or the model's maximum length if that is shorter.
         seed: Random seed of the order of a data set.
         true_sequential: Whether each layer of a block sees the quantized layers before it.
@@ -41,7 +41,7 @@ class Calibration:
     """
 
     calibration: str | None = None
-    samples: int = 256
+    samples: int | None = None
     seqlen: int | None = None
     seed: int = 0
     true_sequential: bool = True
@@ -56,8 +56,8 @@ class Calibration:
                 f"calibration is a {kind}; expected a file, a folder or the name of a data set. Pass texts or tokens to quantize()."
             )
         check_fields(self, "seed", "true_sequential", "rare_experts")
-        within("samples", self.samples, isinstance(self.samples, int) and self.samples > 0, "a positive number")
-        length = self.seqlen
+        count, length = self.samples, self.seqlen
+        within("samples", count, count is None or (isinstance(count, int) and count > 0), "a positive number")
         within("seqlen", length, length is None or (isinstance(length, int) and length > 1), "at least 2")
 
 

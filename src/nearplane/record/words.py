@@ -57,7 +57,7 @@ def remarks(record: RunRecord) -> Iterator[str]:
 def _short_text(record: RunRecord) -> Iterator[str]:
     """Yield a sentence if the calibration text has fewer windows than were asked for."""
     asked = record.recipe.calibration.samples
-    if record.tokens and record.windows < asked:
+    if record.tokens and asked is not None and record.windows < asked:
         yield f"the calibration text has {counted(record.windows, 'window')} of {record.seqlen} tokens; {asked} were requested"
 
 
@@ -102,7 +102,7 @@ def few_tokens(record: RunRecord) -> Iterator[str]:
         return
     widest = max(record.layers, key=lambda layer: layer.in_features)
     sentence = shortage(
-        record.windows, record.seqlen, record.recipe.calibration.samples, widest.name, widest.in_features
+        record.windows, record.seqlen, record.recipe.calibration.samples or 0, widest.name, widest.in_features
     )
     if sentence is not None:
         yield f"too few tokens to trust the losses: {sentence}"

@@ -19,7 +19,7 @@ from nearplane.calibration.mix import Mix
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.states_on_host import StatesOnHost
 from nearplane.calibration.texts import read_windows
-from nearplane.calibration.windows import default_seqlen, extra_windows
+from nearplane.calibration.windows import default_seqlen, extra_windows, samples_of
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import Grid, ProductGrid
@@ -28,7 +28,7 @@ from nearplane.lattice.shared_grid import SharedGrid
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.models.kinds import has_head
 from nearplane.models.model import Model
-from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.schemes import BlockScheme, GridScheme
 from nearplane.recipe.sizes import size_text
 from nearplane.record.record import LayerRecord, RunRecord
@@ -38,7 +38,7 @@ from nearplane.system.named_texts import text_to_calibrate_on
 from nearplane.tuning.levels import TunedLevels
 from nearplane.tuning.network import needed, norms_of
 from nearplane.tuning.parameters import TunedBlocks, TunedLadders, TunedLayer, TunedMatrix, TunedVector
-from nearplane.tuning.settings import CODE_BITS, Split, split
+from nearplane.tuning.settings import CODE_BITS, SAMPLES_FACTOR, Split, split
 
 log = logging.getLogger(__name__)
 
@@ -132,8 +132,8 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
         raise CalibrationError(
             f"--seqlen {length} is more than the model's maximum length of {model.positions} tokens."
         )
-    options = recipe.calibration
-    if given is None and (mix := Mix.of(options, extra_windows(options.samples, length))) is not None:
+    options, samples = recipe.calibration, samples_of(model, recipe.calibration)
+    if given is None and (mix := Mix.of(options, samples, extra_windows(samples, length))) is not None:
         if length != (of_run := default_seqlen(model, options)):
             raise RecipeError(
                 f"seqlen is {length}, but windows of a mix of texts have the length of the run, {of_run} tokens. Leave out "
@@ -142,6 +142,12 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
         return mix.windows(model.tokenizer(), count, seqlen=length)
     named = text_to_calibrate_on(text) or text
     return read_windows(model.tokenizer(), named, samples=count, seqlen=length, seed=options.seed)
+
+
+def samples_to_tune_on(model: Model, record: RunRecord, seqlen: int | None = None) -> int:
+    """Return the default number of windows for tuning: a multiple of the run's, or of its default if that is more."""
+    usual = samples_of(model, Calibration(seqlen=seqlen or record.seqlen))
+    return SAMPLES_FACTOR * max(record.windows, usual)
 
 
 def norms_stored(model: Model) -> dict[str, str]:
@@ -181,7 +187,8 @@ def check_tunable(model: Model, recipe: Recipe, given: Given | None, record: Run
         CalibrationError: The text has too few windows.
         RecipeError: Tuning needs more memory than is free.
     """
-    cut = split(lambda count, length: windows_of(model, recipe, given, count, length), record)
+    samples = samples_to_tune_on(model, record)
+    cut = split(lambda count, length: windows_of(model, recipe, given, count, length), record, samples=samples)
     layers = (layer for block in model.blocks for layer in block.layers)
     fits(model, cut, sum(math.prod(layer.shape) for layer in layers if _may_move(recipe, layer.name)), device)
 

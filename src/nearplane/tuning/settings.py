@@ -13,8 +13,7 @@ from nearplane.errors import CalibrationError
 from nearplane.recipe.sizes import counted
 from nearplane.record.record import RunRecord
 
-SAMPLES_FACTOR = 5  # windows for tuning by default, relative to the calibration windows; a fifth of them is held out
-DEFAULT_WINDOWS = 256  # stands for the number of calibration windows of a run without calibration
+SAMPLES_FACTOR = 5  # windows for tuning by default, relative to those for calibration; a fifth of them is held out
 WINDOWS_PER_HELD_OUT = 5  # one window of so many is held out
 MAX_HELD_OUT_TOKENS = 16384  # enough to measure the KL to a percent
 BATCH = 256  # tokens per step, at least one window; many small steps gained more than few large ones on as many tokens
@@ -62,7 +61,7 @@ def split(
     read: Callable[[int, int], Tensor],
     record: RunRecord,
     *,
-    samples: int | None = None,
+    samples: int,
     seqlen: int | None = None,
     steps: int | None = None,
 ) -> Split:
@@ -78,8 +77,7 @@ def split(
     Raises:
         CalibrationError: The text has fewer than two windows.
     """
-    samples, length = samples or SAMPLES_FACTOR * (record.windows or DEFAULT_WINDOWS), seqlen or record.seqlen
-    windows = read(samples, length)
+    windows = read(samples, seqlen or record.seqlen)
     count, length = windows.shape
     begin, end = record.windows * record.seqlen, (record.windows + record.extra_windows) * record.seqlen
     starts = torch.arange(len(windows)) * length

@@ -93,7 +93,8 @@ def check_quantize(
             "--memory does not limit tuning. Leave out --tune, and tune the checkpoint with nearplane tune."
         )
     check_named(_path(model))
-    check_shares(texts_of(recipe.calibration.calibration), recipe.calibration.samples)
+    if recipe.calibration.samples is not None:  # else the model decides
+        check_shares(texts_of(recipe.calibration.calibration), recipe.calibration.samples)
     Unfinished(Path(out), overwrite=overwrite, sources=_folders(model))
     return limits
 

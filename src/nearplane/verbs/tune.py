@@ -41,7 +41,15 @@ from nearplane.system.arguments import ComputeDtype, checked
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.progress import Progress, silent
-from nearplane.tuning.checkpoint import Checkpoint, Room, check_model, fits, norms_stored, trains_codes
+from nearplane.tuning.checkpoint import (
+    Checkpoint,
+    Room,
+    check_model,
+    fits,
+    norms_stored,
+    samples_to_tune_on,
+    trains_codes,
+)
 from nearplane.tuning.loop import Outcome, TrainingJournal, mean_kl, train
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
@@ -77,7 +85,8 @@ def tune(
         against: The original model.
         calibration: The calibration text of `source`, in any form that `quantize` accepts, or token ids that begin with its
             own. None: the text in its recipe.
-        samples: Number of windows. None: five times as many as in calibration, or fewer if the text is shorter.
+        samples: Number of windows. None: five times as many as in calibration, or as its
+            default if that is more; fewer if the text is shorter.
         seqlen: Tokens per window. None: as in calibration.
         steps: Number of optimizer steps. None: each training window is used once, or several times if there are few.
         device: Device to compute on. Training is in float32.
@@ -108,7 +117,8 @@ def tune(
     recipe = with_calibration_path(resolved(model, record.recipe), calibration)
     solved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
     windows = _windows_of_the_run(solved)
-    cut = split(solved.windows, record, **counts)
+    samples = samples or samples_to_tune_on(model, record, seqlen)
+    cut = split(solved.windows, record, samples=samples, seqlen=seqlen, steps=steps)
     codes = sum(layer.out_features * layer.in_features for layer in solved.of_blocks() if trains_codes(layer))
     room = fits(model, cut, codes, where)
     matrices = solved.matrices(codes=True)

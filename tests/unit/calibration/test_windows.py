@@ -10,7 +10,7 @@ import torch
 import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import CalibrationError
-from nearplane.calibration.windows import Windows, check_tokens, distinct_runs
+from nearplane.calibration.windows import Windows, check_tokens, distinct_runs, samples_of
 from nearplane.demo import CALIBRATION
 from nearplane.models.model import open_model
 from nearplane.recipe.recipe import Calibration, Recipe
@@ -97,3 +97,23 @@ def test_runs_are_counted_within_windows():
     assert distinct_runs(tokens) == (26, 26)
     assert distinct_runs(tokens % 5) == (5, 26)
     assert distinct_runs(torch.zeros(3, 4, dtype=torch.int64)) == (1, 3)
+
+
+@pytest.mark.parametrize(("intermediate", "tokens"), [(96, 50 * 96), (12_000, 2**19)])
+def test_the_default_is_fifty_tokens_for_each_input_of_the_widest_layer_and_half_a_million_at_most(
+    tmp_path, intermediate, tokens
+):
+    config = config_of("llama", num_hidden_layers=1, hidden_size=32, intermediate_size=intermediate)
+    random_model(config).save_pretrained(tmp_path)
+    found = open_model(str(tmp_path))
+    assert samples_of(found, Calibration(seqlen=64)) == -(-tokens // 64)
+    assert samples_of(found, Calibration(seqlen=64, samples=3)) == 3
+
+
+def test_the_default_gives_an_expert_four_tokens_for_each_input_if_the_router_is_even(tmp_path):
+    wide = {"hidden_size": 32, "intermediate_size": 640, "moe_intermediate_size": 640}
+    config = config_of(
+        "mixtral", num_hidden_layers=1, num_local_experts=16, num_experts=16, num_experts_per_tok=1, **wide
+    )
+    random_model(config).save_pretrained(tmp_path)
+    assert samples_of(open_model(str(tmp_path)), Calibration(seqlen=64)) == 4 * 640 * 16 // 64

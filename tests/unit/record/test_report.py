@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearplane import FormatError, GridScheme, RateScheme, RecipeError
-from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.sizes import size_text
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.report.drawing import PLOT_HEIGHT, TIMES, Scale, spanning
@@ -193,7 +193,7 @@ def test_what_is_wrong_is_said_in_words():
         layers=tuple(layers),
         windows=3,
         skipped=(("block.0.router", "odd"), ("block.1.router", "odd")),
-        recipe=Recipe(scheme=RateScheme(rate=2.0)),
+        recipe=Recipe(scheme=RateScheme(rate=2.0), calibration=Calibration(samples=8)),
     )
     said = " ".join(findings(wrong))
     for words in (

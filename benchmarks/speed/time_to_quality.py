@@ -1,0 +1,184 @@
+"""KL divergence against CPU time, by number of calibration tokens: nearplane beside its peers on one core.
+
+    python benchmarks/speed/time_to_quality.py measure [--models study demo babyllama105] [--rounds 3]
+    python benchmarks/speed/time_to_quality.py show         # prints the tables, and draws docs/results/time-to-quality.svg
+
+Each tool quantizes to 4 bits, symmetric, by its defaults (or to another setting of the tables of quality), with 8, 16, 32, ...
+windows of the same text, one process for all of these; in a round the tools take turns, and the next round takes other windows. CPU seconds are those of loading, quantizing and
+writing; imports and a first run on one block, which compiles what is compiled, come before and stand beside. AutoRound trains
+for the same number of steps with any number of windows; it gets `AUTOROUND_WINDOWS` in one round. KL is measured on the held-out
+windows of the tables of quality. Rows are appended to time_to_quality.jsonl; `measure` skips what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks" / "quality"))
+from cells import TOOLS, Subject, asked, commit, one_block, scores, subjects  # noqa: E402
+from rows import Row, append, average, table, where  # noqa: E402
+from run import ITERATIONS, run_tasks  # noqa: E402
+
+ROWS = ROOT / "docs" / "results" / "time_to_quality.jsonl"
+FIGURE = ROWS.with_name("time-to-quality.svg")
+PEERS = ("GPTQModel", "llm-compressor", "auto-round")
+WINDOWS = (8, 16, 32, 64, 128, 256)
+AUTOROUND_WINDOWS = (16, 128)
+
+
+def tasks_of(subject: Subject, setting: str, number: int, counts: list[int], place: Path) -> list[dict[str, Any]]:
+    """Return what a worker is told: a task for each number of windows; the first begins with a run on one block."""
+    place.mkdir(parents=True, exist_ok=True)
+    warm: str | None = str(one_block(subject.folder, place / "warm"))
+    tasks = []
+    for count in counts:
+        tokens = place / f"{count}.safetensors"
+        windows = [subject.calibration(number * len(WINDOWS) + part) for part in range(-(-count // subject.samples))]
+        save_file({"windows": joined(windows)[:count].contiguous()}, tokens)
+        task = {"model": str(subject.folder), "warm": warm, "tokens": str(tokens), "out": str(place / f"out-{count}")}
+        tasks.append(task | {"iterations": ITERATIONS, "search": 0.0} | asked(subject, setting, {}))
+        warm = None
+    return tasks
+
+
+def joined(parts: list[Any]) -> Any:
+    """Return windows of several calibrations one after the other."""
+    import torch
+
+    return torch.cat(parts)
+
+
+def measure(told: argparse.Namespace, models: dict[str, Subject]) -> None:
+    """Append a row for each model, tool, number of windows and round that is not there yet."""
+    done, peers = read(told.rows), told.peers.resolve()
+    for number in range(told.rounds):
+        for name, subject in models.items():
+            for tool in told.tools:
+                if tool == "auto-round" and number:
+                    continue
+                asked = AUTOROUND_WINDOWS if tool == "auto-round" else WINDOWS
+                key = {"model": name, "sha": subject.sha, "tool": tool, "calibration": number}
+                key |= {"setting": told.setting}
+                counts = [count for count in asked if not where(done, windows=count, **key)]
+                if not counts:
+                    continue
+                function, environment, _ = TOOLS[tool]
+                python = Path(sys.executable) if environment is None else peers / environment / "bin" / "python"
+                with tempfile.TemporaryDirectory() as scratch:
+                    tasks = tasks_of(subject, told.setting, number, counts, Path(scratch))
+                    for count, task, spent in zip(
+                        counts, tasks, run_tasks(function, tasks, Path(scratch), python, told.core), strict=True
+                    ):
+                        if "error" in spent:
+                            sys.exit(f"{name}, {tool}, {count} windows: {spent['error']}: {spent['printed']}")
+                        found = scores(subject, Path(task["out"]), round(spent["cpu"], 2), False)
+                        figures = {each: found[each] for each in ("kl", "bits", "cpu")}
+                        figures |= {each: round(spent[each], 2) for each in ("imports", "first", "wall")}
+                        row = key | {"windows": count, "seqlen": subject.seqlen} | figures | {"commit": commit()}
+                        append(told.rows, row)
+                        print(json.dumps(row), file=sys.stderr, flush=True)
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows of a file; none if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def curves(rows: list[Row], model: str) -> dict[str, list[tuple[int, float, float, float | None]]]:
+    """Return for each tool (windows, CPU s, KL, error of KL), means over the rounds, by number of windows."""
+    found: dict[str, list[tuple[int, float, float, float | None]]] = {}
+    for tool in dict.fromkeys(row["tool"] for row in where(rows, model=model)):
+        for count in sorted({row["windows"] for row in where(rows, model=model, tool=tool)}):
+            same = where(rows, model=model, tool=tool, windows=count)
+            kl = average([row["kl"] for row in same])
+            found.setdefault(tool, []).append((count, average([row["cpu"] for row in same]).value, kl.value, kl.error))
+    return found
+
+
+def lines(rows: list[Row]) -> Iterator[str]:
+    """Yield the tables: a row for each tool and number of windows, and how soon ours is as good as the fastest peer."""
+    for model in dict.fromkeys(row["model"] for row in rows):
+        yield f"\n**{model}**, windows of {where(rows, model=model)[0]['seqlen']} tokens\n"
+        body = []
+        for tool, points in curves(rows, model).items():
+            start = average([row["imports"] for row in where(rows, model=model, tool=tool)]).value
+            first = max(row["first"] for row in where(rows, model=model, tool=tool))
+            for count, cpu, kl, error in points:
+                shown = f"{kl:.5f}" + ("" if error is None else f" ± {error:.5f}")
+                body.append((tool, f"{count}", f"{cpu:.1f}", shown, f"{start:.1f} + {first:.1f}"))
+        yield from table(("tool", "windows", "CPU s", "KL", "imports + first run, CPU s"), body)
+        yield from verdict(curves(rows, model))
+
+
+def verdict(found: dict[str, list[tuple[int, float, float, float | None]]]) -> Iterator[str]:
+    """Yield the CPU time at which ours reaches the best KL of each peer, as a share of that peer's time."""
+    ours = found.get("nearplane", [])
+    for tool, points in found.items():
+        if tool.startswith("nearplane"):
+            continue
+        _, cpu, kl, _ = min(points, key=lambda point: point[2])
+        soon = [mine for mine in ours if mine[2] <= kl]
+        if soon:
+            count, mine, reached, _ = min(soon, key=lambda point: point[1])
+            yield (
+                f"\n{tool}'s best KL, {kl:.5f}, takes it {cpu:.1f} CPU s; nearplane has {reached:.5f} after {mine:.1f} s "
+                f"({count} windows): {mine / cpu:.2f} of the time."
+            )
+        else:
+            yield f"\n{tool}'s best KL, {kl:.5f}, was not reached."
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Draw KL against CPU seconds, a panel for each model."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = pyplot.subplots(1, len(models), figsize=(4.2 * len(models), 3.6), squeeze=False)
+    for axis, model in zip(axes[0], models, strict=True):
+        for tool, points in curves(rows, model).items():
+            cpu, kl = [point[1] for point in points], [point[2] for point in points]
+            style = "*" if tool.endswith("auto") else "o-"
+            axis.plot(cpu, kl, style, label=tool, markersize=14 if style == "*" else 4)
+        axis.set(xscale="log", yscale="log", title=model, xlabel="CPU seconds", ylabel="KL divergence, nats per token")
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    """Measure, or show what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("measure", "show"))
+    parser.add_argument("--models", nargs="*", default=["study", "demo", "babyllama105"])
+    parser.add_argument("--tools", nargs="*", default=["nearplane", *PEERS])
+    parser.add_argument("--setting", default="4")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=Path, default=ROWS)
+    parser.add_argument("--peers", type=Path, default=Path("build/peers"), help="folder of the environments of peers")
+    parser.add_argument("--assets", type=Path, default=Path(os.environ.get("ASSETS", "../shared/assets")))
+    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
+    told = parser.parse_args()
+    if told.what == "show":
+        rows = where(read(told.rows), setting=told.setting)
+        draw(rows, FIGURE)
+        print("\n".join(lines(rows)))
+        return
+    models = subjects(told.assets, ROOT / "benchmarks" / "models" / "study", None)
+    measure(told, {name: models[name] for name in told.models})
+
+
+if __name__ == "__main__":
+    main()
