@@ -1,27 +1,37 @@
 """KL divergence against CPU time, by number of calibration tokens: nearplane beside its peers on one core.
 
-    python benchmarks/speed/time_to_quality.py measure [--models study demo babyllama105] [--rounds 3]
-    python benchmarks/speed/time_to_quality.py show         # prints the tables, and draws docs/results/time-to-quality.svg
+    python benchmarks/speed/time_to_quality.py measure [--models study demo babyllama105] [--rounds 3] [--setting 4]
+    python benchmarks/speed/time_to_quality.py show [--setting 4]    # prints the tables, and draws the figure of 4 bits
+    python benchmarks/speed/time_to_quality.py rules [--setting 4]   # compares rules for the number of tokens
 
-Each tool quantizes to 4 bits, symmetric, by its defaults (or to another setting of the tables of quality), with 8, 16, 32, ...
-windows of the same text, one process for all of these; in a round the tools take turns, and the next round takes other windows. CPU seconds are those of loading, quantizing and
-writing; imports and a first run on one block, which compiles what is compiled, come before and stand beside. AutoRound trains
-for the same number of steps with any number of windows; it gets `AUTOROUND_WINDOWS` in one round. KL is measured on the held-out
-windows of the tables of quality. Rows are appended to time_to_quality.jsonl; `measure` skips what is there.
+Each tool quantizes to a setting of the tables of quality, 4 bits unless said, by its defaults, with 8, 16, 32, ... windows of
+the same text. One process does all of these; in a round the tools take turns, and the next round takes other windows. CPU
+seconds are those of loading, quantizing and writing; imports and a first run on one block, which compiles what is compiled,
+come before and stand beside. AutoRound trains for the same number of steps with any number of windows; it gets
+`AUTOROUND_WINDOWS` in one round. KL is measured on the held-out windows of the tables of quality. Rows are appended to
+time_to_quality.jsonl; `measure` skips what is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from nearplane.calibration.windows import samples_of
+from nearplane.models.model import open_model
+from nearplane.recipe.recipe import Calibration
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks" / "quality"))
@@ -51,6 +61,11 @@ def tasks_of(subject: Subject, setting: str, number: int, counts: list[int], pla
     return tasks
 
 
+def usual(subject: Subject) -> int:
+    """Return the default number of windows for a model."""
+    return samples_of(open_model(str(subject.folder)), Calibration(seqlen=subject.seqlen))
+
+
 def joined(parts: list[Any]) -> Any:
     """Return windows of several calibrations one after the other."""
     import torch
@@ -67,9 +82,10 @@ def measure(told: argparse.Namespace, models: dict[str, Subject]) -> None:
                 if tool == "auto-round" and number:
                     continue
                 asked = AUTOROUND_WINDOWS if tool == "auto-round" else WINDOWS
+                asked += (usual(subject),) if tool == "nearplane" else ()
                 key = {"model": name, "sha": subject.sha, "tool": tool, "calibration": number}
                 key |= {"setting": told.setting}
-                counts = [count for count in asked if not where(done, windows=count, **key)]
+                counts = [count for count in sorted(asked) if not where(done, windows=count, **key)]
                 if not counts:
                     continue
                 function, environment, _ = TOOLS[tool]
@@ -138,8 +154,54 @@ def verdict(found: dict[str, list[tuple[int, float, float, float | None]]]) -> I
             yield f"\n{tool}'s best KL, {kl:.5f}, was not reached."
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Draw KL against CPU seconds, a panel for each model."""
+def compared(rows: list[Row], models: dict[str, Subject]) -> Iterator[str]:
+    """Yield a table of rules for the number of tokens: mean time relative to 64 windows, and geometric mean of KL.
+
+    "Best within 5 %" knows the whole curve of each model: it takes the fewest tokens whose KL is at most 5 % above the least.
+    Between two measured points the logarithm of KL is interpolated along that of tokens, and time along tokens.
+    """
+    found = {
+        name: [
+            (count * subject.seqlen, cpu, kl)
+            for count, cpu, kl, _ in curves(rows, name)["nearplane"]
+            if count in WINDOWS
+        ]
+        for name, subject in models.items()
+        if where(rows, model=name, tool="nearplane")
+    }
+    configs = {name: AutoConfig.from_pretrained(models[name].folder) for name in found}
+    widest = {name: max(config.hidden_size, config.intermediate_size) for name, config in configs.items()}
+
+    def at(name: str, tokens: float) -> tuple[float, float]:
+        """Return CPU s and log KL of a model with so many tokens."""
+        points = found[name]
+        low, high = next(
+            (pair for pair in pairwise(points) if tokens <= pair[1][0]), (points[-2], points[-1])
+        )  # beyond the last point: along the last two
+        part = math.log(tokens / low[0]) / math.log(high[0] / low[0])
+        seconds = low[1] + (tokens - low[0]) / (high[0] - low[0]) * (high[1] - low[1])
+        return seconds, math.log(low[2]) + part * math.log(high[2] / low[2])
+
+    def enough(name: str) -> int:
+        least, points = math.log(1.05 * min(kl for _, _, kl in found[name])), found[name]
+        return next(t for t in range(points[0][0], points[-1][0] + 1, 64) if at(name, t)[1] <= least)
+
+    rules: dict[str, dict[str, float]] = {"best within 5 %": {name: enough(name) for name in found}}
+    for each in (10, 20, 30, 40, 50, 60, 80):
+        rules[f"{each} tokens an input"] = {name: each * widest[name] for name in found}
+    for each in (16, 32, 64, 128):
+        rules[f"{each} windows"] = {name: each * models[name].seqlen for name in found}
+    body = []
+    for rule, tokens in rules.items():
+        time = [at(name, t)[0] / at(name, 64 * models[name].seqlen)[0] for name, t in tokens.items()]
+        kl = math.exp(fmean(at(name, t)[1] for name, t in tokens.items()))
+        per_input = ", ".join(f"{t / widest[name]:.0f}" for name, t in tokens.items())
+        body.append((rule, per_input, f"{fmean(time):.2f}", f"{kl:.5f}"))
+    yield from table(("rule", f"tokens an input ({', '.join(found)})", "time", "KL"), body)
+
+
+def draw(rows: list[Row], subjects: dict[str, Subject], path: Path) -> None:
+    """Draw KL against CPU seconds, a panel for each model, with a star at the default number of tokens."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -150,8 +212,10 @@ def draw(rows: list[Row], path: Path) -> None:
     for axis, model in zip(axes[0], models, strict=True):
         for tool, points in curves(rows, model).items():
             cpu, kl = [point[1] for point in points], [point[2] for point in points]
-            style = "*" if tool.endswith("auto") else "o-"
-            axis.plot(cpu, kl, style, label=tool, markersize=14 if style == "*" else 4)
+            axis.plot(cpu, kl, "o-", label=tool, markersize=4)
+            for count, seconds, loss, _ in points if tool == "nearplane" else ():
+                if count == usual(subjects[model]):
+                    axis.plot([seconds], [loss], "*", label="nearplane, default tokens", markersize=14, color="C0")
         axis.set(xscale="log", yscale="log", title=model, xlabel="CPU seconds", ylabel="KL divergence, nats per token")
     axes[0][0].legend(fontsize=8)
     figure.tight_layout()
@@ -159,9 +223,9 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, or show what was measured."""
+    """Measure, or show or compare what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("measure", "show"))
+    parser.add_argument("what", choices=("measure", "show", "rules"))
     parser.add_argument("--models", nargs="*", default=["study", "demo", "babyllama105"])
     parser.add_argument("--tools", nargs="*", default=["nearplane", *PEERS])
     parser.add_argument("--setting", default="4")
@@ -171,12 +235,16 @@ def main() -> None:
     parser.add_argument("--assets", type=Path, default=Path(os.environ.get("ASSETS", "../shared/assets")))
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
     told = parser.parse_args()
+    models = subjects(told.assets, ROOT / "benchmarks" / "models" / "study", None)
     if told.what == "show":
         rows = where(read(told.rows), setting=told.setting)
-        draw(rows, FIGURE)
+        if told.setting == "4":
+            draw(rows, models, FIGURE)
         print("\n".join(lines(rows)))
         return
-    models = subjects(told.assets, ROOT / "benchmarks" / "models" / "study", None)
+    if told.what == "rules":
+        print("\n".join(compared(where(read(told.rows), setting=told.setting), models)))
+        return
     measure(told, {name: models[name] for name in told.models})
 
 
