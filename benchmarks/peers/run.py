@@ -46,7 +46,7 @@ class Subject:
         folder, calibration, held_out: the model and its texts; no held-out text: only costs are measured.
         samples, seqlen: windows of calibration, and their tokens.
         group_size: of the grids.
-        slow: whether tuning by gradients takes too long for it.
+        tools: the tools that quantize it.
     """
 
     folder: Path
@@ -55,12 +55,24 @@ class Subject:
     samples: int
     seqlen: int
     group_size: int
-    slow: bool = False
+    tools: tuple[str, ...] = TOOLS
 
 
 def subjects(place: Path, assets: Path) -> dict[str, Subject]:
     """Return the models by name; a random one of Qwen3-0.6B's block shapes is made in `place`."""
-    stories = assets / "text"
+    stories, wide = assets / "text", random_qwen(place / "qwen", blocks=4)
+
+    def random_blocks(samples: int, seqlen: int, *tools: str) -> Subject:
+        return Subject(
+            folder=wide,
+            calibration=CALIBRATION,
+            held_out=None,
+            samples=samples,
+            seqlen=seqlen,
+            group_size=128,
+            tools=tools,
+        )
+
     return {
         "demo": Subject(
             folder=MODEL, calibration=CALIBRATION, held_out=HELD_OUT, samples=128, seqlen=256, group_size=128
@@ -69,10 +81,9 @@ def subjects(place: Path, assets: Path) -> dict[str, Subject]:
             folder=assets / "models/babyllama105", calibration=stories / "tinystories_train_2m.txt",
             held_out=stories / "tinystories_valid.txt", samples=128, seqlen=256, group_size=32,
         ),
-        "four blocks of Qwen3-0.6B": Subject(
-            folder=random_qwen(place / "qwen", blocks=4), calibration=CALIBRATION, held_out=None, samples=16, seqlen=512,
-            group_size=128, slow=True,
-        ),
+        "four blocks of Qwen3-0.6B": random_blocks(128, 256, *TOOLS[:3]),  # AutoRound would train for hours
+        "the same, nearplane's default tokens": random_blocks(300, 512, "nearplane"),
+        "the same, llm-compressor's default tokens": random_blocks(512, 384, "llmcompressor"),
     }  # fmt: skip
 
 
@@ -175,7 +186,7 @@ def rows(
                 here = place / f"{name}-{bits}"
                 task = task_of(subject, here, bits, symmetric)
                 grid = f"{bits} {'symmetric' if symmetric else 'asymmetric'}, {subject.group_size}"
-                taken = [tool for tool in tools if not (subject.slow and tool == "auto-round")]
+                taken = [tool for tool in tools if tool in subject.tools]
                 spent: dict[str, list[dict[str, float]]] = {tool: [] for tool in taken}
                 for index in range(rounds):
                     for tool in taken:
