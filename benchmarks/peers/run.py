@@ -83,7 +83,7 @@ def subjects(place: Path, assets: Path) -> dict[str, Subject]:
         ),
         "four blocks of Qwen3-0.6B": random_blocks(128, 256, *TOOLS[:3]),  # AutoRound would train for hours
         "the same, nearplane's default tokens": random_blocks(300, 512, "nearplane"),
-        "the same, llm-compressor's default tokens": random_blocks(512, 384, "llmcompressor"),
+        "the same, 512 windows (llm-compressor's default) of 384": random_blocks(512, 384, "llmcompressor"),
     }  # fmt: skip
 
 
