@@ -5,7 +5,7 @@
 Random Llamas of one to eight blocks are quantized to 4 bits, each in a process of its own. CPU time is taken to be
 `fixed + a * (multiplications that grow with tokens) + b * (those that do not)`, memory `fixed + c * (what is counted below)`; the
 constants are least squares over the first runs, the other runs check them. Then come the shapes of three real models with the
-default 256 windows of 2,048 tokens, and with 32 of 512.
+default number of windows of 2,048 tokens, and with 32 of 512.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 
 import numpy as np
 from stages import LETTERS, save_tokenizer, write_text
+
+from nearplane.calibration.windows import DEFAULT_SEQLEN, DEFAULT_TOKENS_PER_INPUT, MAX_DEFAULT_TOKENS
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,8 @@ def main() -> None:
         )
     print("| model | tokens | CPU hours | peak GB |")
     for name, shape in NAMED.items():
-        for windows, seqlen in ((256, 2048), (32, 512)):
+        default = min(DEFAULT_TOKENS_PER_INPUT * max(shape[:2]), MAX_DEFAULT_TOKENS)
+        for windows, seqlen in ((-(-default // DEFAULT_SEQLEN), DEFAULT_SEQLEN), (32, 512)):
             run = Run(*shape, windows, seqlen)
             took = float(np.array([1.0, run.by_tokens(), run.by_shapes()]) @ costs)
             peak = float(np.array([1.0, run.memory()]) @ bytes_)
