@@ -92,7 +92,7 @@ def random_qwen(folder: Path, blocks: int) -> Path:
     torch.manual_seed(0)
     shapes = {"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128, "num_attention_heads": 16}
     config = AutoConfig.for_model(
-        "qwen3", **shapes, num_hidden_layers=blocks, num_key_value_heads=8, vocab_size=2048, tie_word_embeddings=True,
+        "qwen3", **shapes, num_hidden_layers=blocks, num_key_value_heads=8, vocab_size=4096, tie_word_embeddings=True,
         max_position_embeddings=2048, bos_token_id=0, eos_token_id=1, pad_token_id=None,
     )  # fmt: skip
     return _write(config, folder, MODEL)
