@@ -15,7 +15,9 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import nearplane
-from nearplane import GridScheme
+from nearplane import GridScheme, RateScheme
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library
@@ -43,7 +45,7 @@ Work = Callable[[], object]
 
 
 def cases(place: Path) -> dict[str, Work]:
-    """Return what is measured, by name: whole runs on the first block of the demo, and one matrix of 768 inputs."""
+    """Return what is measured, by name: whole runs on the first block of the demo, one matrix of 768 inputs, and starts."""
     small, made = place / "model", torch.Generator().manual_seed(0)
     AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=1).save_pretrained(small)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -57,7 +59,14 @@ def cases(place: Path) -> dict[str, Work]:
     return {
         "a run, 4 bits": run(bits=4),
         "a run, 2.5 bits entropy-coded": run(rate=2.5),
+        "a run checked again": lambda: nearplane.verify(place / "out", against=small, calibration=TEXT["calibration"]),
         "a matrix, 3 bits": lambda: nearplane.quantize_matrix(W, H, GridScheme(bits=3)),
+        "a matrix, 3 bits entropy-coded": lambda: nearplane.quantize_matrix_to_rate(W, H, RateScheme(rate=3.0)),
+        "a refusal on the command line": lambda: subprocess.run(
+            [sys.executable, "-m", "nearplane", "quantize", small, place / "never", "--bits", "9"],
+            capture_output=True,
+            check=False,
+        ),
     }
 
 
@@ -75,10 +84,16 @@ def ratios(work: Mapping[str, Work], rounds: int) -> dict[str, float]:
 
 
 def cpu_time(do: Work) -> float:
-    """Return the CPU seconds of this process that some work takes."""
-    began = time.process_time()
+    """Return the CPU seconds that some work takes, in this process and in those that it starts."""
+    began = cpu_seconds()
     do()
-    return time.process_time() - began
+    return cpu_seconds() - began
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def slower(found: Mapping[str, float], baseline: Mapping[str, float], allowed: float) -> list[str]:
