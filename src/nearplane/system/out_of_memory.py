@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 from nearplane.errors import DeviceMemoryError
 
+# what libraries of CUDA, pinned memory, kernels of Triton and Apple's GPUs say, which raise other errors than torch's own
+FULL = re.compile(r"CU\w+_STATUS_ALLOC_FAILED|CUDA(\]| error): out of memory|MPS backend out of memory")
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 REMEDY = "Use fewer --samples, a shorter --seqlen, for quantize a smaller --device-memory, or --device cpu"
 
@@ -31,7 +33,9 @@ def working_on(name: str) -> Iterator[None]:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether torch raised this error because a device is full."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+    if torch is None or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or FULL.search(str(error)) is not None
 
 
 def device_full(error: BaseException) -> DeviceMemoryError:

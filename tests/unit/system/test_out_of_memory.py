@@ -7,6 +7,7 @@ import nearplane
 from families import config_of, random_model
 from nearplane.errors import DeviceMemoryError, NearplaneError
 from nearplane.matrix.on_grid import quantize_matrix
+from nearplane.models.pretrained import as_model_error
 from nearplane.recipe.schemes import GridScheme
 from nearplane.system.arguments import checked
 from nearplane.system.out_of_memory import working_on
@@ -33,9 +34,30 @@ def test_a_verb_names_the_innermost_layer_the_bytes_and_what_to_change():
     assert issubclass(DeviceMemoryError, NearplaneError)
 
 
-def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match="something else") as raised:
-        verb(RuntimeError("something else"))
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 9.00 GB, max allowed: 9.07 GB)."),
+    ],
+    ids=["cublas", "cusolver", "pinned memory", "triton", "mps"],
+)
+def test_what_libraries_say_of_a_full_device_is_the_same_sentence(error):
+    with pytest.raises(
+        DeviceMemoryError, match=r"^model\.layers\.3\.mlp\.down_proj: the device has no room for more\. Use fewer --samples"
+    ):
+        verb(error)
+    with pytest.raises(type(error)), as_model_error("the folder"):
+        raise error
+
+
+@pytest.mark.parametrize("message", ["something else", "CUDA error: an illegal memory access was encountered"])
+def test_other_errors_pass(message):
+    with pytest.raises(RuntimeError, match=message) as raised:
+        verb(RuntimeError(message))
     assert not hasattr(raised.value, "__notes__")
 
 
