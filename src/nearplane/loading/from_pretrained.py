@@ -52,7 +52,7 @@ from nearplane.loading.source_folder import source_folder
 from nearplane.models.conversion import renamed
 from nearplane.models.pretrained import empty_network, network_of
 from nearplane.system.arguments import checked
-from nearplane.system.device import Device
+from nearplane.system.device import WITHOUT_FLOAT64, Device
 from nearplane.system.file_hashes import check_hashes
 from nearplane.system.safetensors_files import ShardReader
 
@@ -97,10 +97,10 @@ def load(
     Raises:
         FormatError: A file is damaged, has a future version or contradicts config.json or the run record.
         ModelError: There is no model, or it is incomplete.
-        RecipeError: There is no such dtype.
+        RecipeError: There is no such dtype, or the device lacks it.
     """
     register()
-    place = Device.named(device).place
+    place = Device.named(device, in_float64=False).place
     compute_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype != "auto" and not (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point):
         raise RecipeError(f"dtype is {dtype!r}; expected auto, or a dtype of torch: float32, float16, bfloat16.")
@@ -112,6 +112,8 @@ def load(
     two_stacks = config.get("is_encoder_decoder") is True  # called part by part, so that nothing can stay packed
     if dtype == "auto":
         compute_dtype = getattr(torch, str(config.get("dtype")), None)
+    if compute_dtype == torch.float64 and place.type in WITHOUT_FLOAT64:
+        raise RecipeError(f"dtype is float64, which {place} does not have. Pass another dtype, or use --device cpu.")
     dense = grid_format and (
         activations or two_stacks or not FORMATS[str(method)].layers.stays_packed(quantization, compute_dtype)
     )

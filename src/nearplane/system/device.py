@@ -35,15 +35,18 @@ class Device:
     dtype: torch.dtype | None = None
 
     @classmethod
-    def named(cls, name: str | torch.device, compute_dtype: ComputeDtype = "auto") -> Device:
+    def named(
+        cls, name: str | torch.device, compute_dtype: ComputeDtype = "auto", *, in_float64: bool = True
+    ) -> Device:
         """Return the device with a name: auto (the GPU if there is one), cpu, cuda, cuda:1.
 
         Args:
             name: The name, or the device of torch.
             compute_dtype: Dtype in which blocks run; auto: see the method `compute_dtype`.
+            in_float64: Whether the verb computes in float64 there.
 
         Raises:
-            RecipeError: The name is not a device of torch, this machine has no such device, or it has no float64.
+            RecipeError: The name is not a device of torch, this machine has no such device, or it lacks float64.
         """
         refuse_meta()
         dtype = None if compute_dtype == "auto" else getattr(torch, compute_dtype)
@@ -55,10 +58,10 @@ class Device:
             place = torch.device("meta")
         if place.type == "meta":
             raise RecipeError(f"device is {str(name)!r}; expected auto, cpu, cuda, or one of several GPUs as cuda:1.")
-        if place.type in WITHOUT_FLOAT64:
+        if in_float64 and place.type in WITHOUT_FLOAT64:
             raise RecipeError(
-                f"--device {name}: second moments and factorizations need float64, which this device does not have. "
-                f"Use --device cpu."
+                f"--device {name}: second moments, factorizations and measurements need float64, which this device does not "
+                f"have. Only load and generate run there. Use --device cpu."
             )
         try:
             torch.empty(0, device=place)

@@ -74,7 +74,7 @@ def generate(
         for name in reader.names():
             reader.read([name])  # compares hashes, which llama.cpp does not
         return _by_llama_cpp(folder, prompt, tokens, temperature, seed, say)
-    place = Device.named(device).place
+    place = Device.named(device, in_float64=False).place
     model = load(folder, device=place, trust_remote_code=trust_remote_code)
     if not has_head(model) or input_kind(model) is not InputKind.TEXT:
         why = "an encoder, which predicts no tokens" if not has_head(model) else f"which continues {input_kind(model)}"

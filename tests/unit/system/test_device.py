@@ -32,9 +32,11 @@ def test_a_device_that_is_not_there_is_refused(name):
 @pytest.mark.parametrize("name", ["mps", "xpu", "xpu:1"])
 def test_a_device_without_float64_is_refused_and_the_reason_given(name):
     with pytest.raises(
-        RecipeError, match=f"^--device {name}: .* need float64, which this device does not have. Use --dev"
+        RecipeError, match=f"^--device {name}: .* need float64, which this device does not have. Only load and generate"
     ):
         Device.named(name)
+    with pytest.raises(RecipeError, match=f"^--device {name}: this machine has no such device that torch can use. Use"):
+        Device.named(name, in_float64=False)
 
 
 @pytest.mark.parametrize(
