@@ -11,6 +11,11 @@ from torch import Tensor
 from nearplane.system.device import CopyStream
 
 
+def pinned_bytes(size: int) -> int:
+    """Return the bytes of the host that a pinned tensor of so many bytes takes: torch rounds up to a power of two."""
+    return 1 << (size - 1).bit_length()
+
+
 class StatesOnHost(MutableSequence[Tensor]):
     """List of tensors of one GPU, in pinned memory of the host.
 

@@ -251,19 +251,20 @@ def fits(model: Model, cut: Split, codes: int, device: Device) -> Room:
     aside = not device.on_cpu and needs.streamed + needs.states > free
     states = needs.sent if aside else needs.states
     size, on_host = needs.streamed + states, free_memory()
+    pinned = needs.pinned * (3 * len(cut.windows) - cut.training) // cut.batch  # both networks', once more where measured
     if size > free:
         raise RecipeError(
             f"Tuning needs about {size_text(size)} of memory on {device}, but only {size_text(free)} are free. Use fewer "
             f"--samples."
         )
-    if aside and on_host is not None and needs.states > on_host:
+    if aside and on_host is not None and pinned > on_host:
         raise RecipeError(
-            f"Tuning needs about {size_text(needs.states)} of the host's memory for hidden states, which do not fit on {device}, "
+            f"Tuning needs about {size_text(pinned)} of the host's memory for hidden states, which do not fit on {device}, "
             f"but only {size_text(on_host)} are free. Use fewer --samples."
         )
     hold = 2 * (needs.held + states) <= free
     log.info(
         f"tuning takes about {size_text((needs.held if hold else needs.streamed) + states)} of memory on {device}"
-        + (f" and {size_text(needs.states)} of the host's for hidden states" if aside else "")
+        + (f" and {size_text(pinned)} of the host's for hidden states" if aside else "")
     )
     return Room(hold=hold, keep=StatesOnHost if aside else list)

@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from nearplane.calibration.activations import readout, skeleton
 from nearplane.calibration.states_on_disk import Keep
+from nearplane.calibration.states_on_host import pinned_bytes
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.models.experts import parameter_of
 from nearplane.models.kinds import Divergence, divergence
@@ -259,12 +260,14 @@ class Needed(NamedTuple):
         streamed: With streamed blocks, without `states`.
         held: With all blocks held, see `TunedNetwork`, without `states`.
         states: Hidden states of all windows in both networks.
+        pinned: Hidden states of a batch in one network in pinned memory of a GPU's host.
         sent: Hidden states on a GPU while the others lie on the host.
     """
 
     streamed: int
     held: int
     states: int
+    pinned: int
     sent: int
 
 
@@ -289,6 +292,7 @@ def needed(model: Model, windows: Tensor, *, batch: int, codes: int) -> Needed:
         streamed=base + 12 * max(sizes) + state * ACTIVATIONS,
         held=base + 12 * sum(sizes) + state * ACTIVATIONS * len(sizes),
         states=8 * windows.numel() * dim,
+        pinned=pinned_bytes(state),
         sent=4 * state,
     )
 
