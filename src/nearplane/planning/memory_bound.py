@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from nearplane.calibration.one_forward import MemorySetting, paused_bytes
+from nearplane.calibration.states_on_host import pinned_bytes
 from nearplane.lattice import kernels_torch
 from nearplane.lattice.bounds import BLOCK_COLUMNS
 from nearplane.lattice.factor import GPU_NUMBERS_AT_ONCE
@@ -292,8 +293,8 @@ def _states(shapes: Shapes, setting: MemorySetting) -> tuple[int, int]:
     if setting.states == "device":
         return shapes.all_windows * shapes.state, 0
     if setting.states == "host":
-        pinned = 1 << (setting.batch * shapes.state - 1).bit_length()  # torch takes a power of two for each batch
-        return SENT_STATES * setting.batch * shapes.state, -(-shapes.all_windows // setting.batch) * pinned
+        pinned = -(-shapes.all_windows // setting.batch) * pinned_bytes(setting.batch * shapes.state)
+        return SENT_STATES * setting.batch * shapes.state, pinned
     return setting.batch * shapes.state, 0
 
 
@@ -311,16 +312,31 @@ def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[
         kept += 0 if on_cpu else SCORE_COPIES * SINGLE * setting.batch * shapes.heads * window**2
         yield Moment("measuring gradients", block + gradients + kept)
     if shapes.probe is not None:
-        seen, travelling, travellers, *_ = shapes.probe
-        differences = 2 * travellers * travelling * shapes.hidden  # bfloat16
+        tokens = shapes.probe.batch
         groups = [group for kind in shapes.blocks for group in kind.groups]
         solved = costs.solved if shapes.beam == 1 else CPU.solved  # no steps are searched for entropy-coded weights
         sums = DOUBLE * max(sum(group.inputs**2 for group in kind.groups) for kind in shapes.blocks)
         solving = max(2 * DOUBLE * group.inputs**2 + solved * _largest(group) for group in groups)
-        states = 2 * width * (seen + travelling) + differences + round(alive * min(seen, 8 * window))
-        yield Moment("probing layers", block + states + sums + solving)
-        logits = COMPARED_COPIES * SINGLE * min(COMPARED_LOGITS, travelling * shapes.vocabulary)
-        yield Moment("comparing predictions", width * seen + differences + logits + head)
+        inputs = max(sum(group.inputs for group in kind.groups) for kind in shapes.blocks)  # of all layers of a block
+        running = round(alive * tokens * SINGLE / shapes.number) + SINGLE * tokens * inputs
+        states, differences, moved = _states_of_the_probe(shapes, shapes.probe, setting)
+        beside = 2 * width * shapes.probe.travelling  # hidden states before and after the block
+        read = 0 if on_cpu else READ_BLOCKS * shapes.number * max(kind.weights for kind in shapes.blocks)
+        yield Moment("probing layers", block + states + differences + beside + running + sums + solving, moved + read)
+        logits = COMPARED_COPIES * SINGLE * min(COMPARED_LOGITS, shapes.probe.travelling * shapes.vocabulary)
+        yield Moment("comparing predictions", states + differences + logits + head, moved)
+
+
+def _states_of_the_probe(shapes: Shapes, extent: Extent, setting: MemorySetting) -> tuple[int, int, int]:
+    """Return the bytes of hidden states and of their differences where the run computes, and of both on the host."""
+    state, difference = SINGLE * extent.batch * shapes.hidden, 2 * extent.batch * shapes.hidden  # of a batch
+    states, differences = -(-extent.seen // extent.batch), extent.travellers * (extent.travelling // extent.batch)
+    if setting.states == "device":
+        return states * state, differences * difference, 0
+    if setting.states == "host":
+        moved = states * pinned_bytes(state) + differences * pinned_bytes(difference)
+        return SENT_STATES * state, SENT_STATES * difference, moved
+    return state, difference, 0
 
 
 def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterator[Moment]:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from nearplane.calibration.sensitivity import sensitivity, sensitivity_windows
+from nearplane.calibration.states_on_disk import Keep
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.mixes import fitting
 from nearplane.formats.table import FORMATS
@@ -136,6 +137,7 @@ def plan(
     progress: Progress,
     *,
     free: Choice | None = None,
+    keep: Keep = list,
 ) -> Plan:
     """Plan the bit budget of each layer, by measuring the network if the recipe asks for it.
 
@@ -146,6 +148,7 @@ def plan(
         device: Device of the computation.
         progress: Function that wraps the iterator over blocks of the probe.
         free: Layers whose types of llama.cpp are chosen by measuring, and their budget.
+        keep: Function that makes the lists of hidden states of the probe.
 
     Raises:
         RecipeError: The rate or size cannot be met.
@@ -153,7 +156,7 @@ def plan(
     planned, measure = Plan(), None
     if tokens is not None:
         measure_sensitivity(planned, model, recipe.scheme, tokens, device)
-        measure = partial(probe, model, tokens, device=device.place, progress=progress)
+        measure = partial(probe, model, tokens, device=device.place, keep=keep, progress=progress)
     match recipe.scheme:
         case RateScheme() as scheme:
             _plan_rates(planned, model, recipe, scheme, measure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from nearplane.calibration.activations import Stream, positions_per_window, readout, skeleton
 from nearplane.calibration.second_moments import observe, sum_moments
 from nearplane.calibration.stages import rows_by_batch, stages
+from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.watch import RoutedRows, Rows
 from nearplane.errors import CalibrationError
 from nearplane.matrix.inputs import Inputs
@@ -34,6 +35,7 @@ from nearplane.planning.perturb import Change, Perturbations, corrected_losses, 
 from nearplane.system.memory import release
 from nearplane.system.progress import Progress, logged, silent
 
+BATCH = 8  # maximum windows of a forward pass
 SEQLEN = 512  # maximum tokens of a window; more windows make a more even sample
 COMPARED_LOGITS = 1 << 26  # logits in memory at a time
 FORWARDS = 0.36  # cost of one perturbation of every layer, in forward passes on all tokens; the quantization takes two
@@ -47,6 +49,7 @@ class Extent(NamedTuple):
     Args:
         seen: Tokens for the statistics of the layers' inputs.
         travelling: Tokens on which effects of perturbations are propagated to the logits.
+        batch: Tokens of a forward pass.
         travellers: Number of perturbations whose effects are propagated.
         crossings: Number of forward passes of a block on `travelling` tokens for that.
         born: Number of perturbations, each with a forward pass of its own block.
@@ -54,6 +57,7 @@ class Extent(NamedTuple):
 
     seen: int
     travelling: int
+    batch: int
     travellers: int
     crossings: int
     born: int
@@ -68,8 +72,9 @@ class _Traveller:
         point: Number of the perturbation among those of these layers.
         rate, shape: Fields of `Perturbed`.
         expected: Expected loss, see `expected_loss`; without sensitivities a value proportional to it.
-        difference: Difference from the original hidden states by batch, bfloat16; empty if it is not propagated.
         block: Number of the block with these layers.
+        place: Index of the first of its differences from the original hidden states, bfloat16, one per batch; None if
+            they are not propagated.
     """
 
     layers: tuple[str, ...]
@@ -77,8 +82,8 @@ class _Traveller:
     rate: float
     shape: tuple[tuple[float, float], ...]
     expected: float
-    difference: list[Tensor] = field(default_factory=list)
     block: int = 0
+    place: int | None = None
 
 
 @torch.no_grad()
@@ -89,6 +94,7 @@ def probe(
     *,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
+    keep: Keep = list,
     progress: Progress = silent,
 ) -> list[Curve]:
     """Measure the loss of the network when one layer alone is quantized.
@@ -112,6 +118,7 @@ def probe(
         tokens: (windows, seqlen) calibration tokens; cut into windows of at most 512.
         perturbations: Perturbations of each layer.
         device, dtype: Device and dtype of the computation.
+        keep: Function that makes the lists of hidden states and of their differences.
         progress: Function that wraps the iterator over blocks.
 
     Raises:
@@ -122,32 +129,34 @@ def probe(
     layers = {layer.name for block in model.blocks for layer in block.layers}
     if not (deep and perturbations.sensitivity.keys() >= layers):
         perturbations = replace(perturbations, sensitivity={})
-    batch = min(8, size)
-    stream = skeleton(model, windows.split(batch), device=device, dtype=dtype)
-    batches = size // batch
+    stream = skeleton(model, windows.split(min(BATCH, size)), device=device, dtype=dtype, keep=keep)
+    batches = size // min(BATCH, size)
     travellers: list[_Traveller] = []
+    differences = keep(())  # of all travellers
     blocks = logged(model.in_turn(model.blocks, device), "probing", len(model.blocks), blocks=[1] * len(model.blocks))
     for number, block in enumerate(progress(blocks, "probing", len(model.blocks))):
         with block.on(device, dtype, original=False):
-            before = list(stream.quantized[:batches])
+            before = [stream.quantized[i] for i in range(batches)]
             after = [stream.forward(block, block.quantized, i, x) for i, x in enumerate(before)]
             onward = partial(_onward, stream, block, before, after)
             for traveller in travellers:
-                if traveller.difference:
-                    traveller.difference = onward(traveller.difference)
+                for i in range(batches) if traveller.place is not None else ():
+                    differences[traveller.place + i] = onward(i, differences[traveller.place + i])
             for born in _perturbed(block, stream, perturbations):
                 travels = not deep or (number in measured and born.point == perturbations.points // 2)
-                difference = onward([torch.zeros(())] * batches) if travels or not perturbations.sensitivity else []
+                seen = range(batches) if travels or not perturbations.sensitivity else ()
+                difference = [onward(i, torch.zeros(())) for i in seen]
                 if deep and not perturbations.sensitivity:
                     born.expected = relative_energy(difference, after)
                 born.block = number
                 if travels:
-                    born.difference = difference
+                    born.place = len(differences)
+                    differences.extend(difference)
                 travellers.append(born)
             stream.passed(block)
         release()  # return memory of this block that the C library keeps
-    arrived = [one for one in travellers if one.difference]
-    losses = _losses(model, stream, windows[:size].split(batch), [one.difference for one in arrived], device, dtype)
+    arrived = [one for one in travellers if one.place is not None]
+    losses = _losses(model, stream, windows[:size].split(size // batches), differences, device, dtype)
     if deep:
         measured_losses = {id(one): loss for one, loss in zip(arrived, losses, strict=True)}
         names = {layer.name: within(layer.name, block.name) for block in model.blocks for layer in block.layers}
@@ -160,13 +169,11 @@ def probe(
 
 
 def _onward(
-    stream: Stream, block: Block, before: Sequence[Tensor], after: Sequence[Tensor], differences: Sequence[Tensor]
-) -> list[Tensor]:
-    """Return the differences after the block in its present form, given the differences before it."""
-    return [
-        (stream.forward(block, block.quantized, i, x + d.to(x)) - y).to(torch.bfloat16)
-        for i, (x, y, d) in enumerate(zip(before, after, differences, strict=True))
-    ]
+    stream: Stream, block: Block, before: Sequence[Tensor], after: Sequence[Tensor], batch: int, difference: Tensor
+) -> Tensor:
+    """Return the difference of a batch after the block in its present form, given the difference before it."""
+    x = before[batch]
+    return (stream.forward(block, block.quantized, batch, x + difference.to(x)) - after[batch]).to(torch.bfloat16)
 
 
 def extent(model: Model, tokens: Tensor, points: int) -> Extent:
@@ -177,6 +184,7 @@ def extent(model: Model, tokens: Tensor, points: int) -> Extent:
     return Extent(
         seen=windows.numel(),
         travelling=size * windows.shape[1],
+        batch=min(BATCH, size) * windows.shape[1],
         travellers=len(measured) * layers * travelling_points,
         crossings=following * layers * travelling_points,
         born=len(model.blocks) * layers * points,
@@ -205,7 +213,7 @@ def _sample(model: Model, tokens: Tensor, points: int) -> tuple[frozenset[int], 
     widest = max(layer.shape[1] for block in model.blocks for layer in block.layers)
     seen = max(windows.numel() // 8, 4 * widest, travelling * seqlen)
     travelling = min(travelling, len(windows))
-    batch = min(8, travelling)
+    batch = min(BATCH, travelling)
     return chosen, windows[: -(-seen // seqlen)], travelling // batch * batch
 
 
@@ -237,13 +245,16 @@ def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> It
     sets = _sets(groups, block.name) if perturbations.together else [(layer,) for group in groups for layer in group]
     for layers in sets:
         weights = {layer: layer.read() for layer in layers}
-        makers_of = (perturbations.of(W, inputs[layer.name]) for layer, W in weights.items())
+        shared_inputs = {
+            layer: inputs.pop(layer.name) for layer in layers
+        }  # their factors are freed with the last layer
+        makers_of = (perturbations.of(W, shared_inputs[layer]) for layer, W in weights.items())
         for point, makers in enumerate(zip(*makers_of, strict=True)):
             variants = [make() for make in makers]
             expected = 0.0
             for (layer, W), variant in zip(weights.items(), variants, strict=True):
                 layer.write(variant.values)
-                expected += perturbations.expected(layer.name, W, variant, inputs[layer.name])
+                expected += perturbations.expected(layer.name, W, variant, shared_inputs[layer])
             yield _Traveller(
                 layers=tuple(layer.name for layer in layers),
                 point=point,
@@ -316,15 +327,15 @@ def _losses(
     model: Model,
     stream: Stream,
     tokens: Sequence[Tensor],
-    differences: Sequence[list[Tensor]],
+    differences: Sequence[Tensor],
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[float]:
     """Return the divergence of the predictions by differences after the last block, nats per scored token.
 
-    Without a head, return the divergence of the last hidden states, see `distance`.
+    The differences of a perturbation, one per batch, follow each other. Without a head, return the divergence of the last hidden states, see `distance`.
     """
-    sums = [Divergence() for _ in differences]
+    sums = [Divergence() for _ in range(len(differences) // len(tokens))]
     with readout(model, stream, device=device, dtype=dtype) as logits:
         head = has_head(model.network)
         ends = model.network.get_output_embeddings() if head else model.network.get_input_embeddings()
@@ -339,12 +350,11 @@ def _losses(
 
         measure, varies = divergence if head else distance, False
         for i, batch in enumerate(tokens):
-            for part, x, *changed in zip(
-                *(t.split(windows) for t in (batch, stream.quantized[i], *(d[i] for d in differences))), strict=True
-            ):
+            for at, (part, x) in enumerate(zip(batch.split(windows), stream.quantized[i].split(windows), strict=True)):
                 expected = predicted(part, x)
                 varies |= not head or not predicts_always_the_same(expected)
-                for index, difference in enumerate(changed):
+                for index in range(len(sums)):
+                    difference = differences[index * len(tokens) + i].split(windows)[at]
                     sums[index] += measure(expected, predicted(part, x + difference.to(x)))
     if not varies:
         raise CalibrationError(NOTHING_TO_MEASURE)

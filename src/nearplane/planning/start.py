@@ -185,5 +185,6 @@ def decide(job: Job, container: Container, before: StoppedRun | None) -> Iterato
         )
         container.room = max_final_record_bytes(model, record)
         choice = measured_choice(model, job.asked, job.recipe, container, record)
-        planned = plan(model, job.recipe, windows.fitted, device, job.options.progress, free=choice)
+        progress, keep = job.options.progress, prediction.setting.keep
+        planned = plan(model, job.recipe, windows.fitted, device, progress, free=choice, keep=keep)
         yield Decisions(record, planned, prediction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,18 @@ import torch
 
 import nearplane
 from families import config_of, random_model
+from nearplane.calibration.one_forward import MemorySetting
+from nearplane.calibration.stages import try_blocks
+from nearplane.calibration.windows import Windows
+from nearplane.models.model import open_model
 from nearplane.planning import forecast
-from nearplane.planning.forecast import Planned
+from nearplane.planning.forecast import Planned, shapes_of
+from nearplane.planning.memory_bound import bound
+from nearplane.planning.perturb import Perturbations, Perturbed
+from nearplane.planning.probe import probe
+from nearplane.planning.request import resolved
+from nearplane.recipe.recipe import Recipe
+from nearplane.system.device import Device
 from pretended import pretended
 
 GRID = dict(bits=4, group_size=32, rounds=0, polish=0)
@@ -66,3 +77,36 @@ def test_the_bound_is_what_is_counted(windows, seqlen, config, options, while_, 
     assert (bound.place, bound.while_, bound.setting.states) == ("device", while_, states)
     assert abs(bound.live / peak - 1) <= 0.1
     assert peak <= bound.bytes
+
+
+def turned(W, inputs) -> list[Any]:
+    """Return a perturbation that needs no factors."""
+    return [lambda: Perturbed(3.0, W + 0.05 * W.roll(1, 0))]
+
+
+def test_hidden_states_of_the_probe_lie_where_those_of_the_run_do(tmp_path) -> None:
+    """On the host or on disk, the GPU does without them; the curves are the same, and the bound is not below."""
+    random_model(config_of("llama", num_hidden_layers=2)).float().save_pretrained(tmp_path)
+    tokens = torch.randint(96, (256, 16), generator=torch.Generator().manual_seed(0))
+    model, peaks, bounds, curves = open_model(str(tmp_path)), [], [], []
+    recipe = resolved(model, Recipe.from_spellings(rate=3.0))
+    windows = Windows(seqlen=16, fitted=tokens, extra=tokens[:0])
+    for states in ("device", "host", "disk"):
+        with pretended() as gpu:
+            device = Device(torch.device("pretend:0"))
+            shapes = shapes_of(model, recipe, windows, try_blocks(model, tokens, device), device)
+            assert shapes is not None
+            setting = MemorySetting(batch=1, room=0, device=device, states=states)
+            gpu.forget()
+            perturbations = Perturbations(of=turned, points=1)
+            curves.append(probe(model, tokens, perturbations, device=device.place, keep=setting.keep))
+            bounds.append(bound(replace(shapes, windows=1, streams=1), setting, 0, "device"))  # little but the probe
+            peaks.append(gpu.peak)
+    assert curves[0] == curves[1] == curves[2]
+    extent, hidden = shapes.probe, shapes.hidden
+    aside = hidden * (4 * extent.seen + 2 * extent.travellers * extent.travelling)
+    left = 2 * hidden * (4 + 2) * extent.batch  # of each list a batch that is used, and one that is sent
+    assert peaks[0] - peaks[1] >= (aside - left) / 2  # the fullest moment is another one
+    for peak, most in zip(peaks, bounds, strict=True):
+        assert most.while_ in ("probing layers", "comparing predictions")
+        assert peak <= most.bytes
