@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from nearplane.lattice import kernels, polish, solvers
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.kernels_torch import Columns, Descent, Tally
-from nearplane.lattice.moments import Moments
+from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.solve_layer import Task, solve_layer
@@ -101,7 +101,7 @@ def kernels_of_cuda() -> Iterator[Counter[str]]:
 
 
 def statistics(columns: int, place: bool) -> Moments:
-    """Return moments of inputs that the quantized network changes, on the card or on the CPU."""
+    """Return moments of inputs that the quantized network changes, and extra rows, on the card or on the CPU."""
     g = torch.Generator().manual_seed(0)
     tokens = 2 * columns
     X = torch.randn(tokens, columns, generator=g) * (1 + torch.arange(columns) % 7)
@@ -114,17 +114,20 @@ def statistics(columns: int, place: bool) -> Moments:
         return Moments(H=H, C=C, tokens=len(x), alive=torch.ones(columns, dtype=torch.bool))
 
     held = of(slice(tokens - tokens // 5, None), torch.float32)
-    moments = replace(of(slice(None), torch.float64), held_out=held)
+    extra = Extra(X_hat=X_hat[:64], X=X[:64])
+    moments = replace(of(slice(None), torch.float64), held_out=held, extra=extra)
     return tree_of(moments) if place else moments
 
 
 def tree_of(moments: Moments) -> Moments:
     """Return moments on the card."""
-    held = moments.held_out
+    held, extra = moments.held_out, moments.extra
     parts = {
         name: Pretend(getattr(moments, name), 0) for name in ("H", "C", "alive") if getattr(moments, name) is not None
     }
-    return replace(moments, **parts, held_out=None if held is None else tree_of(held))
+    if extra is not None:
+        extra = Extra(X_hat=Pretend(extra.X_hat, 0), X=None if extra.X is None else Pretend(extra.X, 0))
+    return replace(moments, **parts, held_out=None if held is None else tree_of(held), extra=extra)
 
 
 def count(out: int, columns: int, scheme: AnyScheme) -> Gpu:

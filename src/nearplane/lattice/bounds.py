@@ -99,12 +99,12 @@ def certify(
     # for errors that are large along strong directions of `H`, where float32 is accurate enough
     diagonal = H.diagonal()
     strongest = H.index_select(0, diagonal.argmax(keepdim=True))  # (1, in), of the input of most energy
-    facts = diagonal.max(), diagonal.sum(), diagonal.count_nonzero(), strongest.square().sum() / diagonal.max()
-    lowest, highest, peak, *facts_of_inputs = read(*W.aminmax(), *facts)
+    facts = diagonal.max(), diagonal.sum(), diagonal.count_nonzero(), strongest.square().sum()
+    lowest, highest, peak, trace, alive, squared = read(*W.aminmax(), *facts)
     largest, (least, most) = max(-lowest, highest), SAFE_SQUARES
     safe = least < largest**2 * peak < most
     triangle = folded(H, torch.promote_types(W.dtype, torch.float32) if safe else dtype)
-    parts: list[tuple[Tensor, ...]] = []  # each (rows,)
+    parts: list[Tensor] = []  # (8, rows) each
     for rows in strips(target, MEASURED_ROWS):
         part, codes, t = matrix.grid.of_rows(rows).to(dtype), matrix.codes[rows], target[rows].to(dtype)
         book, (scale, zero) = part.codebook, part.columns(slice(None))  # (rows or 1, in) each
@@ -129,28 +129,29 @@ def certify(
             nearest = nearest if unmoved is None else torch.where(unmoved, loss, nearest)
         energy = _quadratic_form(W[rows].to(triangle.dtype), triangle).to(dtype)
         squares = W[rows].to(dtype).square().sum(1)
-        parts.append((loss, damped, nearest, energy, bounds, gammas, outside_part, squares))
-    all_rows = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts, strict=True))
-    losses, damped, nearest, energy, bounds, gammas, outside, squares = all_rows
-    size, columns = target.numel(), target.shape[1]
-    clipped = outside > 0
+        figures = loss, damped, nearest, energy, squares, bounds, outside_part.to(dtype), gammas
+        parts.append(torch.stack(figures))
+    by_row = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    losses, outside, gammas = by_row[0], by_row[-2], by_row[-1]
+    size, (out, columns), clipped = target.numel(), target.shape, outside > 0
     gamma = gammas.masked_fill(clipped, -torch.inf).max()
-    sums = losses.sum() / size, losses.sum() / energy.sum(), nearest.sum() / size, damped.sum() / size
-    others = bounds.mean() / columns, gamma, outside.sum(), clipped.double().mean(), squares.sum(), energy.mean()
-    mean_loss, relative, nearest_loss, damped_loss, *figures = read(*sums, *others, energy.any())
-    bound, largest_gamma, count, clipped_rows, square, mean_energy, any_energy = figures
+    sums = read(by_row[:-1].sum(1), clipped.sum(dtype=dtype), gamma)
+    loss_sum, damped_sum, nearest_sum, energy_sum, square, bound_sum, outside_sum, clipped_rows, largest_gamma = sums
+    bound = bound_sum / out / columns
     return Certificate(
-        loss=mean_loss,
+        loss=loss_sum / size,
         row_losses=losses / columns,
-        relative_loss=relative if any_energy else 0.0,
-        nearest_loss=nearest_loss,
-        damped_loss=damped_loss,
+        relative_loss=loss_sum / energy_sum if energy_sum else 0.0,
+        nearest_loss=nearest_sum / size,
+        damped_loss=damped_sum / size,
         worst_case=bound if swept else None,
         expected=bound / 3 if swept else None,
-        gamma=largest_gamma if swept and clipped_rows < 1 else None,
-        clipped=count / size,
-        clipped_rows=clipped_rows,
-        degenerate=degeneracy(largest**2 / (square or 1.0), mean_energy, len(H), *facts_of_inputs),
+        gamma=largest_gamma if swept and clipped_rows < out else None,
+        clipped=outside_sum / size,
+        clipped_rows=clipped_rows / out,
+        degenerate=degeneracy(
+            largest**2 / (square or 1.0), energy_sum / out, columns, trace, alive, squared / (peak or 1.0)
+        ),
     )
 
 
@@ -194,21 +195,24 @@ def losses_on_extra(
     dtype = torch.promote_types(W.dtype, torch.float32)
     X_hat = extra.X_hat.to(dtype).T  # (in, tokens)
     X = X_hat if extra.X is None else extra.X.to(dtype).T
-    loss, nearest, energy = torch.zeros(3, dtype=torch.float64, device=W.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=W.device)
     for rows in strips(target, MEASURED_ROWS):
         part = matrix.grid.of_rows(rows).to(dtype)
         V = part.decode(matrix.codes[rows]) if values is None else values[rows]
         outputs = W[rows].to(dtype) @ X  # (rows, tokens)
-        energy += _sum_of_squares(outputs)
-        loss += _sum_of_squares(torch.addmm(outputs, V.to(dtype), X_hat, alpha=-1))
-        nearest += _sum_of_squares(outputs.addmm_(part.round(target[rows].to(dtype))[1], X_hat, alpha=-1))
+        energy = _norms(outputs)
+        loss = _norms(torch.addmm(outputs, V.to(dtype), X_hat, alpha=-1))
+        nearest = _norms(outputs.addmm_(part.round(target[rows].to(dtype))[1], X_hat, alpha=-1))
+        sums += torch.stack([loss, nearest, energy]).square_().sum(1)
+    loss, nearest, energy = sums
     size = target.numel() * X.shape[1]
-    return torch.stack([loss / size, torch.where(energy == 0, 0, loss / energy), nearest / size])
+    return torch.stack([loss / size, (loss / energy).masked_fill(energy == 0, 0), nearest / size])
 
 
-def _sum_of_squares(x: Tensor) -> Tensor:
-    """Return () the sum of squares, in float64."""
-    return total(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square())
+def _norms(x: Tensor) -> Tensor:
+    """Return (rows,) the norm of every row, in float64."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    return norms
 
 
 def _bounds(steps: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:

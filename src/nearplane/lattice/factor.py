@@ -171,8 +171,8 @@ def _reverse_cholesky(H: Tensor, damping: Tensor) -> tuple[Tensor, int | None]:
             R[b:, a:b] = 0
         if a:
             R[:a, a:b] = triangular(R[a:b, a:b], S[:a].T, upper=True).T
-    found: list[int] = torch.cat([torch.stack(infos), (R.diagonal() > 0).flip(0).to(infos[0].dtype)]).tolist()
-    pivots, positive = found[: len(infos)], found[len(infos) :]
+    found: list[int] = torch.cat([torch.stack(infos), (R.diagonal() > 0).to(infos[0].dtype)]).tolist()
+    pivots, positive = found[: len(infos)], found[len(infos) :][::-1]
     for i, pivot in enumerate(pivots):
         wrong = [k for k in range(i * block, min((i + 1) * block, len(H))) if not positive[k]]
         if pivot or wrong:

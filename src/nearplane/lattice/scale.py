@@ -115,7 +115,7 @@ def to_storage(scale: Tensor, storage: torch.dtype) -> Tensor:
     """Round steps to values of `storage`, in the dtype of `scale`; a group of zeros gets step 1."""
     info = torch.finfo(storage)
     tiny = info.smallest_normal * info.eps
-    return torch.where(scale == 0, 1, scale.to(storage).to(scale.dtype).clamp(min=tiny))
+    return scale.to(storage).to(scale.dtype).clamp(min=tiny).masked_fill(scale == 0, 1)
 
 
 def high_rate_step(rms: Tensor, lengths: Tensor, rate: float) -> float:
