@@ -23,9 +23,7 @@ COUNTS = {"last", "out", "n", "count"}
 TYPES = {
     "group": "*i64", "codes": "*i32", "outside": "*i32", "starts": "*i32", "spans": "*i32", "moved": "*i8"
 }  # fmt: skip
-SIZES = {
-    "T": passes_triton.TILE, "R": ROWS, "OFFSET": tl.int32
-}  # fmt: skip
+SIZES = {"T": passes_triton.TILE, "R": ROWS, "OFFSET": tl.int32}
 # what odd numbers of rows make odd
 ODD = {"out", "W_stride", "E_stride", "codes_stride", "scale_stride", "zero_stride"}
 
@@ -59,12 +57,12 @@ def table() -> Iterator[dict[str, Any]]:
         for name, kernel, constants in (
             ("sweep pass", passes_triton._solve, {}),
             ("descent pass with fit", passes_triton._descend, fits),
-            ("descent pass with trials", passes_triton._descend, fits | {"MANTISSA": 0}),
+            ("descent pass with trials", passes_triton._descend, fits | {"MANTISSA": 0, "R": passes_triton.TRIED_ROWS}),
             ("descent pass", passes_triton._descend, fits | {"fits": False}),
         ):
             for grid, even in (("integers", True), ("E4M3", True), ("integers", False)):
                 asked = SIZES | constants | {"BITS": max(LEVELS[grid] - 1, 0).bit_length()}
-                asked |= passes_triton._products(16 if even else 1, tries=not asked.get("MANTISSA", 1))
+                asked |= passes_triton._products(16 if even else 1)
                 row = {"kernel": name, "grid": grid, "rows": "multiple of 16" if even else "any", "card": card}
                 yield row | compiled(kernel, card, asked, even)
 

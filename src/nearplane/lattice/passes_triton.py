@@ -22,6 +22,7 @@ TILE = 32  # columns whose targets are in registers at a time
 INNER = 32  # columns whose errors one product takes
 STAGES = 3  # products whose operands are loaded at the same time
 WARPS = 8  # of a program
+TRIED_ROWS = 16  # of a program that tries steps; with 32 its registers do not suffice
 
 
 def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally) -> None:
@@ -58,22 +59,23 @@ def descend_pass(descent: Descent) -> None:
     sums, before = torch.empty(2, descent.longest, out, dtype=W.dtype, device=W.device)
     strides = *W.stride(), H.stride(0), codes.stride(0), E.stride(0), scale.stride(0), zero.stride(0)
     mantissa, *numbers = descent.rounding or (-1, 1.0, 1.0, 1.0)
+    rows = TRIED_ROWS if mantissa == 0 else ROWS
     with _device_of(W):
-        _descend[(triton.cdiv(out, ROWS),)](
+        _descend[(triton.cdiv(out, rows),)](
             W, scale, zero, descent.group, H, descent.diagonal, descent.starts, descent.spans, codes, E, sums, before,
             descent.gained, descent.fitted, descent.moved.view(torch.int8), levels, middles, len(middles), out, n,
             len(descent.spans) - 1, *strides, *_limits(descent.codebook), *numbers,
             BITS=len(middles).bit_length(), MANTISSA=mantissa, fits=descent.rounding is not None, begins=descent.begins,
-            T=TILE, R=ROWS, **_products(out, tries=not mantissa), OFFSET=_offset_type(W, H),
+            T=TILE, R=rows, **_products(out), OFFSET=_offset_type(W, H),
             num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def _products(out: int, *, tries: bool = False) -> dict[str, int]:
-    """Return the sizes of products: smaller where registers are scarce, for rows that are not aligned and for trials."""
-    if out % 16 == 0 and not tries:
+def _products(out: int) -> dict[str, int]:
+    """Return the sizes of products: smaller where rows are not aligned, as registers are scarce then."""
+    if out % 16 == 0:
         return {"B": BLOCK, "K": INNER, "STAGES": STAGES}
-    return {"B": min(BLOCK, 32) if tries else BLOCK, "K": min(INNER, 16), "STAGES": 2}
+    return {"B": BLOCK, "K": 16, "STAGES": 2}
 
 
 def _offset_type(*tensors: Tensor) -> tl.dtype:
