@@ -19,7 +19,9 @@ def without_float64(monkeypatch):
 
     def refusing(cls, held, index, requires_grad=False):
         if held.dtype == torch.float64:
-            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.")
+            raise TypeError(
+                "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
+            )
         return make(cls, held, index, requires_grad)
 
     monkeypatch.setattr(Pretend, "__new__", refusing)
@@ -48,5 +50,5 @@ def test_a_network_in_float64_is_refused_there(tmp_path, monkeypatch):
     monkeypatch.setattr("nearplane.loading.from_pretrained.WITHOUT_FLOAT64", ("pretend",))
     model = save_model("grid", tmp_path / "model", torch.float64)
     for dtype in ("auto", torch.float64):
-        with pretended(), pytest.raises(RecipeError, match="^dtype is float64, which pretend:0 does not have"):
+        with pretended(), pytest.raises(RecipeError, match=r"^dtype is float64, which pretend:0 does not have\."):
             nearplane.load(model, dtype=dtype, device="pretend:0")

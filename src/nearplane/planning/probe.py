@@ -333,7 +333,8 @@ def _losses(
 ) -> list[float]:
     """Return the divergence of the predictions by differences after the last block, nats per scored token.
 
-    The differences of a perturbation, one per batch, follow each other. Without a head, return the divergence of the last hidden states, see `distance`.
+    The differences of a perturbation, one per batch, follow each other. Without a head, return the divergence of the last
+    hidden states, see `distance`.
     """
     sums = [Divergence() for _ in range(len(differences) // len(tokens))]
     with readout(model, stream, device=device, dtype=dtype) as logits:

@@ -47,7 +47,8 @@ def test_a_verb_names_the_innermost_layer_the_bytes_and_what_to_change():
 )
 def test_what_libraries_say_of_a_full_device_is_the_same_sentence(error):
     with pytest.raises(
-        DeviceMemoryError, match=r"^model\.layers\.3\.mlp\.down_proj: the device has no room for more\. Use fewer --samples"
+        DeviceMemoryError,
+        match=r"^model\.layers\.3\.mlp\.down_proj: the device has no room for more\. Use fewer --samples",
     ):
         verb(error)
     with pytest.raises(type(error)), as_model_error("the folder"):
