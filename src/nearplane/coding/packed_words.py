@@ -31,7 +31,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """
     _check(bits)
     if codes.numel():
-        low, high = (int(limit) for limit in codes.aminmax())
+        low, high = torch.stack(codes.aminmax()).tolist()  # a device is waited for once
         if low < 0 or high >= 2**bits:
             raise ValueError(f"The codes must lie in 0 ... {2**bits - 1}, found {low} ... {high}.")
     n = codes.shape[-1]

@@ -91,6 +91,10 @@ class CompressedTensors(GridFormat):
         """Return the tensors of one layer."""
         return packing_of(matrix.grid, rounds_inputs=self.rounds_inputs).pack(name, matrix, dtype)
 
+    def packs_on_device(self, matrix: QuantizedMatrix[Any]) -> bool:
+        """Return whether the packing of a matrix computes where the matrix is."""
+        return packing_of(matrix.grid, rounds_inputs=self.rounds_inputs).ON_DEVICE
+
     def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer without contents."""
         tensors = packing_of(format, rounds_inputs=self.rounds_inputs).empty(name, shape, format, dtype)

@@ -218,7 +218,7 @@ class Container(ABC):
     ) -> Written:
         """Collect one layer for the next block and return the size and checksum of its tensors without the bias.
 
-        The packed tensors are unpacked as a reader would do it, and compared with the matrix.
+        The packed tensors are unpacked as a reader would do it, and compared with the matrix, where its codes are.
 
         Args:
             name: Name of the layer in the checkpoint.
@@ -229,13 +229,15 @@ class Container(ABC):
         Raises:
             FormatError: The format cannot hold the matrix, or the config does not describe it.
         """
-        matrix = matrix.to("cpu")
+        if not self.layers.packs_on_device(matrix):
+            matrix = matrix.to("cpu")
         tensors = self.layers.pack(name, matrix, self._scale_dtype)
         self._first = self._first or name  # also where a layer is added again
         if name == self._first:
             tensors |= self.layers.beside_the_first(name)
         if not matrix.same_as(self.layers.unpack(name, tensors, self.config_file.grid_of(self.config, name))):
             raise FormatError(f"{name}: the packed layer reads back differently: the config describes another grid.")
+        tensors = {full_name: tensor.cpu() for full_name, tensor in tensors.items()}
         if input_scale is not None:
             tensors[f"{name}.{INPUT_SCALE}"] = torch.tensor([input_scale], dtype=torch.float32)
         self.pending |= tensors

@@ -117,7 +117,7 @@ class FP4Packed(Packing):
         scale = expect(name, tensors, "weight_scale", (out, format.groups(columns)), {self.SCALE})
         code = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)
         codes = {
-            "group": consecutive(columns, format.group),
+            "group": consecutive(columns, format.group, pairs.device),
             "low": format.low,
             "high": format.high,
             "levels": torch.tensor(format.levels, dtype=torch.float64),
@@ -152,6 +152,7 @@ class NVFP4Packed(FP4Packed):
     FORMAT = "nvfp4-pack-quantized"
     HOLDS = NVFP4
     SCALE = torch.float8_e4m3fn
+    ON_DEVICE = True
     STRATEGY = "tensor_group"
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:

@@ -59,6 +59,7 @@ class GPTQ(GridFormat):
     BITS = BITS
     KEY = "qweight"
     SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
+    ON_DEVICE = True
 
     def configured(self, config: Mapping[str, Any]) -> Self:
         """Return the format with `permuted` as the config sets it."""
@@ -146,7 +147,7 @@ class GPTQ(GridFormat):
             )
         if bool(((group < 0) | (group >= groups)).any()):
             raise FormatError(f"{name}.g_idx refers to groups outside 0 to {groups - 1}. Fetch the file again.")
-        if not self.permuted and not torch.equal(group, consecutive(columns, group_size)):
+        if not self.permuted and not torch.equal(group, consecutive(columns, group_size, group.device)):
             raise FormatError(
                 f"{name}.g_idx permutes groups of {group_size} although desc_act is false; readers differ in this."
             )

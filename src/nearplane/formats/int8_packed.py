@@ -31,6 +31,7 @@ class Int8Packed(Packing):
     FORMAT = "int-quantized"
     TYPE = "int"
     WORDS = torch.int8
+    ON_DEVICE = True
 
     def number_format(self, weights: Mapping[str, Any]) -> NumberFormat:
         """Return the one number format, after checking that a `weights` object describes it."""
@@ -66,8 +67,8 @@ class Int8Packed(Packing):
         words = expect(name, tensors, "weight", (out, columns), {self.WORDS})
         return Integers(
             codes=(words.int() - FORMAT.low).to(torch.uint8),
-            zeros=torch.full((out, 1), -FORMAT.low, dtype=torch.uint8),
+            zeros=torch.full((out, 1), -FORMAT.low, dtype=torch.uint8, device=words.device),
             scale=expect(name, tensors, "weight_scale", (out, 1), SCALES),
-            group=consecutive(columns, None),
+            group=consecutive(columns, None, words.device),
             format=FORMAT,
         ).matrix()

@@ -74,9 +74,9 @@ class Integers:
         return QuantizedMatrix(codes=self.codes.to(torch.int32) + low, grid=grid)
 
 
-def consecutive(columns: int, group_size: int | None) -> Tensor:
+def consecutive(columns: int, group_size: int | None, device: torch.device | None = None) -> Tensor:
     """Return the (in,) group of every column for groups of neighbours; without a size all columns are one group."""
-    return torch.arange(columns) // (group_size or max(columns, 1))
+    return torch.arange(columns, device=device) // (group_size or max(columns, 1))
 
 
 def group_size_of(field: str, value: Any, no_group: Collection[int | None]) -> int | None:
@@ -147,7 +147,7 @@ def _range(name: str, grid: Grid) -> NumberFormat:
 
 def _bytes(what: str, numbers: Tensor, format: NumberFormat) -> Tensor:
     """Subtract the smallest code from whole numbers and return them as uint8, all in 0 ... 2^bits - 1."""
-    low, high = (float(limit) for limit in numbers.aminmax())
+    low, high = torch.stack(numbers.aminmax()).tolist()  # a device is waited for once
     if not (low >= format.low and high <= format.high):  # refuses NaN, too
         raise FormatError(f"{what} range from {low:g} to {high:g}, expected {format.low} to {format.high}.")
     if numbers.is_floating_point() and bool((numbers != numbers.round()).any()):

@@ -60,6 +60,7 @@ class LayerFormat(ABC):
         BITS: Code widths in bits, narrowest first.
         CHECKSUMS: Whether the index of the folder holds a checksum of every tensor.
         METADATA: Value of "format" in the metadata of weight files.
+        ON_DEVICE: Whether `pack` and `unpack` compute where the matrix is; else it has to be on the CPU.
     """
 
     KEY: ClassVar[str]
@@ -67,6 +68,7 @@ class LayerFormat(ABC):
     BITS: ClassVar[tuple[int, ...]] = ()
     CHECKSUMS: ClassVar[bool] = False
     METADATA: ClassVar[str] = "pt"
+    ON_DEVICE: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
@@ -92,12 +94,17 @@ class LayerFormat(ABC):
 
         Args:
             name: Name of the layer.
-            matrix: The quantized matrix, on the CPU.
+            matrix: The quantized matrix; on the CPU, unless `packs_on_device`.
             dtype: The dtype of the steps, see `scale_dtype`.
 
         Raises:
             FormatError: The format cannot hold the matrix exactly.
         """
+
+    def packs_on_device(self, matrix: QuantizedMatrix[Any]) -> bool:
+        """Return whether a matrix may be on a GPU when it is packed; its tensors are then there too."""
+        del matrix
+        return self.ON_DEVICE
 
     def held(self, matrix: QuantizedMatrix[Any], format: NumberFormat) -> Held:
         """Return a matrix of another file on the grid by which this format holds its values; `check` and `pack` decide.

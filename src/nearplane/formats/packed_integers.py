@@ -32,6 +32,7 @@ class PackQuantized(Packing):
     FORMAT = "pack-quantized"
     TYPE = "int"
     WORDS = torch.int32
+    ON_DEVICE = True
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse layers that transformers does not load: all but symmetric Linear layers of whole groups."""
@@ -101,11 +102,11 @@ class PackQuantized(Packing):
             )
         words = expect(name, tensors, "weight_packed", (out, dense), {torch.int32})
         scale = expect(name, tensors, "weight_scale", (out, groups), SCALES)
-        zeros = torch.full((out, groups), 2 ** (bits - 1), dtype=torch.uint8)
+        zeros = torch.full((out, groups), 2 ** (bits - 1), dtype=torch.uint8, device=words.device)
         if not format.symmetric:
             packed = expect(name, tensors, "weight_zero_point", (words_of(out, bits), groups), {torch.int32})
             zeros = unpack(packed.T.contiguous(), bits, out).T
-        group = consecutive(columns, format.group)
+        group = consecutive(columns, format.group, words.device)
         if f"{name}.weight_g_idx" in tensors:
             group = expect(name, tensors, "weight_g_idx", (columns,), {torch.int32, torch.int64}).to(torch.int64)
             if bool(((group < 0) | (group >= groups)).any()):

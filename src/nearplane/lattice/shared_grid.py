@@ -46,7 +46,9 @@ class SharedGrid(Grid):
     fit: ClassVar[str] = "shared"
 
     def __post_init__(self) -> None:
-        scale = (self.block.float() / torch.tensor(self.divisor, dtype=torch.float32)).to(self.block.dtype)
+        # not a number of the CPU, by whose reciprocal CUDA would multiply
+        divisor = torch.full((), self.divisor, dtype=torch.float32, device=self.block.device)
+        scale = (self.block.float() / divisor).to(self.block.dtype)
         object.__setattr__(self, "scale", scale)
         object.__setattr__(self, "zero", torch.zeros_like(scale))
 
@@ -112,7 +114,8 @@ class SharedFit(PlainFit):
 
     def stored(self, steps: Tensor) -> Tensor:
         """Round steps to those that the file holds, in their dtype."""
-        return (self._blocks(steps).float() / self.divisor).to(steps.dtype)
+        divisor = torch.full((), float(self.divisor), dtype=torch.float32, device=steps.device)
+        return (self._blocks(steps).float() / divisor).to(steps.dtype)
 
     @property
     def rounding(self) -> Rounding:
