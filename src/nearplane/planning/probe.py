@@ -139,9 +139,9 @@ def probe(
             before = [stream.quantized[i] for i in range(batches)]
             after = [stream.forward(block, block.quantized, i, x) for i, x in enumerate(before)]
             onward = partial(_onward, stream, block, before, after)
-            for traveller in travellers:
-                for i in range(batches) if traveller.place is not None else ():
-                    differences[traveller.place + i] = onward(i, differences[traveller.place + i])
+            for first in (one.place for one in travellers if one.place is not None):
+                for i in range(batches):
+                    differences[first + i] = onward(i, differences[first + i])
             for born in _perturbed(block, stream, perturbations):
                 travels = not deep or (number in measured and born.point == perturbations.points // 2)
                 seen = range(batches) if travels or not perturbations.sensitivity else ()
