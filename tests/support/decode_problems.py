@@ -12,7 +12,8 @@ from coded_matrices import contents_of, mended
 from nearplane.coding import layout, on_device
 from nearplane.coding.blob import Contents, decode, decode_packed, encode
 from nearplane.errors import FormatError
-from pretended_launches import interpreted
+from pretended import pretended
+from pretended_triton import interpreted
 
 KINDS = ("gaussian", "heavy", "sparse", "constant", "huge", "columns")
 FIELDS = ("patch_rows", "patch_columns", "patch_delta", "column_order", "row_order", "column_scale", "row_scale")
@@ -87,7 +88,8 @@ def solved(asked: dict[str, Any]) -> dict[str, Any]:
         limit = 1 if asked["launches"] > 1 else on_device.MAX_BATCH_BYTES
         batches = mock.patch.object(on_device, "MAX_BATCH_BYTES", limit)
         with (
-            interpreted() as gpu,
+            pretended() as gpu,
+            interpreted(),
             batches,
             mock.patch.dict(on_device.DECODERS, {"pretend": on_device.DECODERS["cuda"]}),
         ):

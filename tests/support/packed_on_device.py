@@ -31,7 +31,8 @@ from nearplane.formats.stored import Stored
 from nearplane.loading import packed_linear
 from nearplane.loading.dense_network import dense_network
 from nearplane.loading.packed_linear import BUFFERS, PackedLinear
-from pretended_launches import interpreted
+from pretended import pretended
+from pretended_triton import interpreted
 
 SIZES = dict(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=24, num_attention_heads=2, head_dim=4)
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "rate"
@@ -57,7 +58,7 @@ def packed(model: torch.nn.Module) -> dict[str, PackedLinear]:
 def loaded(folder: Path, use: bool, everything: bool) -> dict[str, Any]:
     """Load a folder on the pretended GPU, call the model, and compare with the CPU."""
     expected = nearplane.load(folder, dtype="float32", device="cpu")
-    with torch.no_grad(), interpreted() as gpu, kernels(use):
+    with torch.no_grad(), pretended() as gpu, interpreted(), kernels(use):
         model = nearplane.load(folder, dtype="float32", device=DEVICE)
         loading = asdict(gpu.total)
         model.set_experts_implementation("eager")  # the pretended GPU has no histogram of integers

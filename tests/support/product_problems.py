@@ -14,7 +14,8 @@ from nearplane.coding.blob import decode_packed, encode
 from nearplane.formats.native import matrix_of
 from nearplane.loading import packed_linear, product_triton
 from nearplane.loading.packed_linear import PackedLinear
-from pretended_launches import interpreted
+from pretended import pretended
+from pretended_triton import interpreted
 
 
 def problem(seed: int) -> dict[str, Any]:
@@ -47,7 +48,8 @@ def solved(asked: dict[str, Any]) -> dict[str, Any]:
     bias = torch.randn(out, generator=draw).to(dtype) if asked["biased"] else torch.zeros(out, dtype=dtype)
     x = torch.randn(asked["rows"], width, generator=draw).to(dtype)
     exact, few = matrix_of(case).decode(), asked["rows"] <= product_triton.MAX_PRODUCT_ROWS
-    with interpreted() as gpu, mock.patch.dict(packed_linear.PRODUCTS, {"pretend": packed_linear.PRODUCTS["cuda"]}):
+    products = {"pretend": packed_linear.PRODUCTS["cuda"]}
+    with pretended() as gpu, interpreted(), mock.patch.dict(packed_linear.PRODUCTS, products):
         layer.fill(decode_packed(encode(case)), "pretend:0")
         if layer.bias is not None:
             layer.bias = nn.Parameter(bias.to("pretend:0"), requires_grad=False)
