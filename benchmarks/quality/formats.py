@@ -58,8 +58,8 @@ two_sided=false`. A busy machine measured the CPU seconds.
 ON_MORE = """
 ## Tuned on five times the tokens
 
-`nearplane tune` takes five times the tokens of the calibration by default. Here the solve has the calibration's tokens,
-and tuning has five times as many, of which the calibration's are the first. llm-compressor has all of them.
+`nearplane tune` takes at least five times the tokens of the calibration by default. Here the solve has those of the
+calibration, and tuning five times as many, of which the calibration's are the first. llm-compressor has all of them.
 """
 ROUNDED = """
 ## Rounded inputs

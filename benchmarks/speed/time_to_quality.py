@@ -81,11 +81,11 @@ def measure(told: argparse.Namespace, models: dict[str, Subject]) -> None:
             for tool in told.tools:
                 if tool == "auto-round" and number:
                     continue
-                asked = AUTOROUND_WINDOWS if tool == "auto-round" else WINDOWS
-                asked += (usual(subject),) if tool == "nearplane" else ()
+                tried = AUTOROUND_WINDOWS if tool == "auto-round" else WINDOWS
+                tried += (usual(subject),) if tool == "nearplane" else ()
                 key = {"model": name, "sha": subject.sha, "tool": tool, "calibration": number}
                 key |= {"setting": told.setting}
-                counts = [count for count in sorted(asked) if not where(done, windows=count, **key)]
+                counts = [count for count in sorted({*tried}) if not where(done, windows=count, **key)]
                 if not counts:
                     continue
                 function, environment, _ = TOOLS[tool]

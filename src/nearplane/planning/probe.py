@@ -245,9 +245,7 @@ def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> It
     sets = _sets(groups, block.name) if perturbations.together else [(layer,) for group in groups for layer in group]
     for layers in sets:
         weights = {layer: layer.read() for layer in layers}
-        shared_inputs = {
-            layer: inputs.pop(layer.name) for layer in layers
-        }  # their factors are freed with the last layer
+        shared_inputs = {layer: inputs.pop(layer.name) for layer in layers}  # freed after the last layer with them
         makers_of = (perturbations.of(W, shared_inputs[layer]) for layer, W in weights.items())
         for point, makers in enumerate(zip(*makers_of, strict=True)):
             variants = [make() for make in makers]

@@ -251,9 +251,8 @@ def fits(model: Model, cut: Split, codes: int, device: Device) -> Room:
     aside = not device.on_cpu and needs.streamed + needs.states > free
     states = needs.sent if aside else needs.states
     size, on_host = needs.streamed + states, free_memory()
-    pinned = (
-        needs.pinned * (3 * len(cut.windows) - cut.training) // cut.batch
-    )  # both networks', once more where measured
+    # all windows in both networks, and the held-out ones once more while they are measured
+    pinned = needs.pinned * (3 * len(cut.windows) - cut.training) // cut.batch
     if size > free:
         raise RecipeError(
             f"Tuning needs about {size_text(size)} of memory on {device}, but only {size_text(free)} are free. Use fewer "

@@ -260,7 +260,7 @@ class Needed(NamedTuple):
         streamed: With streamed blocks, without `states`.
         held: With all blocks held, see `TunedNetwork`, without `states`.
         states: Hidden states of all windows in both networks.
-        pinned: Hidden states of a batch in one network in pinned memory of a GPU's host.
+        pinned: Hidden states of one batch in one network, in pinned memory of a GPU's host.
         sent: Hidden states on a GPU while the others lie on the host.
     """
 
