@@ -27,6 +27,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane import evaluate, evaluate_tasks, quantize
+from nearplane.calibration.windows import samples_of
 from nearplane.lattice.factor import Order
 from nearplane.models.model import open_model
 from nearplane.recipe.recipe import Calibration, Recipe
@@ -200,7 +201,7 @@ def trace_ratios(subject: Subject) -> dict[str, float]:
     case = Case(folder=opened.folder, calibration=text, held_out=Path(), scored=(0, 0), tuning=(0, 0), group_size=None)
     entries = [
         entry(observed, DAMP)
-        for observed in observations(case, calibration.samples, calibration.seqlen or seqlen_of(subject))
+        for observed in observations(case, samples_of(opened, calibration), calibration.seqlen or seqlen_of(subject))
     ]
     layers = [each for each in entries for _ in range(each.layers)]
     return {
