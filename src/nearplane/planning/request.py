@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nearplane.calibration.stages import FirstLook, try_blocks
-from nearplane.calibration.windows import Windows
+from nearplane.calibration.windows import Windows, samples_of
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.mixes import role_of, type_of
 from nearplane.formats.gptq import FUSED_NAMES
@@ -42,12 +42,14 @@ def open_original(source: str | Path, recipe: Recipe, *, trust_remote_code: bool
 
 
 def resolved(model: Model, recipe: Recipe) -> Recipe:
-    """Return the recipe with the group size "auto" and the type of blocks of every layer resolved for a model.
+    """Return the recipe with the group size "auto", the type of blocks of every layer and `samples` resolved for a model.
 
     Raises:
         RecipeError: No type of blocks divides the inputs of a layer.
     """
     recipe = recipe.grouped(layer.shape[1] for layer in model.layers)
+    calibration = replace(recipe.calibration, samples=samples_of(model, recipe.calibration))
+    recipe = replace(recipe, calibration=calibration)
     config = model.config.to_dict()
     places = {layer.name: index for index, block in enumerate(model.blocks) for layer in block.layers}
     ends = {

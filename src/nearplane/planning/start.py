@@ -71,7 +71,7 @@ class Job:
         """Return the run record with what is known before anything is measured."""
         windows = self.windows
         return RunRecord(
-            recipe=self.asked,
+            recipe=replace(self.asked, calibration=self.recipe.calibration),  # with the number of windows
             source=self.options.name,
             versions=versions(),
             device=self.options.device.model(),

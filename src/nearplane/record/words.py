@@ -101,8 +101,7 @@ def few_tokens(record: RunRecord) -> Iterator[str]:
     if not record.tokens or not record.layers or not record.recipe.scheme.calibrated:
         return
     widest = max(record.layers, key=lambda layer: layer.in_features)
-    # the default is above what is advised: fewer tokens mean that the text is shorter
-    asked = record.recipe.calibration.samples or record.windows + 1
+    asked = record.recipe.calibration.samples or 0
     sentence = shortage(record.windows, record.seqlen, asked, widest.name, widest.in_features)
     if sentence is not None:
         yield f"too few tokens to trust the losses: {sentence}"

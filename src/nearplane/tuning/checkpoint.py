@@ -145,9 +145,8 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
 
 
 def samples_to_tune_on(model: Model, record: RunRecord, seqlen: int | None = None) -> int:
-    """Return the default number of windows for tuning: a multiple of the run's, or of its default if that is more."""
-    usual = samples_of(model, Calibration(seqlen=seqlen or record.seqlen))
-    return SAMPLES_FACTOR * max(record.windows, usual)
+    """Return the default number of windows for tuning: a multiple of the run's, or of its default if it had none."""
+    return SAMPLES_FACTOR * (record.windows or samples_of(model, Calibration(seqlen=seqlen or record.seqlen)))
 
 
 def norms_stored(model: Model) -> dict[str, str]:

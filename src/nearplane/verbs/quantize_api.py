@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,8 @@ def _differing(solved: Path, recipe: Recipe, options: Options) -> str:
     if record.tuning is not None:
         return "it is tuned already."
     asked, ran_in = options.device.asked_dtype, record.compute_dtype.replace("auto", "float32")
+    samples = recipe.calibration.samples or record.recipe.calibration.samples  # the default is a number in the record
+    recipe = replace(recipe, calibration=replace(recipe.calibration, samples=samples))
     if (record.source, record.recipe) != (options.name, recipe) or asked not in ("auto", ran_in):
         return "its model or options differ."
     return ""
