@@ -62,6 +62,7 @@ class Stream:
         assert module is not None, NOT_IN_MEMORY
         call = self.calls[block.name][batch]
         whole = hidden.clone()  # a block may work in place
+        del hidden  # while the block pauses, nobody else may hold it
         if call.encoder_positions is not None:
             assert self.between is not None, "a decoder follows an encoder"
             encoded = self.between(whole[:, call.encoder_positions])

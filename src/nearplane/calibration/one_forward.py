@@ -278,6 +278,7 @@ class BlockForward:
     def _shown(self, stage: int) -> Iterator[list[Rows | RoutedRows]]:
         """Yield the rows of each batch at a stage; after the last stage the original stream enters the next block."""
         group, states, rounding = self._look.groups[stage], self.stream.original, self.stream.rounding
+        ends = self._whole and stage == self._stages - 1
         if rounding is not None and rounding.measures(group):
             fitted = self._quantized[: self.stream.fitted]
             rounding.measured(group, max(float(self._paused(each, stage).x.abs().max()) for each in fitted))
@@ -285,10 +286,14 @@ class BlockForward:
             original = None
             if states is not None:
                 original = self._seen(self._original[batch], stage)
-                if self._whole and stage == self._stages - 1:
+                if ends:
+                    original.rows = [rows.clone() for rows in original.rows]  # the block may work in place
                     states[batch] = self._output(self._original[batch])
             yield [rows_of(group[0].name, self._seen(forward, stage, rounding), original)]
+            del original
             release()  # memory that the forward passes freed is scattered among paused activations
+        if ends:
+            self.block.free_original()  # its stream has passed the block
 
     def _output(self, forward: _Forward) -> Tensor:
         """Run a forward pass to its end; return its output hidden states."""

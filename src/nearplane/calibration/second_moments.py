@@ -127,6 +127,8 @@ def _take_in(
                 kept[index].append(rows)
             else:
                 sums[index].add(batch, rows)
+            del rows
+        del rows_by_group  # before the next batch runs
 
 
 def _in_turn(

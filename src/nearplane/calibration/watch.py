@@ -294,14 +294,15 @@ class Seen:
     rounded: Callable[[str, Tensor], Tensor] | None = None
 
     def add(self, group: Sequence[Layer], x: Any, *, waits: bool = False) -> None:
-        """Add an input `x` of the group, as a copy; inputs of experts are not copied while the forward pass `waits`."""
+        """Add an input `x` of the group; it is copied unless the forward pass `waits` until its rows are used."""
         layer = group[0]
         if isinstance(x, Routed):
             experts = list(dict.fromkeys(each.expert for each in group if isinstance(each, ExpertLayer)))
             self.routed = x if waits else x.only(experts)
         else:
             rows = layer.rows(x)
-            self.rows.append((rows if self.rounded is None else self.rounded(layer.name, rows)).clone())
+            rows = rows if self.rounded is None else self.rounded(layer.name, rows)
+            self.rows.append(rows if waits and rows.is_contiguous() else rows.clone())
 
     @property
     def peak(self) -> float:

@@ -87,7 +87,9 @@ def measure(
         outside = sweep_planes(wide, cast(Grid, grid), sweep).outside
     values = None if base is None else matrix.decode()
     solution = Solution(matrix=cast("QuantizedMatrix[Grid]", on_grid), outside=outside)
-    figures = certify(W, target, solution, H, sweep, values=values)
+    figures, sweep_damp = certify(W, target, solution, H, sweep, values=values), sweep.damp
+    del sweep
+    inputs.certified(scheme)
     parts = [] if moments.extra is None else [moments.extra, *moments.extra.by_source()]
     on_extra = [losses_on_extra(W, target, on_grid, part, values=values) for part in parts if part is not None]
     entropy = None  # on fixed grids; else bits per weight under the tables in the file
@@ -117,7 +119,7 @@ def measure(
         base=base,
         correction=correction,
         damp=damped.damp,
-        sweep_damp=sweep.damp,
+        sweep_damp=sweep_damp,
         extra_loss=extra[0],
         extra_relative_loss=extra[1],
         extra_nearest_loss=extra[2],

@@ -98,6 +98,7 @@ class Inputs:
         with one_thread():
             if int(torch.linalg.cholesky_ex(lower).info):
                 return None
+            del lower
             if not self._mean_log:
                 L, info = torch.linalg.cholesky_ex(H)
                 failed, mean_log = read(info, L.diagonal().double().log2().mean())
@@ -139,6 +140,12 @@ class Inputs:
         if self._once:
             self.moments = replace(self.moments, C=None, lost=None, held_out=None)
             self.spent = True
+
+    def certified(self, scheme: Scheme) -> None:
+        """Free the factor of the sweep if these inputs are used once and no later layer shares them."""
+        if self._once and self._last:
+            self._factors.pop((scheme.order, scheme.damp_of_the_sweep(self.corrects), False), None)
+            release()  # the limit takes as much
 
     def factor(
         self,

@@ -38,6 +38,7 @@ from nearplane.recipe.scheme import Scheme
 from nearplane.recipe.schemes import BlockScheme, GridScheme
 from nearplane.record.record import LayerRecord
 from nearplane.system.arguments import checked
+from nearplane.system.memory import release
 
 ROW_DAMP = 0.1  # damping of G, relative to the mean of its diagonal
 MAX_PARTS, MIN_ROWS = 16, 16  # a run of rows is solved in at most 16 parts, of at least 16 rows
@@ -119,6 +120,7 @@ def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, stor
         peak=storage.peak,
     )
     grid, fit = FITS[steps.format.fit](target, importance, steps)
+    release()  # memory of the factorization and of the search for steps
     rounds, sweeps = scheme.rounds or 0, scheme.polish or 0
     if not rounds and not sweeps:
         return rounded(target, grid, factor, scheme, inputs.moments.H)

@@ -335,10 +335,16 @@ class Block:
         try:
             yield
         finally:
-            for module in (self.original, self.quantized):
-                if module is not None:
-                    module.to("meta")  # frees memory even if a layer of the block is still referenced
-            self.original = self.quantized = None
+            self.free_original()
+            if self.quantized is not None:
+                self.quantized.to("meta")  # frees memory even if a layer of the block is still referenced
+            self.quantized = None
+
+    def free_original(self) -> None:
+        """Free the weights of `original`, which may be done once its stream has passed the block."""
+        if self.original is not None:
+            self.original.to("meta")
+        self.original = None
 
     def layers_of(self, module: nn.Module | None) -> list[Layer]:
         """Return the layers of a copy of the block."""

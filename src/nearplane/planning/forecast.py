@@ -44,7 +44,7 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import AnyScheme, GridScheme
 from nearplane.recipe.sizes import Limits, size_text
 from nearplane.system.device import Device
-from nearplane.system.memory import free_memory, release, resident
+from nearplane.system.memory import free_memory, release_all, resident
 from nearplane.system.progress import duration
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def within_limits(
     if shapes is None:
         return None
     load_libraries(recipe.scheme)
-    release()
+    release_all()
     usual, start = MemorySetting.usual(windows.seqlen, device, batch), resident() or 0
     allowed = {HOST: limits.host or inf}
     if not device.on_cpu:

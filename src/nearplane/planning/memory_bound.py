@@ -354,24 +354,22 @@ def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterato
         routed = given if given <= setting.room else wide // min(group.experts, -(-wide // max(1, setting.room)))
         waiting_now = windows * arrived if paused else routed
         running = setting.batch * (max(0, group.alive - before) if paused else streams * group.alive)
-        rows = (
-            SINGLE
-            * setting.batch
-            * shapes.seqlen
-            * (
-                n * (streams + split + ROUNDING_COPIES * shapes.rounded)
-                + 4 * split * max((out for out, _ in group.lost), default=0)
-            )
-        )
+        row, widest = SINGLE * setting.batch * shapes.seqlen, max((out for out, _ in group.lost), default=0)
+        copied = split * last if paused else streams  # passes that wait hold their inputs
+        rows = row * (n * (copied + split + ROUNDING_COPIES * shapes.rounded) + 4 * split * widest)
         lost, crossed = split * sum(out * columns for out, columns in group.lost), split * _crossed(group)
         sums = n * n * DOUBLE * (streams + 2 * crossed) + 2 * DOUBLE * lost
         products = SINGLE * max(crossed * n * n, lost) + SINGLE * split * _largest(group)
         extra = streams * SINGLE * min(EXTRA_ROWS, shapes.extra * shapes.seqlen) * n
         checked = n * n * (SINGLE * split + FINITE_BYTES) + extra  # held-out moments in float32 and the check for NaN
         waiting_first = held[stage] if paused else waiting_now
-        yield Moment("running a block", block + states + waiting_first + running + rows + products + sums + extra)
-        yield Moment("running a block", block + states + waiting_now + sums + extra + checked)
-        yield Moment("solving a layer", block + states + waiting_now + _solving(shapes, group, costs))
+        most = running + rows + products
+        if paused:  # rows are summed while no pass runs; the quantized network runs after the original one
+            most = max(running + row * split * (n * copied + widest), rows + products)
+        yield Moment("running a block", block + states + waiting_first + most + sums + extra)
+        left = shapes.number * kind.weights if last else block  # the original stream may have passed the block
+        yield Moment("running a block", left + states + waiting_now + sums + extra + checked)
+        yield Moment("solving a layer", left + states + waiting_now + _solving(shapes, group, costs))
 
 
 def _solving(shapes: Shapes, group: Group, costs: Costs) -> int:

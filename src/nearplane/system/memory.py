@@ -71,12 +71,16 @@ def release() -> None:
     if time.monotonic() < _asked + PAUSE:
         return
     _asked = time.monotonic()
-    library = _c_library()
-    if trim := getattr(library, "malloc_trim", None):
-        if (state := getattr(library, "mallinfo2", None)) is not None:  # glibc 2.33 and newer
-            state.restype = _Mallinfo2
-        if state is None or state().fordblks > KEPT:
-            trim(0)
+    if (state := getattr(_c_library(), "mallinfo2", None)) is not None:  # glibc 2.33 and newer
+        state.restype = _Mallinfo2
+    if state is None or state().fordblks > KEPT:
+        release_all()
+
+
+def release_all() -> None:
+    """Return all memory that was freed to the system, for the start of a run: what it keeps is not needed again soon."""
+    if trim := getattr(_c_library(), "malloc_trim", None):
+        trim(0)
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -277,7 +277,7 @@ def test_an_error_in_a_solve_leaves_no_forward_paused(
     model = open_model(str(folder_of("llama")))
     stream = both(skeleton(model, tokens.split(2), device="cpu", dtype=torch.float64))
     with model.blocks[0].on("cpu", torch.float64) as block:
-        error = None
+        error, modules = None, (block.original, block.quantized)
         try:
             with closing(BlockForward(block, stream, sequential=True, room=MUCH)) as passage:
                 for index, (_, shown) in enumerate(passage):
@@ -289,7 +289,7 @@ def test_an_error_in_a_solve_leaves_no_forward_paused(
             error = raised
         assert str(error) == "in a solve"
         assert paused() == []
-        before = [hook for module in (block.original, block.quantized) for each in module.modules()
+        before = [hook for module in modules for each in module.modules()
                   for hook in (*each._forward_pre_hooks, *each._forward_hooks)]  # fmt: skip
         assert before == []
 
