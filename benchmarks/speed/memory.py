@@ -25,7 +25,7 @@ from nearplane.demo import MODEL
 torch.manual_seed(0)
 hidden, blocks = int(sys.argv[1]), int(sys.argv[2])
 config = LlamaConfig(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=blocks, num_attention_heads=hidden // 64,
-                     num_key_value_heads=hidden // 128, vocab_size=2048, max_position_embeddings=512, tie_word_embeddings=True)
+                     num_key_value_heads=hidden // 128, vocab_size=4096, max_position_embeddings=512, tie_word_embeddings=True)
 LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(sys.argv[3], max_shard_size="200MB")
 for name in ("tokenizer.json", "tokenizer_config.json"):
     open(sys.argv[3] + "/" + name, "wb").write((MODEL / name).read_bytes())
@@ -90,7 +90,7 @@ def quantize(folder: str, out: str, samples: str, seqlen: str) -> None:
     from nearplane.demo import CALIBRATION
 
     tokens = {"calibration": str(CALIBRATION), "samples": int(samples), "seqlen": int(seqlen)}
-    record = nearplane.quantize(folder, out, bits=4, group_size=128, **tokens)
+    record = nearplane.quantize(folder, out, bits=4, **tokens)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     blocks = len(record.layers) // 7
     print(

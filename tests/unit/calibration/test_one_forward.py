@@ -283,6 +283,7 @@ def test_an_error_in_a_solve_leaves_no_forward_paused(
                 for index, (_, shown) in enumerate(passage):
                     list(shown)
                     assert len(paused()) == 3 * (1 if index == 3 else 2)
+                    assert (block.original is None) == (index == 3)  # its stream has passed the block
                     if index == stage:
                         raise RuntimeError("in a solve")
         except RuntimeError as raised:

@@ -232,3 +232,17 @@ def test_moments_that_are_used_once_are_let_go_and_a_second_target_is_refused(ge
     assert torch.equal(kept.factor_of_the_sweep(scheme).U, once.factor_of_the_sweep(scheme).U)
     with pytest.raises(NumericalError, match="Make new Inputs"):
         corrected(W, once, scheme)
+
+
+def test_the_last_certificate_lets_the_factor_of_the_sweep_go(generator: torch.Generator) -> None:
+    """Only of inputs that are used once: others may be solved again."""
+    scheme, moments = GridScheme(bits=4), seen(*streams(generator))
+    first, kept = Inputs(moments).used_once(), Inputs(moments)
+    last = first.of(moments).used_once()
+    factor, again = first.factor_of_the_sweep(scheme), kept.factor_of_the_sweep(scheme)
+    first.certified(scheme)  # another layer shares it
+    assert last.factor_of_the_sweep(scheme) is factor
+    last.certified(scheme)
+    assert last.factor_of_the_sweep(scheme) is not factor
+    kept.certified(scheme)
+    assert kept.factor_of_the_sweep(scheme) is again
