@@ -137,21 +137,44 @@ def lines(rows: list[Row]) -> Iterator[str]:
 
 
 def verdict(found: dict[str, list[tuple[int, float, float, float | None]]]) -> Iterator[str]:
-    """Yield the CPU time at which ours reaches the best KL of each peer, as a share of that peer's time."""
-    ours = found.get("nearplane", [])
+    """Yield a table: CPU time of each peer at its best KL, and that of nearplane, measured and between measured points."""
+    ours, body = found.get("nearplane", []), []
     for tool, points in found.items():
-        if tool.startswith("nearplane"):
+        if tool == "nearplane" or not ours:
             continue
-        _, cpu, kl, _ = min(points, key=lambda point: point[2])
-        soon = [mine for mine in ours if mine[2] <= kl]
-        if soon:
-            count, mine, reached, _ = min(soon, key=lambda point: point[1])
-            yield (
-                f"\n{tool}'s best KL, {kl:.5f}, takes it {cpu:.1f} CPU s; nearplane has {reached:.5f} after {mine:.1f} s "
-                f"({count} windows): {mine / cpu:.2f} of the time."
+        count, cpu, kl, _ = min(points, key=lambda point: point[2])
+        place = next((place for place, point in enumerate(ours) if point[2] <= kl), None)
+        if place is None:
+            body.append((tool, f"{count}", f"{kl:.5f}", f"{cpu:.1f}", "not reached", "", ""))
+            continue
+        windows, mine, reached, _ = ours[place]
+        crossing = mine
+        if place:  # the logarithm of KL is interpolated along CPU time
+            _, before, above, _ = ours[place - 1]
+            crossing = before + (mine - before) * math.log(above / kl) / math.log(above / reached)
+        shown = f"{reached:.5f} ({windows} windows)"
+        body.append(
+            (
+                tool,
+                f"{count}",
+                f"{kl:.5f}",
+                f"{cpu:.1f}",
+                shown,
+                f"{mine:.1f}",
+                f"{crossing / cpu:.2f} to {mine / cpu:.2f}",
             )
-        else:
-            yield f"\n{tool}'s best KL, {kl:.5f}, was not reached."
+        )
+    heads = (
+        "peer",
+        "windows of its best KL",
+        "KL",
+        "its CPU s",
+        "nearplane's KL there or below",
+        "CPU s",
+        "time / its time",
+    )
+    yield ""
+    yield from table(heads, body)
 
 
 def compared(rows: list[Row], models: dict[str, Subject]) -> Iterator[str]:
@@ -206,6 +229,7 @@ def draw(rows: list[Row], subjects: dict[str, Subject], path: Path) -> None:
 
     matplotlib.use("svg")
     from matplotlib import pyplot
+    from matplotlib.ticker import NullLocator
 
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure, axes = pyplot.subplots(1, len(models), figsize=(4.2 * len(models), 3.6), squeeze=False)
@@ -217,6 +241,12 @@ def draw(rows: list[Row], subjects: dict[str, Subject], path: Path) -> None:
                 if count == usual(subjects[model]):
                     axis.plot([seconds], [loss], "*", label="nearplane, default tokens", markersize=14, color="C0")
         axis.set(xscale="log", yscale="log", title=model, xlabel="CPU seconds", ylabel="KL divergence, nats per token")
+        shown = axis.get_xlim()
+        axis.set_xticks([each for each in (3, 5, 10, 20, 50, 100, 200, 500, 1000) if shown[0] <= each <= shown[1]])
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
     axes[0][0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
