@@ -228,6 +228,7 @@ def draw(rows: list[Row], subjects: dict[str, Subject], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "time"}  # text as text; the same bytes again
     from matplotlib import pyplot
     from matplotlib.ticker import NullLocator
 
