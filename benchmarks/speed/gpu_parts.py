@@ -34,6 +34,7 @@ RESIDENT_ROWS = 8448  # of a loop over columns on a card at a time: 2 strips of 
 PACKED, CODED = 11e-9, 3e-9  # seconds of a thread of the host for a weight: packed and read back; coded for its size
 HASHED = 1.6e9  # bytes of a file that one thread hashes in a second
 CODE_BYTES = 4  # of a code on its way to the host
+PACKING_BYTES = 60  # read and written on the card for a weight: joined to words of int32, taken apart again, compared
 REST = "rest"
 FUNCTIONS = {  # part: its functions; what one calls that belongs to another part counts for that part
     "reading": ("models.model:Block.read",),
@@ -278,7 +279,7 @@ def _of_group(group: Group, text: Text, rate: bool, solves: float, descents: flo
         bytes=descents * (16 * n * out + 4 * layers * square),
         chain=descents * steps,
     )
-    found["packing"] = Work(sent=CODE_BYTES * n * out, host=PACKED * n * out)
+    found["packing"] = Work(bytes=PACKING_BYTES * n * out, sent=0.52 * n * out)
     return found
 
 
