@@ -128,8 +128,8 @@ ASSUMED = """\
 The rates are 0.6 to 0.9 of the makers' figures for dense products; vector is float32 without fused operations. In
 kernels, float32 numbers are multiplied by three products of TF32 (tf32x3). A strip of 32 rows reads 4 bytes from the
 cache for 64 operations, which limits the H100 to about half of a third of its TF32. Memory has 0.85 to 0.9 of the
-makers' bandwidth, PCIe 5 and 4 with 16 lanes 0.8 of theirs. Integers are packed on the card. On one thread the host packs
-an entropy-coded weight, reads it back and compares it in 11 ns, codes it in 3 ns and hashes 1.6 GB a second
+makers' bandwidth, PCIe 5 and 4 with 16 lanes 0.8 of theirs. Integers are packed on the card. On one thread the host
+packs an entropy-coded weight, reads it back and compares it in 11 ns, codes it in 3 ns and hashes 1.6 GB a second
 ([speed.md](speed.md))."""
 
 
