@@ -117,3 +117,8 @@ def test_the_default_gives_an_expert_four_tokens_for_each_input_if_the_router_is
     )
     random_model(config).save_pretrained(tmp_path)
     assert samples_of(open_model(str(tmp_path)), Calibration(seqlen=64)) == 4 * 640 * 16 // 64
+
+
+def test_the_record_holds_the_default_number_of_windows(model, tmp_path):
+    record = quantized(model, tmp_path / "out", seqlen=64)
+    assert record.windows == record.recipe.calibration.samples == 50 * 96 // 64
