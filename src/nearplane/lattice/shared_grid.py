@@ -46,9 +46,7 @@ class SharedGrid(Grid):
     fit: ClassVar[str] = "shared"
 
     def __post_init__(self) -> None:
-        # not a number of the CPU, by whose reciprocal CUDA would multiply
-        divisor = torch.full((), self.divisor, dtype=torch.float32, device=self.block.device)
-        scale = (self.block.float() / divisor).to(self.block.dtype)
+        scale = divided(self.block, self.divisor)
         object.__setattr__(self, "scale", scale)
         object.__setattr__(self, "zero", torch.zeros_like(scale))
 
@@ -60,6 +58,15 @@ class SharedGrid(Grid):
     def same_as(self, other: object) -> bool:
         """Return whether another grid has the same steps, divisor, groups and levels."""
         return isinstance(other, SharedGrid) and self.divisor == other.divisor and Grid.same_as(self, other)
+
+
+def divided(block: Tensor, divisor: float) -> Tensor:
+    """Return the steps `block / divisor`, rounded to float32, in the dtype of `block`.
+
+    The divisor becomes a tensor on the device: by a number, CUDA would multiply with its reciprocal and round otherwise.
+    """
+    steps: Tensor = block.float() / torch.full((), divisor, dtype=torch.float32, device=block.device)
+    return steps.to(block.dtype)
 
 
 def divisor_of(peak: float, highest: float) -> float:
@@ -90,7 +97,7 @@ def shared(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Call
     peak = float(target.abs().max()) if steps.peak is None else steps.peak
     divisor = divisor_of(peak, float(levels[-1]))
     values = E4M3.to(target)
-    scales = values / divisor
+    scales = divided(values, divisor)
     groups = target.reshape(len(target), -1, size)
     place = torch.bucketize(groups.abs().amax(-1) / levels[-1], scales)
     places = ((place + offset).clamp_(0, len(values) - 1) for offset in WINDOW)
@@ -110,17 +117,16 @@ class SharedFit(PlainFit):
     """Fit of the steps by least squares, rounded to E4M3 values over the divisor."""
 
     def __init__(self, divisor: float) -> None:
-        self.divisor = torch.tensor(divisor, dtype=torch.float32)
+        self.divisor = divisor  # exact in float32
 
     def stored(self, steps: Tensor) -> Tensor:
         """Round steps to those that the file holds, in their dtype."""
-        divisor = torch.full((), float(self.divisor), dtype=torch.float32, device=steps.device)
-        return (self._blocks(steps).float() / divisor).to(steps.dtype)
+        return divided(self._blocks(steps), self.divisor).to(steps.dtype)
 
     @property
     def rounding(self) -> Rounding:
         """Return the rounding of `stored`: E4M3 has three bits behind the point."""
-        return Rounding(3, SMALLEST, float(self.divisor), LARGEST / float(self.divisor))
+        return Rounding(3, SMALLEST, self.divisor, LARGEST / self.divisor)
 
     def grid(self, state: State, start: Grid) -> Grid:
         """Return the grid `start` with the fitted steps."""
@@ -129,5 +135,5 @@ class SharedFit(PlainFit):
 
     def _blocks(self, steps: Tensor) -> Tensor:
         """Return the E4M3 values, as float32, of steps."""
-        scaled = (steps * float(self.divisor)).clamp(SMALLEST, LARGEST)
+        scaled = (steps * self.divisor).clamp(SMALLEST, LARGEST)
         return scaled.to(torch.float8_e4m3fn).float()
