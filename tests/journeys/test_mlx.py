@@ -20,10 +20,11 @@ import nearplane
 from families import VOCABULARY
 from model_types import save_type
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.formats.mlx import BITS, GROUP_SIZES, MODEL_TYPES
+from nearplane.formats.mlx import MODEL_TYPES
 from nearplane.formats.stored import Stored, read_matrices
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.loading.dense_network import dense_network
+from nearplane.recipe.file_formats import MLX_BITS, MLX_GROUP_SIZES
 
 mx = pytest.importorskip("mlx.core", reason="needs mlx")
 mlx_lm = pytest.importorskip("mlx_lm.utils", reason="needs mlx-lm")
@@ -62,10 +63,10 @@ def dense_copy(folder: Path, out: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", MLX_BITS)
 def test_mlx_decodes_our_values(bits: int, dtype: torch.dtype, tmp_path: Path) -> None:
     save_type(tmp_path / "model", "llama", dtype, hidden_size=128, intermediate_size=256, head_dim=32)
-    for group in GROUP_SIZES:
+    for group in MLX_GROUP_SIZES:
         out = tmp_path / f"g{group}"
         nearplane.quantize(
             tmp_path / "model", out, format="mlx", bits=bits, group_size=group, solver="round-to-nearest"

@@ -19,7 +19,8 @@ from native_checkpoints import save_tiny
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import BY_NAME
 from nearplane.lattice.solvers import SOLVERS
-from nearplane.recipe.scheme import FILE_FORMATS, UNCALIBRATED_SOLVERS, FileFormat, Format, Solver
+from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
+from nearplane.recipe.scheme import UNCALIBRATED_SOLVERS, Solver
 from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
 from nearplane.record.from_json import _hints
 from nearplane.system.arguments import hints_of

@@ -24,8 +24,9 @@ from nearplane.cli.flags import (
 )
 from nearplane.cli.printing import opening, say
 from nearplane.cli.terminal import bar
+from nearplane.recipe.file_formats import Format
 from nearplane.recipe.recipe import Calibration, Recipe, Tune
-from nearplane.recipe.scheme import Activations, Allocation, Format
+from nearplane.recipe.scheme import Activations, Allocation
 from nearplane.system.arguments import ComputeDtype
 from nearplane.system.paths import check_named
 from nearplane.verbs.early_checks import check_quantize

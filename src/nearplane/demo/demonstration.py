@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from nearplane.demo import CALIBRATION, CALIBRATION_WINDOWS, EVALUATION_WINDOWS, HELD_OUT, MODEL, SEQLEN
 from nearplane.loading.dense_network import dense_network
+from nearplane.recipe.file_formats import Format
 from nearplane.recipe.recipe import Calibration, Recipe
-from nearplane.recipe.scheme import Format, Solver
+from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import GridScheme, RateScheme
 from nearplane.recipe.sizes import size_text
 from nearplane.system.files import check_output

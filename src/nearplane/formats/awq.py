@@ -23,15 +23,14 @@ from nearplane.formats.integers import Integers, consecutive, expect, group_size
 from nearplane.formats.layer_format import ConfigFile, GridFormat, Held, Quantized
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
+from nearplane.recipe.file_formats import AWQ_BITS, FILE_FORMATS
 
-BITS = 4
 ORDER = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # of the outputs in a word
 
 
 class AWQ(GridFormat):
     """The tensors of a layer."""
 
-    BITS = (BITS,)
     KEY = "qweight"
     SUFFIXES = ("qweight", "qzeros", "scales")
 
@@ -39,10 +38,7 @@ class AWQ(GridFormat):
         """Refuse layers that readers of AWQ do not load."""
         if kind != "Linear":
             raise RecipeError(f"{name} is a {kind}; AWQ stores Linear layers only. Leave it unquantized with --ignore.")
-        if format != integers(BITS, format.group, symmetric=False):
-            raise RecipeError(
-                f"{name}: AWQ stores 4 bits with zero points, not {format.name}. Use --bits 4 --no-symmetric, or another --format."
-            )
+        FILE_FORMATS["awq"].check(name, format)
         if format.group is not None and shape[1] % format.group:
             raise RecipeError(
                 f"{name} has {shape[1]} inputs, not a multiple of the group size {format.group}. Use another --group-size, or "
@@ -56,17 +52,17 @@ class AWQ(GridFormat):
     def held(self, matrix: QuantizedMatrix[Any], format: NumberFormat) -> Held:
         """Return symmetric codes of 4 bits as codes from 0 with the zero point 8."""
         matrix, format = GridFormat.held(self, matrix, format)
-        if format == integers(BITS, format.group):
+        if format == integers(AWQ_BITS, format.group):
             half, grid = -format.low, matrix.grid
-            shifted = replace(grid, zero=grid.zero + half, low=0, high=2**BITS - 1)
+            shifted = replace(grid, zero=grid.zero + half, low=0, high=2**AWQ_BITS - 1)
             matrix = QuantizedMatrix(codes=matrix.codes + half, grid=shifted)
-            format = integers(BITS, format.group, symmetric=False)
+            format = integers(AWQ_BITS, format.group, symmetric=False)
         return Held(matrix, format)
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer."""
         stored = Integers.of(name, matrix, dtype)
-        if stored.format.symmetric or stored.format.bits != BITS or dtype != torch.float16:
+        if stored.format.symmetric or stored.format.bits != AWQ_BITS or dtype != torch.float16:
             raise FormatError(f"{name}: {stored.format.name}, {dtype} scales; AWQ stores int4-asym and float16 scales.")
         if not torch.equal(stored.group, consecutive(len(stored.group), len(stored.group) // stored.scale.shape[1])):
             raise FormatError(f"{name}: its groups are not runs of neighbouring inputs, as AWQ stores them.")
@@ -123,7 +119,7 @@ class Config(ConfigFile):
         return {
             "quant_method": "awq",
             "version": "gemm",
-            "bits": BITS,
+            "bits": AWQ_BITS,
             "group_size": format.group or -1,
             "zero_point": True,
             "modules_to_not_convert": [name for name in network.ignore if not name.startswith("re:")] + patterns,
@@ -131,13 +127,13 @@ class Config(ConfigFile):
 
     def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
         """Return the number format of all layers."""
-        for field, expected in (("bits", BITS), ("zero_point", True)):
+        for field, expected in (("bits", AWQ_BITS), ("zero_point", True)):
             if config.get(field) is not expected and config.get(field) != expected:
                 raise FormatError(f"AWQ: {field} is {config.get(field)!r}, expected {expected}.")
         if str(config.get("version", "gemm")).lower() != "gemm":
             raise FormatError(f"AWQ: version is {config['version']!r}, expected gemm.")
         size = group_size_of("AWQ: group_size", config.get("group_size", 128), (-1, None))
-        return integers(BITS, size, symmetric=False)
+        return integers(AWQ_BITS, size, symmetric=False)
 
 
 FORMAT = Format(AWQ(), Config())
@@ -145,10 +141,10 @@ FORMAT = Format(AWQ(), Config())
 
 def _words(numbers: Tensor) -> Tensor:
     """Return (rows, n/8) int32 words of (rows, n) numbers 0 to 15."""
-    return pack(numbers.unflatten(1, (-1, len(ORDER)))[..., ORDER].flatten(1).contiguous(), BITS)
+    return pack(numbers.unflatten(1, (-1, len(ORDER)))[..., ORDER].flatten(1).contiguous(), AWQ_BITS)
 
 
 def _numbers(words: Tensor, count: int) -> Tensor:
     """Return (rows, count) numbers of (rows, count/8) words."""
-    numbers: Tensor = unpack(words, BITS, count).unflatten(1, (-1, len(ORDER)))[..., ORDER.argsort()]
+    numbers: Tensor = unpack(words, AWQ_BITS, count).unflatten(1, (-1, len(ORDER)))[..., ORDER.argsort()]
     return numbers.flatten(1)

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import FormatError
 from nearplane.formats.container import Format
 from nearplane.formats.fp4_packed import MXFP4Packed, NVFP4Packed
 from nearplane.formats.fp8_packed import FP8BlockPacked, FP8Packed, MXFP8Packed
@@ -24,6 +24,7 @@ from nearplane.formats.packed_integers import PackQuantized
 from nearplane.formats.packing import Packing, check_inputs, inputs_object, refuse_unknown
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import InputRounding, NumberFormat
+from nearplane.recipe.file_formats import FILE_FORMATS
 
 MIXED_FORMAT = "mixed-precision"  # `format` of a config whose layers have several packings
 WITH_INPUTS = Int8Packed()  # of integers whose inputs are rounded, too
@@ -57,7 +58,6 @@ class CompressedTensors(GridFormat):
 
     KEY = Packing.KEY
     SUFFIXES = tuple(dict.fromkeys(suffix for each in PACKINGS for suffix in each.SUFFIXES))
-    BITS = PackQuantized.BITS
 
     def configured(self, config: Mapping[str, Any]) -> Self:
         """Return the format with `rounds_inputs` as the config sets it."""
@@ -66,14 +66,8 @@ class CompressedTensors(GridFormat):
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse layers that no packing stores or that transformers does not load."""
-        packing = packing_of(format)
-        if format.levels is not None and format != packing.HOLDS:
-            held = ", ".join(each.HOLDS.name for each in PACKINGS if each.HOLDS is not None)
-            raise RecipeError(
-                f"{name}: compressed-tensors stores integers of 2 to 8 bits and {held}, not {format.name}. "
-                f"Use one of these with --grid."
-            )
-        packing.check(name, shape, kind, format)
+        FILE_FORMATS["compressed-tensors"].check(name, format)
+        packing_of(format).check(name, shape, kind, format)
 
     def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:
         """Return whether all packings of the config decode to the network's dtype, and inputs are not rounded."""

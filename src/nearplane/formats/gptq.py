@@ -28,8 +28,8 @@ from nearplane.formats.integers import Integers, consecutive, expect, group_size
 from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized, json_text, matches
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
+from nearplane.recipe.file_formats import FILE_FORMATS, GPTQ_BITS
 
-BITS = (2, 3, 4, 8)
 FUSED_NAMES = {  # names under which vLLM and SGLang look up the scheme of layers that they load as one
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
@@ -56,7 +56,6 @@ class GPTQ(GridFormat):
     less: int
     permuted: bool = False
 
-    BITS = BITS
     KEY = "qweight"
     SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
     ON_DEVICE = True
@@ -67,22 +66,12 @@ class GPTQ(GridFormat):
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse layers that gptqmodel's kernels do not support, and asymmetric weights in version 1."""
-        bits, group_size, symmetric = format.bits, format.group, format.symmetric
+        bits, group_size = format.bits, format.group
         if kind not in ("Linear", "Conv1D", "Expert"):
             raise RecipeError(
                 f"{name} is a {kind}; GPTQ stores Linear and Conv1D layers only. Leave it unquantized with --ignore."
             )
-        if format.levels is not None:
-            raise RecipeError(f"{name}: GPTQ stores integers, not {format.name}. Use --bits instead of --grid.")
-        if bits not in BITS:
-            raise RecipeError(
-                f"{name}: GPTQ stores 2, 3, 4 or 8 bits, not {bits}. Use --format compressed-tensors for symmetric Linear layers."
-            )
-        if not symmetric and self.less:
-            raise RecipeError(
-                f"{name}: asymmetric weights are ambiguous in version 1 of GPTQ, which stores zero points less 1, and "
-                f"gptqmodel refuses them. Use --format gptq_v2."
-            )
+        FILE_FORMATS["gptq" if self.less else "gptq_v2"].check(name, format)
         if group_size is not None and group_size not in GROUP_SIZES and group_size != shape[1]:
             sizes = ", ".join(map(str, GROUP_SIZES))
             raise RecipeError(f"{name} has groups of {group_size}; readers of GPTQ need --group-size {sizes} or none.")
@@ -102,7 +91,7 @@ class GPTQ(GridFormat):
         """Return the tensors of one layer."""
         stored = Integers.of(name, matrix, dtype)
         bits = stored.format.bits
-        if bits not in BITS or dtype != torch.float16:
+        if bits not in GPTQ_BITS or dtype != torch.float16:
             raise FormatError(f"{name}: {bits} bits, {dtype} scales; GPTQ stores 2, 3, 4 or 8 bits and float16 scales.")
         if self.less and not stored.format.symmetric:
             raise FormatError(f"{name} is asymmetric; nearplane writes version 1 of GPTQ for symmetric matrices only.")
@@ -208,8 +197,8 @@ class Config(ConfigFile):
         """Return the number format of the config, or that of the first entry of `dynamic` that matches the layer."""
         entry = _dynamic(config, name)
         bits, group_size = entry.get("bits", config.get("bits")), entry.get("group_size", config.get("group_size", 128))
-        if type(bits) is not int or bits not in BITS:
-            raise FormatError(f"GPTQ: bits is {bits!r}, expected {', '.join(map(str, BITS))}.")
+        if type(bits) is not int or bits not in GPTQ_BITS:
+            raise FormatError(f"GPTQ: bits is {bits!r}, expected {', '.join(map(str, GPTQ_BITS))}.")
         if str(config.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
             raise FormatError(f"GPTQ: pack_dtype is {config['pack_dtype']!r}, expected int32.")
         if config.get("rotation"):

@@ -57,7 +57,6 @@ class LayerFormat(ABC):
     Attributes:
         KEY: Suffix of the name of the one tensor that every quantized layer has.
         SUFFIXES: Suffixes of the names of all tensors of a layer.
-        BITS: Code widths in bits, narrowest first.
         CHECKSUMS: Whether the index of the folder holds a checksum of every tensor.
         METADATA: Value of "format" in the metadata of weight files.
         ON_DEVICE: Whether `pack` and `unpack` compute where the matrix is; else it has to be on the CPU.
@@ -65,7 +64,6 @@ class LayerFormat(ABC):
 
     KEY: ClassVar[str]
     SUFFIXES: ClassVar[tuple[str, ...]]
-    BITS: ClassVar[tuple[int, ...]] = ()
     CHECKSUMS: ClassVar[bool] = False
     METADATA: ClassVar[str] = "pt"
     ON_DEVICE: ClassVar[bool] = False

@@ -29,9 +29,8 @@ from nearplane.formats.packing import SCALES
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
 from nearplane.lattice.superblock import SuperGrid
+from nearplane.recipe.file_formats import FILE_FORMATS, MLX_BITS
 
-BITS = (2, 3, 4, 5, 6, 8)
-GROUP_SIZES = (32, 64, 128)
 KINDS = ("Linear", "Embedding", "Expert")
 MODEL_TYPES = (  # model types that mlx_lm 0.32.2 loads and computes as transformers does, see tests/journeys/test_mlx.py
     "cohere", "dots1", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_bigcode", "granite", "granitemoe", "helium",
@@ -50,7 +49,6 @@ class MLX(LayerFormat):
 
     config: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
-    BITS = BITS
     KEY = "scales"
     SUFFIXES = ("weight", "scales", "biases")
     METADATA = "mlx"
@@ -63,12 +61,8 @@ class MLX(LayerFormat):
         """Refuse layers that MLX does not load."""
         if kind not in KINDS:
             raise RecipeError(f"{name} is a {kind}; MLX stores Linear layers only. Leave it unquantized with --ignore.")
-        if not format.minimum or format.bits not in BITS or format.group not in GROUP_SIZES:
-            raise RecipeError(
-                f"{name}: MLX stores {', '.join(map(str, BITS))} bits in groups of {', '.join(map(str, GROUP_SIZES))}, not "
-                f"{format.name}. Use other --bits or --group-size."
-            )
-        if shape[1] % format.group:
+        FILE_FORMATS["mlx"].check(name, format)
+        if shape[1] % format.run:
             raise RecipeError(
                 f"{name} has {shape[1]} inputs, not a multiple of the group size {format.group}. Use another --group-size, or "
                 f"leave the layer unquantized with --ignore."
@@ -95,7 +89,7 @@ class MLX(LayerFormat):
         grid, columns = matrix.grid, matrix.codes.shape[1]
         groups = grid.d.shape[1] if isinstance(grid, SuperGrid) else 0
         bits = (grid.high or 0).bit_length()
-        if not groups or grid.dmin is None or (grid.low, grid.high) != (0, 2**bits - 1) or bits not in BITS:
+        if not groups or grid.dmin is None or (grid.low, grid.high) != (0, 2**bits - 1) or bits not in MLX_BITS:
             raise FormatError(f"{name}: codes {grid.low} to {grid.high} found, expected integers with a minimum.")
         runs = torch.equal(grid.group, consecutive(columns, columns // groups)) and columns % groups == 0
         if not runs or grid.sc.shape[1] != groups or not bool((grid.sc == 1).all() and (grid.m == 1).all()):
@@ -159,8 +153,8 @@ def grid_of(config: Mapping[str, Any], name: str) -> NumberFormat:
     bits, mode = entry.get("bits"), entry.get("mode", "affine")
     if mode != "affine":
         raise FormatError(f"MLX: {name} has mode {mode!r}; nearplane reads only affine.")
-    if type(bits) is not int or bits not in BITS:
-        raise FormatError(f"MLX: {name} has bits {bits!r}, expected {', '.join(map(str, BITS))}.")
+    if type(bits) is not int or bits not in MLX_BITS:
+        raise FormatError(f"MLX: {name} has bits {bits!r}, expected {', '.join(map(str, MLX_BITS))}.")
     return integers(bits, group_size_of(f"MLX: group_size of {name}", entry.get("group_size"), ()), minimum=True)
 
 

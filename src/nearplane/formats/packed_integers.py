@@ -17,33 +17,22 @@ import torch
 from torch import Tensor
 
 from nearplane.coding.packed_words import pack, unpack, words_of
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import FormatError
 from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, of_kind
 from nearplane.formats.packing import SCALES, Packing, refuse_unknown
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
+from nearplane.recipe.file_formats import COMPRESSED_TENSORS_BITS
 
 
 class PackQuantized(Packing):
     """Integers as a dense bit stream."""
 
     SUFFIXES = (Packing.WORDS_IN, "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-    BITS = (2, 3, 4, 5, 6, 7, 8)
     FORMAT = "pack-quantized"
     TYPE = "int"
     WORDS = torch.int32
     ON_DEVICE = True
-
-    def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
-        """Refuse layers that transformers does not load: all but symmetric Linear layers of whole groups."""
-        super().check(name, shape, kind, format)
-        if not format.symmetric:
-            raise RecipeError(
-                f"{name}: asymmetric weights in compressed-tensors do not load in transformers 5.23 and 5.24, which expect "
-                f"their packed zero points in another shape. Use --format gptq_v2, or symmetric weights."
-            )
-        if format.bits not in self.BITS:
-            raise RecipeError(f"{name}: compressed-tensors stores integers of 2 to 8 bits, not {format.bits}.")
 
     def number_format(self, weights: Mapping[str, Any]) -> NumberFormat:
         """Return the integer format that a `weights` object describes."""
@@ -51,7 +40,7 @@ class PackQuantized(Packing):
             {
                 "weights.type": (weights.get("type"), {"int"}),
                 "weights.strategy": (weights.get("strategy"), {"group", "channel"}),
-                "weights.num_bits": (weights.get("num_bits"), set(self.BITS)),
+                "weights.num_bits": (weights.get("num_bits"), set(COMPRESSED_TENSORS_BITS)),
             }
         )
         group_size = None

@@ -267,7 +267,7 @@ def check_layers(model: Model, recipe: Recipe, bits: int | None = None) -> None:
 def usable_widths(model: Model, recipe: Recipe) -> list[int]:
     """Return the widths that the format has for all layers; if there are none, raise the format's error."""
     usable: list[int] = []
-    widths = FORMATS[str(recipe.format)].layers.BITS
+    widths = recipe.files.bits
     for bits in widths:
         with suppress(RecipeError):
             check_layers(model, recipe, bits)

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from nearplane.errors import RecipeError
 from nearplane.lattice.number_formats import FLOATS, InputRounding
+from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
 from nearplane.recipe.patterns import compiled, fault_of
-from nearplane.recipe.scheme import FILE_FORMATS, Activations, Allocation, FileFormat, Format, names_of, spelled_out
+from nearplane.recipe.scheme import Activations, Allocation, names_of, spelled_out
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, scheme_of
 from nearplane.recipe.spellings import translated
 from nearplane.system.arguments import check_fields, described, within

@@ -1,7 +1,4 @@
-"""Fields shared by all schemes, and what the readers of each file format accept. Needs no torch.
-
-No format is written here: `formats/table.py` holds the layout of a layer's tensors in a file, under the same names.
-"""
+"""Fields shared by all schemes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
 from nearplane.lattice.number_formats import ENTROPY_CODED_FORMAT, TYPES, NumberFormat, find_format, integers
+from nearplane.recipe.file_formats import Format
 from nearplane.system.arguments import check_fields, whole, within
 
 Order = Literal["natural", "activation", "pivoted"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best"]
-Format = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "mlx", "gguf", "nearplane"]
 Allocation = Literal["uniform", "slope"]
 Activations = Literal["none", "int8", "fp8", "fp4"]
 
@@ -24,57 +21,6 @@ DEFAULT_GROUP_SIZES = (128, 64, 32, 16)  # default group sizes to try; kernels t
 SWEEP_DAMP = 0.1  # default of `sweep_damp` where targets are corrected
 # solvers that need no inputs; see `lattice/solvers.py`
 UNCALIBRATED_SOLVERS: tuple[Solver, ...] = ("round-to-nearest",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileFormat:
-    """Readers of one file format, and what they accept.
-
-    Args:
-        any_network: Whether readers accept encoders and encoder-decoder models besides language models.
-        one_grid_for_experts: Whether readers decode the experts of all blocks by one number format.
-        by_gptqmodel: Whether GPTQModel reads the format, also variants that transformers alone cannot read.
-        for_mlx: Whether MLX is the reader, for which every group has a real-valued minimum, also in embeddings and head.
-        for_llama_cpp: Whether the checkpoint is one file for llama.cpp, with types of blocks, tokenizer and run record in it.
-        steps_of_model: Whether steps have the dtype of the model.
-        by_nearplane: Whether nearplane is the only reader.
-        library: The hub's name of the library that loads the format, for the model card.
-        needs: Packages that this library needs besides itself.
-        by_vllm: Beginnings of the number formats in such files that every vLLM since 0.9 (May 2025) loads; newer ones load
-            more. Empty: vLLM does not read the format.
-        rounds_inputs: Whether files can ask runtimes to round the inputs of layers.
-    """
-
-    any_network: bool = False
-    one_grid_for_experts: bool = False
-    by_gptqmodel: bool = False
-    for_mlx: bool = False
-    for_llama_cpp: bool = False
-    steps_of_model: bool = False
-    by_nearplane: bool = False
-    library: str = "transformers"
-    needs: str = ""
-    by_vllm: tuple[str, ...] = ()
-    rounds_inputs: bool = False
-
-
-FILE_FORMATS: dict[str | None, FileFormat] = {
-    "compressed-tensors": FileFormat(
-        any_network=True,
-        one_grid_for_experts=True,
-        steps_of_model=True,
-        rounds_inputs=True,
-        needs="compressed-tensors",
-        by_vllm=("int4", "int8", "fp8", "nvfp4"),
-    ),
-    "gptq": FileFormat(by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=("int",)),
-    "gptq_v2": FileFormat(by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=("int",)),
-    "awq": FileFormat(needs="gptqmodel and accelerate", by_vllm=("int4",)),
-    "mlx": FileFormat(for_mlx=True, one_grid_for_experts=True, steps_of_model=True, library="mlx"),
-    "gguf": FileFormat(for_llama_cpp=True, library="llama-cpp-python"),
-    "nearplane": FileFormat(any_network=True, by_nearplane=True, library="nearplane"),
-    None: FileFormat(),  # not chosen yet
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

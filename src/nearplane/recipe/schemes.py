@@ -22,11 +22,10 @@ from nearplane.lattice.number_formats import (
     integers,
     number_format,
 )
+from nearplane.recipe.file_formats import FILE_FORMATS, Format
 from nearplane.recipe.scheme import (
     DEFAULT_GROUP_SIZES,
-    FILE_FORMATS,
     Allocation,
-    Format,
     Scheme,
     Solver,
     contradiction,

@@ -11,8 +11,9 @@ from nearplane.errors import RecipeError, first_few
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.request import check_request, resolved
+from nearplane.recipe.file_formats import Format
 from nearplane.recipe.recipe import Calibration, Recipe, Way
-from nearplane.recipe.scheme import Format, Solver
+from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import GridScheme, RateScheme, fitting_group
 from nearplane.theory.hptq import hptq_recipe
 

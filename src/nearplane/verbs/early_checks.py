@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from nearplane.errors import INSTALL, CalibrationError, ModelError, RecipeError
+from nearplane.recipe.file_formats import FILE_FORMATS
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.scheme import FILE_FORMATS
+from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
+from nearplane.recipe.schemes import GridScheme
 from nearplane.recipe.sizes import Limits, check_room
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.arguments import whole, within
@@ -93,10 +95,26 @@ def check_quantize(
             "--memory does not limit tuning. Leave out --tune, and tune the checkpoint with nearplane tune."
         )
     check_named(_path(model))
+    _check_number_formats(recipe)
     if recipe.calibration.samples is not None:  # else the model decides
         check_shares(texts_of(recipe.calibration.calibration), recipe.calibration.samples)
     Unfinished(Path(out), overwrite=overwrite, sources=_folders(model))
     return limits
+
+
+def _check_number_formats(recipe: Recipe) -> None:
+    """Refuse schemes whose weights no layer of a file of this format can hold.
+
+    Raises:
+        RecipeError: The format does not hold them; the message says which it holds.
+    """
+    schemes = [("all layers", recipe.scheme), *((f"layers {each.pattern!r}", each.scheme) for each in recipe.layers)]
+    for name, scheme in schemes:
+        scheme = scheme.grouped(DEFAULT_GROUP_SIZES[:1])  # a size that suits every format, where layers decide it
+        if recipe.allocate == "uniform" or not isinstance(scheme, GridScheme):
+            recipe.files.check(name, scheme.number_format)
+        elif all(recipe.files.fault(scheme.with_bits(bits).number_format) for bits in recipe.files.bits):
+            recipe.files.check(name, scheme.with_bits(recipe.files.bits[0]).number_format)
 
 
 def check_tune(

@@ -33,8 +33,9 @@ from nearplane.models.model import DTYPES, Model
 from nearplane.planning.folder_size import max_record_bytes
 from nearplane.planning.request import check_request, quantization_config
 from nearplane.planning.start import container_for
+from nearplane.recipe.file_formats import Format
 from nearplane.recipe.recipe import LayerScheme, Recipe
-from nearplane.recipe.scheme import Format, Scheme, options_of
+from nearplane.recipe.scheme import Scheme, options_of
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, Ends, GridScheme
 from nearplane.recipe.sizes import check_room
 from nearplane.record.record import RunRecord, read_record

@@ -24,7 +24,7 @@ from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import InputKind, has_head, input_kind
 from nearplane.models.model import positions_of
 from nearplane.models.pretrained import as_model_error, tokenizer_of
-from nearplane.recipe.scheme import FILE_FORMATS, FileFormat
+from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.file_hashes import check_hashes

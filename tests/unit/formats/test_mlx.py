@@ -12,12 +12,13 @@ import nearplane
 from families import config_of
 from native_checkpoints import save_tiny
 from nearplane import FormatError, RecipeError
-from nearplane.formats.mlx import BITS, FORMAT, GROUP_SIZES
+from nearplane.formats.mlx import FORMAT
 from nearplane.lattice.fits import FITS
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
 from nearplane.loading.dense_network import dense_network
+from nearplane.recipe.file_formats import MLX_BITS, MLX_GROUP_SIZES
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import GridScheme
 from plain_formats import decoded
@@ -33,10 +34,10 @@ def matrix_of(W, bits, group, storage):
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", MLX_BITS)
 def test_all_numbers_are_read_back(bits, storage, generator):
     W = torch.randn(24, 128, generator=generator) + 0.3
-    for group in GROUP_SIZES:
+    for group in MLX_GROUP_SIZES:
         format, matrix = matrix_of(W, bits, group, storage)
         tensors = FORMAT.layers.pack("a", matrix, storage)
         assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == {

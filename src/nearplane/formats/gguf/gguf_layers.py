@@ -25,12 +25,12 @@ from nearplane.formats.gguf.kquants import KQUANTS, Fields, joined, split
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import ConfigFile, Held, LayerFormat, Quantized
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import TYPES, BlockType, NumberFormat, integers
+from nearplane.lattice.number_formats import TYPES, BlockType, NumberFormat
 from nearplane.lattice.superblock import SuperGrid, in_blocks, on_two_levels
+from nearplane.recipe.file_formats import FILE_FORMATS, GGUF_INTEGERS
 
 METHOD, FORMAT_VERSION = "gguf", 1
 KINDS = ("Linear", "Conv1D", "Embedding", "Expert")
-PLAIN_TYPES = {integers(kind.bits, kind.group): kind for kind in TYPES.values() if kind.symmetric and kind.single}
 
 
 class Blocks(LayerFormat):
@@ -38,7 +38,6 @@ class Blocks(LayerFormat):
 
     KEY = "weight"
     SUFFIXES = tuple(f"weight_{name}" for name in TYPES)
-    BITS = tuple(sorted(format.bits for format in PLAIN_TYPES))
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse grids that no type of llama.cpp has, and rows that are no whole number of blocks."""
@@ -132,15 +131,8 @@ def block_type(name: str, format: NumberFormat) -> BlockType:
     Raises:
         RecipeError: No block type stores it.
     """
-    kind = TYPES.get(format.name) or PLAIN_TYPES.get(format)
-    if kind is None:
-        grid = f"{format.bits} bits in {'' if format.symmetric else 'a'}symmetric groups of {format.group or 'a row'}"
-        plain = ", ".join(str(each.bits) for each in PLAIN_TYPES)
-        raise RecipeError(
-            f"{name}: a GGUF cannot store {grid if format.levels is None else format.name}. It stores {plain} "
-            f"bits in symmetric groups of 32 (--group-size 32), and the types of --grid."
-        )
-    return kind
+    FILE_FORMATS["gguf"].check(name, format)
+    return TYPES.get(format.name) or GGUF_INTEGERS[format]
 
 
 def _with_blocks(name: str, matrix: QuantizedMatrix[Any]) -> tuple[BlockType, QuantizedMatrix[SuperGrid]]:

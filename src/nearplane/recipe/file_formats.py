@@ -1,0 +1,158 @@
+"""Formats of checkpoints by name: what their readers accept, and which number formats they hold. Needs no torch.
+
+No format is written here: `formats/table.py` holds the layout of a layer's tensors in a file, under the same names. The
+`check` of a layer format refuses by the same facts, and by the shape and kind of the layer besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from nearplane.errors import RecipeError
+from nearplane.lattice.number_formats import FP8, FP8_BLOCK, MXFP4, MXFP8, NVFP4, TYPES, NumberFormat, integers
+
+Format = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "mlx", "gguf", "nearplane"]
+
+GPTQ_BITS = (2, 3, 4, 8)
+AWQ_BITS = 4
+MLX_BITS = (2, 3, 4, 5, 6, 8)
+MLX_GROUP_SIZES = (32, 64, 128)
+COMPRESSED_TENSORS_BITS = (2, 3, 4, 5, 6, 7, 8)
+COMPRESSED_TENSORS_FLOATS = (MXFP4, NVFP4, FP8, FP8_BLOCK, MXFP8)
+GGUF_INTEGERS = {integers(kind.bits, kind.group): kind for kind in TYPES.values() if kind.symmetric and kind.single}
+
+
+def _compressed_tensors(format: NumberFormat) -> str | None:
+    if format.levels is not None and format not in COMPRESSED_TENSORS_FLOATS:
+        held = ", ".join(each.name for each in COMPRESSED_TENSORS_FLOATS)
+        return f"compressed-tensors stores integers of 2 to 8 bits and {held}, not {format.name}. Use one of these with --grid."
+    if not format.symmetric:
+        return (
+            "asymmetric weights in compressed-tensors do not load in transformers 5.23 and 5.24, which expect their packed zero "
+            "points in another shape. Use --format gptq_v2, or symmetric weights."
+        )
+    if format.bits not in COMPRESSED_TENSORS_BITS:
+        return f"compressed-tensors stores integers of 2 to 8 bits, not {format.bits}."
+    return None
+
+
+def _gptq_v2(format: NumberFormat) -> str | None:
+    if format.levels is not None:
+        return f"GPTQ stores integers, not {format.name}. Use --bits instead of --grid."
+    if format.bits not in GPTQ_BITS:
+        return f"GPTQ stores 2, 3, 4 or 8 bits, not {format.bits}. Use --format compressed-tensors for symmetric Linear layers."
+    return None
+
+
+def _gptq(format: NumberFormat) -> str | None:
+    if (fault := _gptq_v2(format)) is None and not format.symmetric:
+        fault = (
+            "asymmetric weights are ambiguous in version 1 of GPTQ, which stores zero points less 1, and gptqmodel refuses them. "
+            "Use --format gptq_v2."
+        )
+    return fault
+
+
+def _awq(format: NumberFormat) -> str | None:
+    if format != integers(AWQ_BITS, format.group, symmetric=False):
+        return (
+            f"AWQ stores 4 bits with zero points, not {format.name}. Use --bits 4 --no-symmetric, or another --format."
+        )
+    return None
+
+
+def _mlx(format: NumberFormat) -> str | None:
+    if not format.minimum or format.bits not in MLX_BITS or format.group not in MLX_GROUP_SIZES:
+        return (
+            f"MLX stores {', '.join(map(str, MLX_BITS))} bits in groups of {', '.join(map(str, MLX_GROUP_SIZES))}, not "
+            f"{format.name}. Use other --bits or --group-size."
+        )
+    return None
+
+
+def _gguf(format: NumberFormat) -> str | None:
+    if format.name not in TYPES and format not in GGUF_INTEGERS:
+        grid = f"{format.bits} bits in {'' if format.symmetric else 'a'}symmetric groups of {format.group or 'a row'}"
+        plain = ", ".join(str(each.bits) for each in GGUF_INTEGERS)
+        return (
+            f"a GGUF cannot store {grid if format.levels is None else format.name}. It stores {plain} bits in symmetric groups "
+            f"of 32 (--group-size 32), and the types of --grid."
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFormat:
+    """Readers of one file format, and what they accept.
+
+    Args:
+        any_network: Whether readers accept encoders and encoder-decoder models besides language models.
+        one_grid_for_experts: Whether readers decode the experts of all blocks by one number format.
+        by_gptqmodel: Whether GPTQModel reads the format, also variants that transformers alone cannot read.
+        for_mlx: Whether MLX is the reader, for which every group has a real-valued minimum, also in embeddings and head.
+        for_llama_cpp: Whether the checkpoint is one file for llama.cpp, with types of blocks, tokenizer and run record in it.
+        steps_of_model: Whether steps have the dtype of the model.
+        by_nearplane: Whether nearplane is the only reader.
+        library: The hub's name of the library that loads the format, for the model card.
+        needs: Packages that this library needs besides itself.
+        by_vllm: Beginnings of the number formats in such files that every vLLM since 0.9 (May 2025) loads; newer ones load
+            more. Empty: vLLM does not read the format.
+        rounds_inputs: Whether files can ask runtimes to round the inputs of layers.
+        bits: Widths of integers from which --allocate slope chooses, narrowest first; empty: it cannot.
+        fault: Function from a number format to the reason why files cannot hold it in any layer; None: they can.
+    """
+
+    any_network: bool = False
+    one_grid_for_experts: bool = False
+    by_gptqmodel: bool = False
+    for_mlx: bool = False
+    for_llama_cpp: bool = False
+    steps_of_model: bool = False
+    by_nearplane: bool = False
+    library: str = "transformers"
+    needs: str = ""
+    by_vllm: tuple[str, ...] = ()
+    rounds_inputs: bool = False
+    bits: tuple[int, ...] = ()
+    fault: Callable[[NumberFormat], str | None] = lambda _: None
+
+    def check(self, name: str, format: NumberFormat) -> None:
+        """Refuse a number format that no layer of a file can have; `name` is the layer, or several, in the error.
+
+        Raises:
+            RecipeError: Files of this format do not hold it.
+        """
+        if (fault := self.fault(format)) is not None:
+            raise RecipeError(f"{name}: {fault}")
+
+
+FILE_FORMATS: dict[str | None, FileFormat] = {
+    "compressed-tensors": FileFormat(
+        any_network=True,
+        one_grid_for_experts=True,
+        steps_of_model=True,
+        rounds_inputs=True,
+        needs="compressed-tensors",
+        by_vllm=("int4", "int8", "fp8", "nvfp4"),
+        bits=COMPRESSED_TENSORS_BITS,
+        fault=_compressed_tensors,
+    ),
+    "gptq": FileFormat(by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=("int",), bits=GPTQ_BITS, fault=_gptq),
+    "gptq_v2": FileFormat(
+        by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=("int",), bits=GPTQ_BITS, fault=_gptq_v2
+    ),
+    "awq": FileFormat(needs="gptqmodel and accelerate", by_vllm=("int4",), bits=(AWQ_BITS,), fault=_awq),
+    "mlx": FileFormat(
+        for_mlx=True, one_grid_for_experts=True, steps_of_model=True, library="mlx", bits=MLX_BITS, fault=_mlx
+    ),
+    "gguf": FileFormat(
+        for_llama_cpp=True,
+        library="llama-cpp-python",
+        bits=tuple(sorted(format.bits for format in GGUF_INTEGERS)),
+        fault=_gguf,
+    ),
+    "nearplane": FileFormat(any_network=True, by_nearplane=True, library="nearplane"),
+    None: FileFormat(),  # not chosen yet
+}

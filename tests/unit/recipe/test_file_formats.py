@@ -1,0 +1,43 @@
+"""What a format holds is one fact, which commands refuse by before torch is loaded and layers are checked by."""
+
+from typing import get_args
+
+import pytest
+
+from nearplane.errors import RecipeError
+from nearplane.formats.compressed_tensors import PACKINGS
+from nearplane.formats.table import FORMATS
+from nearplane.lattice.number_formats import BY_NAME, integers
+from nearplane.recipe.file_formats import COMPRESSED_TENSORS_FLOATS, FILE_FORMATS, Format
+
+NUMBER_FORMATS = [
+    *(each for name, each in BY_NAME.items() if name != "coded"),
+    *(
+        integers(bits, group, symmetric=symmetric)
+        for bits in range(2, 9)
+        for group in (None, 32)
+        for symmetric in (0, 1)
+    ),
+    *(integers(bits, group, minimum=True) for bits in range(2, 9) for group in (16, 32, 64)),
+]
+
+
+@pytest.mark.parametrize("into", get_args(Format))
+def test_a_layer_that_suits_every_format_is_refused_exactly_where_the_table_has_a_fault(into):
+    """The shape is a multiple of all blocks, groups and tiles, so that only the number format decides."""
+    if into == "nearplane":
+        assert not any(map(FILE_FORMATS[into].fault, NUMBER_FORMATS))
+        return
+    refused = {}
+    for format in NUMBER_FORMATS:
+        try:
+            FORMATS[into].layers.check("a", (256, 512), "Linear", format)
+        except RecipeError as error:
+            refused[format] = str(error)
+    faults = {format: fault for format in NUMBER_FORMATS if (fault := FILE_FORMATS[into].fault(format)) is not None}
+    assert refused == {format: f"a: {fault}" for format, fault in faults.items()}
+    assert 0 < len(refused) < len(NUMBER_FORMATS)
+
+
+def test_floats_of_compressed_tensors_are_those_of_its_packings():
+    assert [each.HOLDS for each in PACKINGS if each.HOLDS is not None] == list(COMPRESSED_TENSORS_FLOATS)
