@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import zipfile
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from nearplane.system.device import Device
 from nearplane.system.files import sha256
 from nearplane.system.output_folder import Unfinished
 from nightly import daily
+from threads import threads_of_torch
 
 BLOCKS = 3
 WAYS = {
@@ -168,6 +170,31 @@ def test_no_finished_block_is_solved_again(model, text, stop, whole, tmp_path, m
     assert {name.split(".")[2] for name in solved} == {"2"}
     assert "resuming after block 2 a run that was stopped after" in caplog.text
     assert contents(tmp_path / "out") == wanted
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_the_default_number_of_windows_is_the_same_after_a_stop(model, text, tmp_path, monkeypatch):
+    """Stopped before the first block and behind it, and gone on with by 1 thread or 2: the bytes of one run by 1 thread."""
+    options = dict(calibration=str(text), seqlen=40, device="cpu", **WAYS["grid"])
+    killed, stopped, whole = (tmp_path / name for name in ("killed", "stopped", "whole"))
+    with threads_of_torch(1):
+        child = os.fork()
+        if not child:  # ends before its first layer
+            program = importlib.import_module("nearplane.verbs.quantize")
+            program.solve_layer = lambda task: os.kill(os.getpid(), signal.SIGKILL)
+            nearplane.quantize(model, killed, **options)
+            os._exit(0)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it was killed"
+        nearplane.quantize(model, whole, **options)
+        stopped_behind(1, model, stopped, monkeypatch, **options)
+    record = read_record(whole)
+    assert record.windows == record.recipe.calibration.samples == 80  # 50 tokens for each of 64 inputs
+    for left, threads in ((killed, 1), (killed, 2), (stopped, 1), (stopped, 2)):
+        out = tmp_path / f"{left.name}, gone on with by {threads}"
+        shutil.copytree(f"{left}.unfinished", f"{out}.unfinished")
+        with threads_of_torch(threads):
+            nearplane.quantize(model, out, **options)
+        assert contents(out) == contents(whole), out.name
 
 
 def test_a_run_that_is_killed_when_all_is_written_is_put_in_place(model, text, whole, tmp_path, monkeypatch):
