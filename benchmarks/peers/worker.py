@@ -37,13 +37,13 @@ def nearplane() -> Callable[[SimpleNamespace], None]:
 
 
 def tuned() -> Callable[[SimpleNamespace], None]:
-    """Our own with `tune`, by its defaults, on the same tokens or on more."""
+    """Our own with `tune`, on the same tokens or on more, with the steps of five times the windows of the run."""
     from nearplane import quantize, tune
 
     def run(task: SimpleNamespace) -> None:
         tokens, solved = _tokens(task), f"{task.out}-solved"
-        quantize(task.model, solved, calibration=tokens[: task.solved], overwrite=True, **task.recipe)
-        tune(solved, task.out, against=task.model, calibration=tokens, overwrite=True)
+        record = quantize(task.model, solved, calibration=tokens[: task.solved], overwrite=True, **task.recipe)
+        tune(solved, task.out, against=task.model, calibration=tokens, samples=5 * record.windows, overwrite=True)
 
     return run
 

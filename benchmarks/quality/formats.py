@@ -58,7 +58,7 @@ two_sided=false`. A busy machine measured the CPU seconds.
 ON_MORE = """
 ## Tuned on five times the tokens
 
-`nearplane tune` takes at least five times the tokens of the calibration by default. Here the solve has those of the
+`nearplane tune` takes 250 tokens per input of the widest layer by default. Here the solve has the tokens of the
 calibration, and tuning five times as many, of which the calibration's are the first. llm-compressor has all of them.
 """
 ROUNDED = """

@@ -3,9 +3,9 @@
 ASSETS=... python benchmarks/quality/tuning.py docs/tuning.json [--models babyllama105 stories260K demo] [--grids 4 3 2 r2.125 r1.5]
     [--steps 64 192 0] [--offsets 0 300000]
 
-Adds to the file what it does not hold yet, so that it may be stopped. A grid is a width (asymmetric, groups of 32 on babyllama105,
-64 on the demo, one step a row on stories260K) or "r" and a rate; 0 steps are the default. An offset is the letter of the
-calibration text with which it begins.
+Adds to the file what it does not hold yet, so that it may be stopped. A grid is a width (asymmetric, groups of 32 on
+babyllama105, 64 on the demo, one step a row on stories260K) or "r" and a rate; 0 steps use each of 640 windows once. An
+offset is the letter of the calibration text with which it begins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 
 ASSETS = Path(os.environ.get("ASSETS", "../shared/assets"))
 GROUPS = {"babyllama105": 32, "demo": 64, "stories260K": None}
-WINDOWS, SEQLEN = 128, 256
+WINDOWS, SEQLEN, TUNED_WINDOWS = 128, 256, 640
 
 
 def main() -> None:
@@ -67,7 +67,8 @@ def measure(out: Path, model: str, grid: str, offset: int, steps: list[int]) -> 
         solve, before = time.process_time() - began, _quality(solved, original, *test)
         for count in todo:
             began, new = time.process_time(), Path(place) / f"tuned-{count}"
-            record = nearplane.tune(solved, new, against=original, calibration=text, steps=count or None)
+            words = dict(against=original, calibration=text, samples=TUNED_WINDOWS)
+            record = nearplane.tune(solved, new, steps=count or None, **words)
             took, after = time.process_time() - began, _quality(new, original, *test)
             rows = json.loads(out.read_text()) if out.exists() else []
             rows.append(

@@ -447,7 +447,8 @@ def test_layers_whose_codes_may_come_to_be_trained_count_before_the_solve(model_
 
     original, words = model_of("llama"), dict(group_size=16, device="cpu", tune="network", progress=solves)
     model = nearplane.models.model.open_model(original)
-    needs = needed(model, torch.zeros(60, 40), batch=6, codes=0)
+    tokens = nearplane.calibration.texts.read_windows(model.tokenizer(), text, samples=400, seqlen=40)
+    needs = needed(model, tokens, batch=6, codes=0)
     monkeypatch.setattr(Device, "free", lambda device: needs.streamed + needs.states)
     for asked, error in (
         ({"bits": 4}, BeganError),
@@ -466,7 +467,7 @@ def test_what_tuning_looked_at_adds_up(tuned_of, text, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text(text.read_text()[:4000])
     tuning = nearplane.tune(solved, tmp_path / "new", against=original, calibration=short, steps=3).tuning
-    assert tuning.found < tuning.samples == 60
+    assert tuning.found < tuning.samples == 400  # five times 50 tokens for each of 64 inputs
     assert f"the text has {tuning.found} windows of 40, 60 were requested" in tuning.windows_sentence()
     left = tuning.found - tuning.windows - tuning.held_windows
     assert left > 0

@@ -320,7 +320,7 @@ def tune(
         new: Folder to write.
         against: The original model, as a local folder or hub id.
         calibration: The calibration text of OUT, of which tuning uses more. Default: the text named in its recipe.
-        samples: Number of windows of the text. Default: five times as many as in calibration.
+        samples: Number of windows of the text. Default: five times the default of quantize, however many OUT had.
         seqlen: Tokens per window. Default: as in calibration.
         steps: Number of optimizer steps. Default: each training window is used once, or several times in a short text.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.

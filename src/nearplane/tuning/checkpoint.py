@@ -145,8 +145,8 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
 
 
 def samples_to_tune_on(model: Model, record: RunRecord, seqlen: int | None = None) -> int:
-    """Return the default number of windows for tuning: a multiple of the run's, or of its default if it had none."""
-    return SAMPLES_FACTOR * (record.windows or samples_of(model, Calibration(seqlen=seqlen or record.seqlen)))
+    """Return the default number of windows for tuning: a multiple of calibration's default, however many the run had."""
+    return SAMPLES_FACTOR * samples_of(model, Calibration(seqlen=seqlen or record.seqlen))
 
 
 def norms_stored(model: Model) -> dict[str, str]:

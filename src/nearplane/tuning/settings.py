@@ -13,7 +13,7 @@ from nearplane.errors import CalibrationError
 from nearplane.recipe.sizes import counted
 from nearplane.record.record import RunRecord
 
-SAMPLES_FACTOR = 5  # windows for tuning by default, relative to those for calibration; a fifth of them is held out
+SAMPLES_FACTOR = 5  # windows for tuning by default, relative to the default of calibration; a fifth of them is held out
 WINDOWS_PER_HELD_OUT = 5  # one window of so many is held out
 MAX_HELD_OUT_TOKENS = 16384  # enough to measure the KL to a percent
 BATCH = 256  # tokens per step, at least one window; many small steps gained more than few large ones on as many tokens

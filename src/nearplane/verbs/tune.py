@@ -85,7 +85,7 @@ def tune(
         against: The original model.
         calibration: The calibration text of `source`, in any form that `quantize` accepts, or token ids that begin with its
             own. None: the text in its recipe.
-        samples: Number of windows. None: five times as many as in calibration, or fewer if the text is shorter.
+        samples: Number of windows. None: five times the default of `quantize`, or fewer if the text is shorter.
         seqlen: Tokens per window. None: as in calibration.
         steps: Number of optimizer steps. None: each training window is used once, or several times if there are few.
         device: Device to compute on. Training is in float32.
