@@ -19,8 +19,9 @@ from nearplane.lattice.solvers import Solution
 
 MEASURED_ROWS = 256  # rows measured at once: working memory stays in the caches and does not grow with the matrix
 BLOCK_COLUMNS = 512  # columns of a triangle that are multiplied at once
-MAX_PAIRS = 1 << 19  # pairs of a row and an eigenvalue; of more pairs, `limit` puts the rows into bins
+MAX_PAIRS = 1 << 17  # pairs of a row and an eigenvalue; of more pairs, `limit` puts the rows into bins
 MAX_BINS = 1 << 12  # bins of rows
+BISECTIONS = 40  # of some 80 octaves: to 1e-10 bits per weight
 SAFE_SQUARES = (1e-24, 1e24)  # sums of such squares neither vanish nor overflow in float32
 CONSTANT_INPUTS = 1 - 1e-5  # share of the inputs' energy in one direction from which they count as constant
 ONE_WEIGHT = 0.99  # share of the energy of the weights from which one of them counts as the only one
@@ -74,7 +75,7 @@ def folded(H: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _quadratic_form(E: Tensor, triangle: Tensor) -> Tensor:
     """Return (rows,) the quadratic form of an upper triangle, see `folded`, of every row of `E`."""
-    return (_times_triangle(E, triangle) * E).sum(1)
+    return (times_triangle(E, triangle) * E).sum(1)
 
 
 def certify(
@@ -109,11 +110,11 @@ def certify(
         part, codes, t = matrix.grid.of_rows(rows).to(dtype), matrix.codes[rows], target[rows].to(dtype)
         book, (scale, zero) = part.codebook, part.columns(slice(None))  # (rows or 1, in) each
         E = t - scale * (book.position(codes, dtype) - zero)  # (rows, in)
-        residual = _times_triangle(E[:, order], U)  # (rows, in), in rounding order
+        residual = times_triangle(E[:, order], U)  # (rows, in), in rounding order
         damped = (residual.square() * d).sum(1)
         if values is not None:
             error = t - values[rows].to(dtype)
-            loss = (_times_triangle(error[:, order], U).square() * d).sum(1) - factor.shift * error.square().sum(1)
+            loss = (times_triangle(error[:, order], U).square() * d).sum(1) - factor.shift * error.square().sum(1)
         else:
             loss = damped - factor.shift * E.square().sum(1)
         loss = loss.clamp(min=0)
@@ -238,7 +239,7 @@ def _running_sums(x: Tensor) -> Tensor:
     return (sums + before[:, :, None]).view(rows, -1)[:, :n]
 
 
-def _times_triangle(E: Tensor, U: Tensor) -> Tensor:
+def times_triangle(E: Tensor, U: Tensor) -> Tensor:
     """Return (rows, in) `E U`; zeros below the diagonal of `U` are skipped block by block."""
     width = BLOCK_COLUMNS if U.device.type == "cpu" else max(BLOCK_COLUMNS, -(-len(U) // 4))
     spans = [(a, a + width) for a in range(0, len(U), width)]
@@ -272,7 +273,7 @@ def limit(loss: float, row_energy: Tensor, eigenvalues: Tensor) -> float:
         return math.inf
     variances, weights = _pairwise_sums(log_rows, log_lengths)
     low, high, capped = variances.min() - 60, variances.max(), torch.empty_like(variances)
-    for _ in range(60):  # bisection in log2 theta
+    for _ in range(BISECTIONS):  # in log2 theta
         center = (low + high) / 2
         # exp2 depends on how threads divide the tensor
         torch.clamp(variances, max=center, out=capped).mul_(math.log(2)).exp_()

@@ -18,7 +18,7 @@ from torch import Tensor
 from nearplane.coding.blob import Contents, encode, size, stored_base
 from nearplane.coding.cost import geometric_bits
 from nearplane.errors import NumericalError, RecipeError
-from nearplane.lattice.bounds import MEASURED_ROWS, quadratic
+from nearplane.lattice.bounds import MEASURED_ROWS, folded, times_triangle
 from nearplane.lattice.factor import Factor, read, strips
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
@@ -124,17 +124,19 @@ def scaled(matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor) -> Quanti
 
     The factor of least loss, `<T,V> / <V,V>`, shrinks the outputs of every layer in the same sense. The factor without
     shrinkage, `<T,T> / <T,V>`, adds more noise. Their geometric mean keeps `T`'s energy; its predictions diverge least.
+    It is stored to 1/256 octave, for which products in the dtype of `T` are exact enough.
     """
-    grid = matrix.grid
-    weight = grid.row_weight().to(H.dtype)
+    grid, dtype = matrix.grid, torch.promote_types(T.dtype, torch.float32)
+    weight, unit = grid.row_weight().double(), 1 / T.abs().amax().to(dtype)
+    triangle = folded(H / H.diagonal().amax(), dtype)  # in these units no square vanishes or overflows
     sums = torch.zeros(3, dtype=torch.float64, device=T.device)  # <T, V>, <V, V> and <T, T> under H, rows weighted
     for rows in strips(T, MEASURED_ROWS):
-        t, v = T[rows].to(H.dtype), replace(grid, rows=grid.rows[rows]).decode(matrix.codes[rows]).to(H.dtype)
-        vH = v @ H
-        products = (vH * t).sum(1), (vH * v).sum(1), quadratic(t, H)
+        t, v = (x.to(dtype) * unit for x in (T[rows], replace(grid, rows=grid.rows[rows]).decode(matrix.codes[rows])))
+        tQ, vQ = times_triangle(t, triangle), times_triangle(v, triangle)
+        products = ((vQ * t).sum(1) + (tQ * v).sum(1)) / 2, (vQ * v).sum(1), (tQ * t).sum(1)
         sums += torch.stack([(x * weight[rows]).sum() for x in products])
     cross, square, energy = sums.tolist()
-    if cross <= 0 or square <= 0:
+    if not (cross > 0 and square > 0):  # or NaN, of a target or inputs that are all 0
         return matrix
     return replace(matrix, grid=replace(grid, base=stored_base(grid.base * math.sqrt(energy / square))))
 
