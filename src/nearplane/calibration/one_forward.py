@@ -154,13 +154,14 @@ class BlockForward:
         stream: The streams before the block.
         sequential: Whether the layers of each stage see those of earlier stages as they were written.
         room: Bytes that paused activations may take.
+        onward: Whether something runs on the block's outputs; else the last layers' products are left out.
 
     Attributes:
         repeated: Reason why some stages are separate passes; "" if every forward pass of the block runs once.
     """
 
-    def __init__(self, block: Block, stream: Stream, *, sequential: bool, room: int) -> None:
-        self.block, self.stream = block, stream
+    def __init__(self, block: Block, stream: Stream, *, sequential: bool, room: int, onward: bool = True) -> None:
+        self.block, self.stream, self._onward = block, stream, onward
         self._look, self._room = first_look(block, stream), room
         self._sequential = sequential
         self._stages, self.repeated = paused_stages(self._look, stream, room) if sequential else (0, "")
@@ -184,7 +185,7 @@ class BlockForward:
         for stage, group in enumerate(groups[: self._stages]):
             yield (group,), self._shown(stage)
         if self._whole:
-            for batch, forward in enumerate(self._quantized):
+            for batch, forward in enumerate(self._quantized if self._onward else ()):
                 self.stream.quantized[batch] = self._output(forward)
             self.close()
             self.stream.passed(self.block)
@@ -276,7 +277,7 @@ class BlockForward:
 
     @torch.no_grad()
     def _shown(self, stage: int) -> Iterator[list[Rows | RoutedRows]]:
-        """Yield the rows of each batch at a stage; after the last stage the original stream enters the next block."""
+        """Yield the rows of each batch at a stage; after the last stage the original stream enters the next block, if any."""
         group, states, rounding = self._look.groups[stage], self.stream.original, self.stream.rounding
         ends = self._whole and stage == self._stages - 1
         if rounding is not None and rounding.measures(group):
@@ -286,11 +287,13 @@ class BlockForward:
             original = None
             if states is not None:
                 original = self._seen(self._original[batch], stage)
-                if ends:
+                if ends and self._onward:
                     original.rows = [rows.clone() for rows in original.rows]  # the block may work in place
                     states[batch] = self._output(self._original[batch])
             yield [rows_of(group[0].name, self._seen(forward, stage, rounding), original)]
             del original
+            for ended in (forward, *self._original[batch : batch + 1]) if ends and not self._onward else ():
+                ended.end()
             release()  # memory that the forward passes freed is scattered among paused activations
         if ends:
             self.block.free_original()  # its stream has passed the block

@@ -46,7 +46,8 @@ class Stage:
         first: Whether this is the first stage of a block.
         rest: Names of the tensors that are not quantized and are written with the block.
         blocks: Number of blocks that the streams have passed, at the end of a block; 0 elsewhere.
-        stream: The streams after these blocks; None without streams, and where it is not the end of a block.
+        stream: The streams after these blocks; None without streams, where it is not the end of a block, and where nothing
+            runs on their outputs.
 
     Attributes:
         written: Whether `write` was called; the walk requires it before the next stage.
@@ -163,7 +164,8 @@ class _Walk:
                 yield from self._through([Observed(layers=layers, moments=there)])
                 embeddings = block.quantized_layers()[0].read()
         stream = self._stream(dtype, embeddings)
-        if resumed is not None and done and stream is not None:
+        last = len(model.blocks) if model.head is None else len(model.blocks) + 1  # nothing runs on the last outputs
+        if resumed is not None and 0 < done < last and stream is not None:
             resumed.restore(stream)
         rounding = None if stream is None else stream.rounding
         for index, block in enumerate(model.in_turn(model.blocks[done:], place), done):
@@ -172,9 +174,10 @@ class _Walk:
                 rounding.within(block.quantized_layers()) if rounding is not None else nullcontext(),
             ):
                 unquantized = model.unquantized(index)
-                with closing(observations(block, stream, recipe, self.setting.room)) as observed:
+                onward = index + 1 < last
+                with closing(observations(block, stream, recipe, self.setting.room, onward=onward)) as observed:
                     yield from self._through(observed, unquantized, rounding)
-            yield Stage(rest=unquantized, blocks=index + 1, stream=stream)  # the end of the block
+            yield Stage(rest=unquantized, blocks=index + 1, stream=stream if onward else None)  # the end of the block
         unquantized = model.unquantized()
         if model.head is not None:
             if stream is not None:
@@ -228,16 +231,19 @@ def _chunks(observed: Iterable[Observed], experts: int) -> Iterator[list[Observe
             chunk = []
 
 
-def observations(block: Block, stream: Stream | None, recipe: Recipe, room: int) -> Generator[Observed]:
+def observations(
+    block: Block, stream: Stream | None, recipe: Recipe, room: int, *, onward: bool = True
+) -> Generator[Observed]:
     """Yield the layers of a block by shared input, with its moments once the earlier stages are solved.
 
-    After the last group the stream has passed the block. Close the generator early only by `close`: passes pause in it.
+    After the last group the stream has passed the block, but for the last products if nothing goes `onward` from there. Close the generator early only by `close`: passes pause in it.
     """
     if stream is None:
         for _, layers in groupby(block.quantized_layers(), partial(_solved_with, recipe=recipe)):
             yield Observed(layers=tuple(layers), moments={})
         return
-    with closing(BlockForward(block, stream, sequential=recipe.calibration.true_sequential, room=room)) as passage:
+    sequential = recipe.calibration.true_sequential
+    with closing(BlockForward(block, stream, sequential=sequential, room=room, onward=onward)) as passage:
         if passage.repeated:
             log.info("%s: stages are separate passes because %s", block.name, passage.repeated)
         for groups, shown in passage:  # q/k/v, then o, then gate/up, then down
