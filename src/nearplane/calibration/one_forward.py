@@ -277,7 +277,7 @@ class BlockForward:
 
     @torch.no_grad()
     def _shown(self, stage: int) -> Iterator[list[Rows | RoutedRows]]:
-        """Yield the rows of each batch at a stage; after the last stage the original stream enters the next block, if any."""
+        """Yield the rows of each batch at a stage; then the original stream enters the next block, if any."""
         group, states, rounding = self._look.groups[stage], self.stream.original, self.stream.rounding
         ends = self._whole and stage == self._stages - 1
         if rounding is not None and rounding.measures(group):

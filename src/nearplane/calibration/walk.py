@@ -46,8 +46,8 @@ class Stage:
         first: Whether this is the first stage of a block.
         rest: Names of the tensors that are not quantized and are written with the block.
         blocks: Number of blocks that the streams have passed, at the end of a block; 0 elsewhere.
-        stream: The streams after these blocks; None without streams, where it is not the end of a block, and where nothing
-            runs on their outputs.
+        stream: The streams after these blocks; None without streams, where it is not the end of a block, and where
+            nothing runs on their outputs.
 
     Attributes:
         written: Whether `write` was called; the walk requires it before the next stage.
@@ -236,7 +236,8 @@ def observations(
 ) -> Generator[Observed]:
     """Yield the layers of a block by shared input, with its moments once the earlier stages are solved.
 
-    After the last group the stream has passed the block, but for the last products if nothing goes `onward` from there. Close the generator early only by `close`: passes pause in it.
+    After the last group the stream has passed the block, but for the last products if nothing goes `onward` from there.
+    Close the generator early only by `close`: passes pause in it.
     """
     if stream is None:
         for _, layers in groupby(block.quantized_layers(), partial(_solved_with, recipe=recipe)):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.factor import Factor, read, strips, total
-from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Extra
 from nearplane.lattice.solvers import Solution
 
@@ -121,7 +121,11 @@ def certify(
         nearest_codes = book.nearest(t / scale + zero)
         unmoved = None if swept or values is not None else (nearest_codes == codes).all()
         nearest_error = (t - scale * (book.position(nearest_codes) - zero)).to(triangle.dtype)
-        bounds, gammas = _bounds((scale * book.widest)[:, order].expand(len(t), -1), d)
+        if isinstance(matrix.grid, ProductGrid):  # rows are multiples of each other
+            bounds, gammas = _bounds((scale[:1] * book.widest)[:, order], d)
+            bounds, gammas = bounds * (scale[:, 0] / scale[0, 0]).square(), gammas.expand(len(t))
+        else:
+            bounds, gammas = _bounds((scale * book.widest)[:, order].expand(len(t), -1), d)
         outside_part = book.outside(t / scale + zero).sum(1) if solution.outside is None else solution.outside[rows]
         if unmoved is not None and unmoved.device.type == "cpu" and bool(unmoved):
             nearest = loss  # elsewhere reading the flag would cost more than the product

@@ -38,7 +38,8 @@ from nearplane.system.progress import Progress, logged, silent
 BATCH = 8  # maximum windows of a forward pass
 SEQLEN = 512  # maximum tokens of a window; more windows make a more even sample
 COMPARED_LOGITS = 1 << 26  # logits in memory at a time
-TOKENS, TOKENS_PER_INPUT = 1024, 1  # on which a perturbation is propagated; for the moments, per input of the widest layer
+TOKENS = 1024  # maximum tokens on which a perturbation is propagated
+TOKENS_PER_INPUT = 1  # for the moments of inputs, per input of the widest layer
 MEMORY = 4 << 30  # bytes of the propagated hidden states
 MAX_TRAVELLERS = 48  # maximum of propagated perturbations if tokens are few
 
