@@ -61,6 +61,10 @@ class DeviceMemoryError(NearplaneError):
     """A GPU has no room for what is computed on it."""
 
 
+class RankError(NearplaneError):
+    """Another process of the same run failed or is gone, or the processes cannot be connected."""
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of another library's error message, or the type of the error if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

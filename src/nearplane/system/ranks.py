@@ -1,8 +1,13 @@
-"""Communication between the processes (ranks) of a run. So far a run is one process."""
+"""The processes (ranks) of a run, and how they pass values to each other. A run of one process passes nothing.
+
+Rank 0 leads: it decides, writes all files and speaks. The others serve it: they run the same passes on their share of the
+windows, and answer its requests. `process_group.py` connects processes; `current()` is what all other modules use.
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -10,31 +15,73 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """A run of one process: every method is the identity. A run of several processes overrides all of them.
+    """A run of one process. A run of several overrides what passes between them.
 
     Attributes:
         rank: Number of this process, from 0.
         world: Number of processes.
+        local: Number of this process among those of its machine, from 0.
+        local_world: Number of processes on its machine.
     """
 
     rank: int = 0
     world: int = 1
+    local: int = 0
+    local_world: int = 1
 
-    def agree(self, value: T) -> T:
-        """Return a value that every rank has computed, and that must be the same on all of them."""
-        return value
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides, writes and speaks."""
+        return self.rank == 0
 
-    def sum_exactly(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over all ranks, in place; the result has the same bits on any number of ranks."""
+    def share(self, count: int) -> range:
+        """Return the numbers of the things that belong to this rank, of `count` that are dealt in order."""
+        return range(self.rank * count // self.world, (self.rank + 1) * count // self.world)
+
+    def send(self, value: Any) -> None:
+        """Send a value from rank 0 to all others, which call `receive`. It must be possible to pickle it."""
+
+    def receive(self) -> Any:
+        """Return what rank 0 sends."""
+        raise RuntimeError("A run of one process has nothing to receive.")
+
+    def broadcast(self, tensor: Tensor | None) -> Tensor | None:
+        """Return the tensor of rank 0 on every rank; None if it is None there. Other ranks pass anything."""
         return tensor
 
-    def broadcast(self, value: T, owner: int = 0) -> T:
-        """Return the value of the rank `owner`."""
-        return value
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks in their order, on every rank. It must be possible to pickle them."""
+        return [value]
 
-    def gather(self, values: list[T]) -> list[T]:
-        """Return the concatenated values of all ranks, in their order."""
-        return values
+    def sum(self, integers: Tensor) -> Tensor:
+        """Add up integers over all ranks in place and return them, on every rank."""
+        return integers
+
+    def start(self, request: Callable[[Any], None]) -> None:
+        """Make all other ranks run `request` on what they serve; see `serve`."""
+
+    def ask(self, request: Callable[[Any], T]) -> list[T]:
+        """Make all other ranks run `request` on what they serve, and return their answers in order."""
+        return []
+
+    def release(self) -> None:
+        """Let the other ranks leave `serve`."""
+
+    def serve(self, subject: Any) -> None:
+        """Run the requests of rank 0 on `subject` until it releases this rank."""
+        raise RuntimeError("A run of one process serves nobody.")
 
 
 ONE_PROCESS = Ranks()
+_current: list[Ranks] = [ONE_PROCESS]
+
+
+def current() -> Ranks:
+    """Return the ranks of the run that this process takes part in."""
+    return _current[-1]
+
+
+def enter(ranks: Ranks) -> Callable[[], None]:
+    """Make `current` return these ranks; return the function that ends this."""
+    _current.append(ranks)
+    return lambda: _current.remove(ranks)

@@ -1,0 +1,132 @@
+"""How the processes of a run were started: by torchrun, by SLURM's srun or by --processes. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from nearplane.errors import RecipeError
+
+LOCALHOST = "127.0.0.1"
+SLURM_PORTS = range(20_000, 40_000)  # the port of a job follows from its number, the same on all nodes
+PATIENCE = 10.0  # seconds until a process that was asked to end is killed
+
+
+class Launch(NamedTuple):
+    """Number of this process, number of all, and the address where rank 0 or torchrun connects them."""
+
+    rank: int
+    world: int
+    address: str
+    port: int
+
+
+def launched(env: Mapping[str, str] = os.environ) -> Launch | None:
+    """Return how this process was started among others; None if it is alone.
+
+    torchrun and --processes set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. srun sets variables of its own for each
+    step; those that sbatch sets for a script are not looked at, as a script is one process.
+
+    Raises:
+        RecipeError: Some of the variables are missing or no numbers.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        names, job = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "0"
+    elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
+        names, job = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"), env.get(
+            "SLURM_JOB_ID", "0"
+        )
+    else:
+        return None
+    try:
+        rank, world = (int(env[name]) for name in names[:2])
+        if world == 1:
+            return None
+        slurm = names[0] == "SLURM_PROCID"
+        address = env.get("MASTER_ADDR") or (first_host(env["SLURM_STEP_NODELIST"]) if slurm else env["MASTER_ADDR"])
+        port = int(env.get("MASTER_PORT") or (SLURM_PORTS[int(job) % len(SLURM_PORTS)] if slurm else env["MASTER_PORT"]))
+    except (KeyError, ValueError) as error:
+        raise RecipeError(
+            f"The environment variables {', '.join(names)} tell how processes of a run find each other, and one of them is "
+            f"missing or wrong ({error}). Start the run with torchrun or srun, or use --processes on one machine."
+        ) from error
+    return Launch(rank, world, address, port)
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a list as SLURM writes it: a1 of "a[1-3,7],b2"."""
+    found = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
+    if found is None:
+        raise ValueError(f"no host in {nodes!r}")
+    return found[1] + (found[2] or "")
+
+
+@contextmanager
+def started(processes: int, command: Sequence[str] = ()) -> Iterator[None]:
+    """Start the other processes of a run on this machine; they end with the context.
+
+    This process becomes rank 0. The others run the same command line.
+
+    Args:
+        processes: Number of processes, this one included; 1: nothing is started.
+        command: Command of the others; empty: that of this process.
+
+    Raises:
+        RecipeError: There are fewer than one, or this process already is one of several.
+    """
+    if processes < 1:
+        raise RecipeError(f"--processes is {processes}; expected at least 1.")
+    if processes == 1:
+        yield
+        return
+    if (launch := launched()) is not None:
+        raise RecipeError(
+            f"--processes {processes}: this process already is rank {launch.rank} of {launch.world}, started by torchrun or "
+            f"srun. Leave out --processes."
+        )
+    with socket.socket() as free:
+        free.bind((LOCALHOST, 0))
+        port = free.getsockname()[1]
+    own = {"RANK": "0", "WORLD_SIZE": str(processes), "MASTER_ADDR": LOCALHOST, "MASTER_PORT": str(port)}
+    run = [*command] or [sys.executable, "-m", "nearplane", *without_processes(sys.argv[1:])]
+    children: list[subprocess.Popen[bytes]] = []
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        for rank in range(1, processes):
+            children.append(subprocess.Popen(run, env={**os.environ, "RANK": str(rank)}, stdin=subprocess.DEVNULL))
+        yield
+        for child in children:
+            child.wait(PATIENCE)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+        for child in children:
+            _end(child)
+
+
+def without_processes(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command line without --processes and its value."""
+    text = [f"{before} {each}" if before == "--processes" else each for before, each in zip(["", *arguments], arguments)]
+    return [each for each in text if each.split("=")[0].split(" ")[0] != "--processes"]
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a process: first by SIGTERM, then by SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if child.poll() is not None:
+            return
+        child.send_signal(number)
+        try:
+            child.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            continue

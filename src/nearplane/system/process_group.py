@@ -1,0 +1,276 @@
+"""Connects the processes of a run through torch.distributed, and passes values, requests and failures between them.
+
+Failures travel apart from values, through the store that connects the processes: `heartbeat.py` looks for them in a thread
+of its own. So an error on one rank is one sentence on all, wherever the others are.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import count
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nearplane.errors import NearplaneError, RankError, first_line
+from nearplane.system.heartbeat import LOST, Heartbeat, Peer
+from nearplane.system.launch import Launch, launched
+from nearplane.system.ranks import Ranks, current, enter
+
+T = TypeVar("T")
+ARRIVAL = 300.0  # seconds until all processes must have arrived: nodes of a cluster do not start together
+WEEK = timedelta(days=7)  # no collective ends by a timeout of torch: the heartbeat knows better who is gone
+LONGEST_PAUSE = 0.002  # seconds between two looks whether a collective is done
+GONE = 5.0  # seconds that rank 0 waits for the others at the end, as they are connected through it
+_joined = count()  # a process may take part in several runs
+
+
+class _Message(NamedTuple):
+    """What rank 0 sends to ranks that serve: a request, and whether it asks for an answer. No request: they leave."""
+
+    request: Callable[[Any], Any] | None
+    answered: bool = False
+
+
+class ProcessGroup(Ranks):
+    """A run of several processes.
+
+    Args:
+        rank, world: Number of this process, and of all.
+        group: Group of torch.distributed for values on the CPU (gloo).
+        heartbeat: Thread that looks whether the others live.
+    """
+
+    def __init__(self, rank: int, world: int, group: Any, heartbeat: Heartbeat) -> None:
+        self.rank, self.world = rank, world
+        self._group, self._heartbeat = group, heartbeat
+        self._roots = dist.get_global_rank(group, 0)
+        hosts = [peer.host for peer in heartbeat.peers]
+        self.local, self.local_world = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+
+    def send(self, value: Any) -> None:
+        self._broadcast_bytes(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+
+    def receive(self) -> Any:
+        return pickle.loads(self._broadcast_bytes(b""))
+
+    def _broadcast_bytes(self, content: bytes) -> bytes:
+        length = torch.tensor([len(content)])
+        self._wait(dist.broadcast(length, self._roots, group=self._group, async_op=True))
+        payload = torch.frombuffer(bytearray(content), dtype=torch.uint8) if self.leads else None
+        payload = torch.empty(int(length), dtype=torch.uint8) if payload is None else payload
+        self._wait(dist.broadcast(payload, self._roots, group=self._group, async_op=True))
+        return content if self.leads else payload.numpy().tobytes()
+
+    def broadcast(self, tensor: Tensor | None) -> Tensor | None:
+        if self.leads:
+            self.send(None if tensor is None else (tensor.shape, tensor.dtype))
+            if tensor is None:
+                return None
+            sent = tensor.cpu().contiguous()
+        else:
+            if (form := self.receive()) is None:
+                return None
+            sent = torch.empty(form[0], dtype=form[1])
+        if sent.numel():
+            self._wait(dist.broadcast(_bytes(sent), self._roots, group=self._group, async_op=True))
+        return tensor if self.leads else sent
+
+    def gather(self, value: T) -> list[T]:
+        content = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        length = torch.tensor([len(content)])
+        self._wait(dist.all_gather(lengths, length, group=self._group, async_op=True))
+        longest = int(torch.cat(lengths).max())
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
+        own = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
+        self._wait(dist.all_gather(parts, own, group=self._group, async_op=True))
+        return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, lengths, strict=True)]
+
+    def sum(self, integers: Tensor) -> Tensor:
+        on_host = integers.cpu()
+        self._wait(dist.all_reduce(on_host, group=self._group, async_op=True))
+        return integers if on_host is integers else integers.copy_(on_host)
+
+    def start(self, request: Callable[[Any], None]) -> None:
+        self.send(_Message(request))
+
+    def ask(self, request: Callable[[Any], T]) -> list[T]:
+        self.send(_Message(request, answered=True))
+        return self.gather(None)[1:]  # type: ignore[return-value]  # of the others
+
+    def release(self) -> None:
+        self.send(_Message(None))
+
+    def serve(self, subject: Any) -> None:
+        while (message := self.receive()).request is not None:
+            answer = message.request(subject)
+            if message.answered:
+                self.gather(answer)
+            del message, answer
+
+    def _wait(self, work: Any) -> None:
+        """Wait for a collective.
+
+        Raises:
+            RankError: Another rank failed or is gone.
+        """
+        pause = 1e-5
+        while not work.is_completed():
+            self._heartbeat.check()
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: RuntimeError) -> RankError:
+        """Return the error of a broken connection, once the heartbeat knows whose it was."""
+        for _ in range(int(10 * (LOST + 5))):
+            self._heartbeat.check()
+            time.sleep(0.1)
+        return RankError(f"The connection to another rank broke ({first_line(error)}). Repeat the command.")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return a view of a contiguous tensor as bytes: gloo does not know all dtypes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """Take part in the run that torchrun, srun or --processes started; a process alone is a run of its own.
+
+    A process group that the program made is used, and is not destroyed. If the body raises an error, it is told to the
+    other ranks, which raise it as well.
+
+    Yields:
+        The ranks.
+
+    Raises:
+        RankError: The processes cannot be connected, some do not arrive, or one of them fails or is gone.
+    """
+    own = not (dist.is_available() and dist.is_initialized())
+    launch = launched() if own else None
+    if current().world > 1 or (own and launch is None) or (not own and dist.get_world_size() == 1):
+        yield current()
+        return
+    number = next(_joined)
+    if launch is None:
+        store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    else:
+        store, rank, world = _store(launch), launch.rank, launch.world
+    store = dist.PrefixStore(f"nearplane/{number}", store)
+    peers = _arrived(store, rank, world)
+    heartbeat = Heartbeat(store, rank, peers)
+    if launch is not None:
+        dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=WEEK)
+        group = dist.group.WORLD
+    else:
+        group = dist.new_group(backend="gloo", timeout=WEEK)
+    with heartbeat:
+        ranks = ProcessGroup(rank, world, group, heartbeat)
+        leave = enter(ranks)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads_of(ranks))
+        try:
+            yield ranks
+        except BaseException as error:
+            raise _told(error, heartbeat) from error
+        finally:
+            torch.set_num_threads(threads)
+            leave()
+            heartbeat.leave(GONE if rank == 0 else 0.0)
+            if launch is not None:
+                with suppress(RuntimeError):  # connections are broken after a failure
+                    dist.destroy_process_group()
+
+
+def _told(error: BaseException, heartbeat: Heartbeat) -> BaseException:
+    """Tell the others that this rank failed; return the error to raise, which is that of another rank if it came first."""
+    if isinstance(error, RankError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        if (other := heartbeat.look()) is not None:  # torchrun ends all processes once one of them is gone
+            return RankError(other)
+        heartbeat.fail("was stopped by a signal.")
+    elif isinstance(error, NearplaneError):
+        heartbeat.fail(f"failed: {error}")
+    elif isinstance(error, Exception):
+        heartbeat.fail(f"failed with an unexpected {type(error).__name__}: {first_line(error)}")
+    elif not isinstance(error, (SystemExit, GeneratorExit)) or getattr(error, "code", 1):
+        heartbeat.fail("ended early.")
+    return error
+
+
+def threads_of(ranks: Ranks) -> int:
+    """Return the threads of a rank: its part of the cores, rounded down to a power of two.
+
+    Other numbers change the last bit of some activation functions, whose rows torch divides among threads.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 << max(0, (cores // ranks.local_world).bit_length() - 1)
+
+
+def _store(launch: Launch) -> Any:
+    """Connect to the store of a run, which rank 0 or torchrun's agent holds.
+
+    Raises:
+        RankError: Its port is in use, or it cannot be reached.
+    """
+    where = f"{launch.address}:{launch.port}"
+    holds = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return dist.TCPStore(
+            launch.address,
+            launch.port,
+            None if not holds else launch.world,
+            is_master=holds,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=ARRIVAL),
+        )
+    except (RuntimeError, ValueError) as error:
+        if holds:
+            raise RankError(
+                f"Rank 0 cannot listen at {where} ({_reason(error)}). Choose a free port: torchrun --master-port, or MASTER_PORT."
+            ) from error
+        raise RankError(
+            f"Rank {launch.rank} cannot reach rank 0 at {where} within {ARRIVAL:.0f} seconds ({_reason(error)}). Check "
+            f"that rank 0 was started, and that the address and port can be reached from {socket.gethostname()}."
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the reason among what torch says about a connection."""
+    text = str(error)
+    return "the address is already in use" if "EADDRINUSE" in text or "in use" in text else first_line(error)
+
+
+def _arrived(store: Any, rank: int, world: int) -> list[Peer]:
+    """Say that this rank is here, and return all ranks once they are.
+
+    Raises:
+        RankError: Some are not here in time; the message names them.
+    """
+    store.set(f"here/{rank}", pickle.dumps(Peer.here(rank)))
+    names = [f"here/{each}" for each in range(world)]
+    began = time.monotonic()
+    while missing := [each for each, name in enumerate(names) if not store.check([name])]:
+        if time.monotonic() - began > ARRIVAL:
+            several = ", ".join(map(str, missing))
+            raise RankError(
+                f"Rank {several} of {world} did not arrive within {ARRIVAL:.0f} seconds. Start {world} processes with the same "
+                f"address and port, with ranks 0 to {world - 1}."
+            )
+        time.sleep(0.05)
+    return [pickle.loads(store.get(name)) for name in names]
+
