@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from nearplane.calibration.dealt import Dealt
 from nearplane.calibration.recorder import ENCODER_OUT, Call, End, FinalNorm, Recorder, Tape, mapped, part_of, with_part
 from nearplane.calibration.rounded_stream import RoundedStream
 from nearplane.calibration.states_on_disk import Keep
@@ -36,8 +37,7 @@ class Stream:
         extra: Values that each block returns after the hidden states, for one window; None if it returns no tuple.
         between: Function from the output of the encoder's last block to the input of the decoder's cross-attention.
         sizes: Number of windows in each batch.
-        fitted: Number of batches that enter sums; the batches after these hold extra windows, which enter none.
-        sources: Number of the text in a mix of each batch of extra windows; empty for a single text.
+        dealt: Where these batches lie among all windows: on several ranks each has a share of them.
         rounding: Rounding of inputs in the quantized network; None: they are not rounded.
     """
 
@@ -50,10 +50,10 @@ class Stream:
         extra: Sequence[tuple[Any, ...] | None] = (),
         between: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.quantized, self.original, self.fitted = hidden, original, len(hidden)
+        self.quantized, self.original = hidden, original
         self.calls, self.ahead, self.extra, self.between = calls, False, extra, between
         self.sizes = [len(x) for x in hidden]
-        self.sources: Sequence[int] = ()
+        self.dealt = Dealt.alone(self.sizes)
         self.rounding: RoundedStream | None = None
         self._finite: list[Tensor] = []  # whether each output of the present block is finite
 
@@ -178,7 +178,7 @@ def finish(model: Model, stream: Stream, tokens: Tensor, dtype: torch.dtype) -> 
     Args:
         model: A model whose head is a module of its own.
         stream: The stream that `skeleton` made of `tokens`, advanced past all blocks.
-        tokens: (windows, seqlen) calibration tokens, extra windows last.
+        tokens: (windows, seqlen) calibration tokens of the batches of the stream, extra windows last.
         dtype: Dtype of the computation.
     """
     assert len(model.stacks) == 1, "the head of a decoder with an encoder is not quantized"

@@ -34,6 +34,7 @@ from nearplane.models.model import Block
 from nearplane.recipe.sizes import size_text
 from nearplane.system.device import Device
 from nearplane.system.memory import release
+from nearplane.system.ranks import current
 
 PAUSED_DIVISOR = 2  # paused activations may fill half of the free memory: solving needs memory too
 BATCH_TOKENS, BATCH_WINDOWS = 2048, 8  # largest batch by default: enough rows for matrix products at full speed
@@ -281,8 +282,9 @@ class BlockForward:
         group, states, rounding = self._look.groups[stage], self.stream.original, self.stream.rounding
         ends = self._whole and stage == self._stages - 1
         if rounding is not None and rounding.measures(group):
-            fitted = self._quantized[: self.stream.fitted]
-            rounding.measured(group, max(float(self._paused(each, stage).x.abs().max()) for each in fitted))
+            fitted = self._quantized[: self.stream.dealt.fitted]
+            peak = max(float(self._paused(each, stage).x.abs().max()) for each in fitted)
+            rounding.measured(group, max(current().gather(peak)))
         for batch, forward in enumerate(self._quantized):
             original = None
             if states is not None:

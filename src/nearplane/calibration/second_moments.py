@@ -14,9 +14,10 @@ from torch import Tensor
 
 from nearplane.calibration.activations import Stream
 from nearplane.calibration.stages import rows_by_batch, unreached
+from nearplane.calibration.sums_of_ranks import add_up, collect
 from nearplane.calibration.watch import ExpertRows, InParts, RoutedRows, Rows
 from nearplane.calibration.windows import EXTRA_TOKENS
-from nearplane.errors import CalibrationError
+from nearplane.errors import CalibrationError, RankError
 from nearplane.lattice.moments import ExtraRows, Moments, MomentSums, sum_dtype
 from nearplane.matrix.inputs import Inputs
 from nearplane.models.experts import by_expert
@@ -24,7 +25,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Block
 from nearplane.recipe.recipe import Rare
 from nearplane.record.words import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
-from nearplane.system.ranks import ONE_PROCESS
+from nearplane.system.ranks import current
 
 HELD_OUT = 0.2  # fraction of the calibration windows whose moments are also summed separately
 
@@ -88,13 +89,9 @@ def sum_moments(
         rare: Treatment of experts that few tokens reach.
 
     Raises:
-        CalibrationError: An input is not finite, too few tokens reach an expert, or extra windows meet several ranks.
+        CalibrationError: An input is not finite, or too few tokens reach an expert.
     """
-    if stream.fitted < len(stream.sizes) and ONE_PROCESS.world > 1:
-        raise CalibrationError(
-            f"Extra windows are measured on one rank only, and this run has {ONE_PROCESS.world} ranks."
-        )
-    windows = sum(stream.sizes[: stream.fitted])
+    windows = stream.dealt.windows
     split = stream.original is not None and windows > 1
     first_held = windows - min(windows - 1, max(1, round(HELD_OUT * windows))) if split else windows
     new_sums = partial(_Sums, stream=stream, first_held=first_held)
@@ -197,24 +194,25 @@ class _Sums:
     def __init__(
         self, group: tuple[Layer, ...], stream: Stream, *, first_held: int, crossed: bool | None = None
     ) -> None:
-        self.group, self.fitted = group, stream.fitted
+        self.group, self.fitted = group, stream.dealt.fitted
         self._stream, self._first_held, self._crossed = stream, first_held, crossed
         self._fitted, self._held = MomentSums(), MomentSums()
-        self._extra = ExtraRows(sizes=[0] * (1 + max(stream.sources, default=0)))
+        self._extra = ExtraRows(sizes=[0] * stream.dealt.texts)
         self._alike, self._compared = 0, False
 
     @torch.no_grad()
     def add(self, batch: int, rows: Rows) -> None:
         """Add the rows of a batch; batches come in order."""
-        stream, size = self._stream, self._stream.sizes[batch]
-        if batch >= stream.fitted:
-            expected = len(rows.X_hat) * sum(stream.sizes[stream.fitted :]) // size  # of all extra windows
+        dealt, size = self._stream.dealt, self._stream.sizes[batch]
+        if batch == 0 and dealt.repeated:
+            return
+        if batch >= dealt.fitted:
+            expected = len(rows.X_hat) * dealt.extra_windows // size  # of all extra windows
             some = slice(None, None, max(1, -(-expected // EXTRA_TOKENS)))
-            source = stream.sources[batch - stream.fitted] if stream.sources else 0
+            source = dealt.sources[batch - dealt.fitted] if dealt.sources else 0
             self._extra.add(rows.X_hat[some], None if rows.X is None else rows.X[some], source)
             return
-        before = sum(stream.sizes[:batch])
-        cut = rows.before(Fraction(min(max(self._first_held - before, 0), size), size))
+        cut = rows.before(Fraction(min(max(self._first_held - dealt.starts[batch], 0), size), size))
         outputs = {} if self._crossed else _lost_outputs(rows, self.group)
         crossed = len(outputs) < len(self.group)
         for sums, part in ((self._fitted, slice(0, cut)), (self._held, slice(cut, None))):
@@ -259,13 +257,36 @@ class _Sums:
             moments = {name: replace(each, alike=alike, blended=more) for name, each in moments.items()}
         return Observed(layers=self.group, moments=moments)
 
+    def _over_all_ranks(self) -> None:
+        """Replace these sums by those over the windows of all ranks.
+
+        Raises:
+            RankError: The ranks are at different layers.
+        """
+        ranks = current()
+        if ranks.world == 1:
+            return
+        names = [layer.name for layer in self.group]
+        every = ranks.gather((names, self._alike, self._compared))
+        if (other := next((rank for rank, each in enumerate(every) if each[0] != names), None)) is not None:
+            raise RankError(
+                f"Rank {ranks.rank} is at {', '.join(names)}, and rank {other} at {', '.join(every[other][0])}. All ranks need the "
+                f"same model, versions and options."
+            )
+        self._alike, self._compared = sum(each[1] for each in every), any(each[2] for each in every)
+        device = self.group[0].weight.device
+        add_up(self._fitted, ranks, device)
+        add_up(self._held, ranks, device)
+        collect(self._extra, ranks, device)
+
     def _moments(self, split: bool) -> dict[str, Moments]:
         """Return {layer name: moments}."""
         fitted, held = self._fitted, self._held
+        self._over_all_ranks()
         split = split and fitted.tokens > 0 and held.tokens > 0  # all tokens of an expert may lie in one of the two
         fitted.absorb(held)
-        total, extra = fitted.means(ONE_PROCESS.sum_exactly), self._extra.together()
-        held_moments = held.means(ONE_PROCESS.sum_exactly, held.dtype) if split else None
+        total, extra = fitted.means(), self._extra.together()
+        held_moments = held.means(held.dtype) if split else None
         names = ", ".join(layer.name for layer in self.group)
         if not total.tokens:
             raise unreached(names)

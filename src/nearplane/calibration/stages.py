@@ -32,6 +32,7 @@ from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 from nearplane.system.device import Device
 from nearplane.system.memory import release
 from nearplane.system.out_of_memory import is_out_of_memory
+from nearplane.system.ranks import current
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,9 +192,10 @@ def rows_by_batch(
 
     if rounding is not None and any(map(rounding.measures, groups)):
         peaks = [0.0] * len(groups)
-        for batch in range(stream.fitted):
+        for batch in range(stream.dealt.fitted):
             seen = look(block.quantized, stream.quantized, batch, False)
             peaks = [max(peak, each.peak) for peak, each in zip(peaks, seen, strict=True)]
+        peaks = [max(of_ranks) for of_ranks in zip(*current().gather(peaks), strict=True)]
         for group, peak in zip(groups, peaks, strict=True):
             rounding.measured(group, peak)
     for batch in range(len(stream.sizes)):

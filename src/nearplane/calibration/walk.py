@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream, finish, skeleton
+from nearplane.calibration.dealt import Dealt
 from nearplane.calibration.one_forward import BlockForward, MemorySetting
 from nearplane.calibration.rounded_stream import RoundedStream
 from nearplane.calibration.second_moments import Observed, observe, shared_inputs, sum_moments
@@ -28,10 +29,15 @@ from nearplane.calibration.windows import Windows
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.matrix.inputs import Inputs
+from nearplane.models.kinds import joined_windows
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.recipe.recipe import Recipe
+from nearplane.system.device import Device
+from nearplane.system.matmul_choice import Library
+from nearplane.system.matmul_library import library_in_use, using_library
 from nearplane.system.memory import release
+from nearplane.system.ranks import current
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +82,13 @@ class Stage:
     def write(self, values: Iterable[Tensor | None]) -> None:
         """Write the values (out, in) of each layer into the block, in order; None leaves a layer unchanged.
 
-        The inputs are dropped: with their factors they take as much memory as a block.
+        The inputs are dropped: with their factors they take as much memory as a block. On several ranks, rank 0 has the
+        values, and the others receive them.
         """
-        for layer, each in zip(self.layers, values, strict=True):
+        ranks = current()
+        ranks.start(_receive_values)
+        for layer, each in zip(self.layers, values, strict=ranks.leads):
+            each = ranks.broadcast(each)
             if each is not None:
                 layer.write(each)
             del each  # frees a copy: the block has the values
@@ -125,6 +135,9 @@ def walk(
     Raises:
         CalibrationError: An input is not finite, or some layers do not run.
     """
+    ranks, done = current(), 0 if resumed is None else resumed.blocks
+    if ranks.others:
+        ranks.start(_FollowedWalk(recipe, windows, setting, dict(moments or {}), done, library_in_use()))
     stages = _Walk(model, recipe, windows, setting).stages(moments or {}, resumed)
     with closing(_in_order(stages)) as in_order:
         yield in_order
@@ -132,13 +145,64 @@ def walk(
 
 def _in_order(stages: Generator[Stage]) -> Generator[Stage]:
     """Yield stages; raise RuntimeError if a stage is not written before the next is made."""
+    ranks = current()
     with closing(stages):
         for stage in stages:
-            yield stage
+            try:
+                yield stage
+            except GeneratorExit:
+                ranks.start(_leave_walk)
+                raise
             if not stage.written and stage.layers:
                 names = ", ".join(layer.name for layer in stage.layers)
                 raise RuntimeError(f"The stage of {names} was not written. Call stage.write before the next stage.")
+            ranks.release()
             del stage
+
+
+class Followed(Protocol):
+    """What a rank serves that follows the walks of rank 0."""
+
+    model: Model
+    device: Device
+
+
+class _Left(Exception):  # noqa: N818  (not an error)
+    """Ends a walk that rank 0 has left."""
+
+
+def _leave_walk(_: Stage) -> None:
+    raise _Left
+
+
+def _receive_values(stage: Stage) -> None:
+    stage.write(repeat(None))
+
+
+@dataclass(frozen=True, slots=True)
+class _FollowedWalk:
+    """A walk of rank 0, in which another rank takes part: it runs its share of the windows, and writes what it receives."""
+
+    recipe: Recipe
+    windows: Windows
+    setting: MemorySetting
+    moments: Mapping[str, Moments]
+    blocks: int
+    library: Library
+
+    def __call__(self, followed: Followed) -> None:
+        setting, ranks = replace(self.setting, device=followed.device, folder=None), current()
+        with (
+            using_library(self.library),
+            suppress(_Left),
+            walk(followed.model, self.recipe, self.windows, setting, moments=self.moments, resumed=self) as stages,
+        ):
+            for stage in stages:
+                ranks.serve(stage)
+
+    def restore(self, stream: Stream) -> None:
+        """Receive the hidden states of this rank's batches behind the blocks that were done before."""
+        current().serve(stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +231,9 @@ class _Walk:
         last = len(model.blocks) if model.head is None else len(model.blocks) + 1  # nothing runs on the last outputs
         if resumed is not None and 0 < done < last and stream is not None:
             resumed.restore(stream)
+            current().release()
+            for block in model.blocks[:done]:
+                del stream.calls[block.name]
         rounding = None if stream is None else stream.rounding
         for index, block in enumerate(model.in_turn(model.blocks[done:], place), done):
             with (
@@ -181,7 +248,7 @@ class _Walk:
         unquantized = model.unquantized()
         if model.head is not None:
             if stream is not None:
-                finish(model, stream, self.windows.tokens(), dtype)
+                finish(model, stream, joined_windows(self._dealt()[0]), dtype)
             with model.head.on(place, dtype, original=False) as block:
                 yield from self._through(observations_of_the_head(block, stream), unquantized)
         yield Stage(rest=unquantized)
@@ -190,14 +257,18 @@ class _Walk:
         """Return both streams before the first block; None if the solver needs no inputs."""
         if self.windows.fitted is None or not SOLVERS[self.recipe.scheme.solver].needs_inputs:
             return None
-        fitted, extra = self.windows.batches(self.setting.batch)
         keep, place = self.setting.keep, self.setting.device.place
-        stream = skeleton(self.model, [*fitted, *extra], device=place, dtype=dtype, embeddings=embeddings, keep=keep)
-        stream.fitted, stream.sources = len(fitted), self.windows.extra_sources(self.setting.batch)
+        batches, dealt = self._dealt()
+        stream = skeleton(self.model, batches, device=place, dtype=dtype, embeddings=embeddings, keep=keep)
+        stream.dealt = dealt
         how = self.recipe.input_rounding
         stream.rounding = None if how is None else RoundedStream(how)
         stream.original = (stream.original or keep(stream.quantized)) if self.recipe.scheme.correct else None
         return stream
+
+    def _dealt(self) -> tuple[list[Tensor], Dealt]:
+        """Return the batches of this rank, and their place among all."""
+        return self.windows.dealt(self.setting.batch, current())
 
     def _through(
         self, observed: Iterable[Observed], rest: tuple[str, ...] = (), rounding: RoundedStream | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import positions_per_window
+from nearplane.calibration.dealt import Dealt
 from nearplane.calibration.given import Given, refuse_unrecorded
 from nearplane.calibration.mix import Mix
 from nearplane.calibration.texts import check_start, check_vocabulary, framing_tokens, read_windows
@@ -24,6 +25,7 @@ from nearplane.recipe.schemes import GridScheme
 from nearplane.record.record import Source
 from nearplane.record.words import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT, shortage
 from nearplane.system.named_texts import text_to_calibrate_on
+from nearplane.system.ranks import Ranks
 
 DEFAULT_SEQLEN = 2048
 DEFAULT_TOKENS_PER_INPUT = 50  # of the widest layer: the loss is then about 5 % above that of many more tokens
@@ -93,6 +95,16 @@ class Windows:
     def extra_sources(self, size: int) -> list[int]:
         """Return the number of the text in a mix of each batch of extra windows; empty for a single text."""
         return [number for number, each in enumerate(self.sources) for _ in range(0, each.extra_windows, size)]
+
+    def dealt(self, size: int, ranks: Ranks) -> tuple[list[Tensor], Dealt]:
+        """Return the batches of a rank, of at most `size` windows, and their place among all.
+
+        A batch holds the same windows on any number of ranks.
+        """
+        fitted, extra = self.batches(size)
+        place = Dealt.among(ranks, [*map(len, fitted)], [*map(len, extra)], self.extra_sources(size))
+        batches = [*fitted, *extra]
+        return [batches[number] for number in place.numbers], place
 
     def digest(self) -> str:
         """Return the `digest_of` all windows; "" if there are none."""

@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +33,7 @@ from nearplane.recipe.sizes import size_text
 from nearplane.record.record import read_record
 from nearplane.system.device import Device
 from nearplane.system.files import flush, read_object, sha256
-from nearplane.system.matmul_library import slow_for_mkl
+from nearplane.system.matmul_library import processor
 from nearplane.system.output_folder import STATE
 from nearplane.system.paths import JOURNAL
 from nearplane.system.safetensors_files import INDEX, read_index
@@ -168,7 +167,7 @@ class JournalPages:
             self._pages = dict(state["pages"])
             self._container.resume(state["container"])
             progress = understood(state)
-            if state["processor"] != (here := _processor()):
+            if state["processor"] != (here := processor()):
                 log.warning(
                     "The stopped run used another processor (%s) than this one (%s). The last digits of products "
                     "differ, so the files may differ from those of an uninterrupted run.",
@@ -189,6 +188,10 @@ class JournalPages:
             f"{self._container.folder} belongs to a run of {by}, whose journal this version does not read: found journal version "
             f"{json.dumps(state.get('version'))[:20]}, expected {VERSION}. {REMEDY}, or resume it with {by}."
         )
+
+    def names(self, pattern: str) -> list[str]:
+        """Return the names of the pages that match a pattern."""
+        return [name for name in self._pages if fnmatch(name, pattern)]
 
     def load(self, name: str) -> Any:
         """Return the contents of a page.
@@ -226,16 +229,20 @@ class JournalPages:
         elapsed = time.perf_counter() - self._kept
         return self.room and (share or MAX_JOURNAL_SHARE) * elapsed >= self._cost
 
-    def write(self, state: Mapping[str, Any], pages: Mapping[str, Any], *, replaced: str = "") -> None:
+    def write(
+        self, state: Mapping[str, Any], pages: Mapping[str, Any], *, replaced: str = "", size: int | None = None
+    ) -> None:
         """Write pages and then the state; if the disk is full, warn and write no more.
 
         Args:
             state: The progress as JSON; run inputs, seconds and the container's state are added.
             pages: Tensors, or dicts and lists of them, by page name; or functions that return one.
             replaced: Pattern of old pages that are deleted afterwards.
+            size: Bytes of the tensors; None: they are counted.
         """
         start = time.perf_counter()
-        size = sum(tensor.nbytes for page in pages.values() for tensor in _tensors(_given(page)))
+        if size is None:
+            size = sum(tensor.nbytes for page in pages.values() for tensor in _tensors(_given(page)))
         with self._while_disk_has_room():
             if (written := self._container.state()) is None:
                 return
@@ -252,7 +259,7 @@ class JournalPages:
                     "version": VERSION,
                     "told": self._inputs,
                     "seconds": self.seconds,
-                    "processor": _processor(),
+                    "processor": processor(),
                     "pages": kept,
                     "container": written,
                     **state,
@@ -305,12 +312,6 @@ class JournalPages:
         except BaseException:
             path.unlink(missing_ok=True)  # on a full disk the run itself needs the space
             raise
-
-
-def _processor() -> str:
-    """Return what determines the last digits of products: architecture, maker, and torch's widest registers."""
-    maker = "not by Intel" if slow_for_mkl() else "by Intel or ARM"
-    return f"{platform.machine()} {maker}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _given(page: Any) -> Any:

@@ -6,7 +6,7 @@ Minimising `||X W^T + r - X_hat values^T - r_hat||^2` moves the target of the la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -139,20 +139,17 @@ class MomentSums:
             return a
         return b.clone() if a is None else a.add_(b)
 
-    def means(self, total: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float64) -> MomentSums:
-        """Return the means over all tokens as full matrices in `dtype`; this empties the sums, whose memory is reused.
-
-        `total` adds up the sums of all ranks in place.
-        """
-        tokens = int(total(torch.tensor(self.tokens)))
+    def means(self, dtype: torch.dtype = torch.float64) -> MomentSums:
+        """Return the means over all tokens as full matrices in `dtype`; this empties the sums, whose memory is reused."""
+        tokens = self.tokens
 
         def mean(x: Tensor) -> Tensor:
-            return total(x).div_(tokens).to(dtype)
+            return x.div_(tokens).to(dtype)
 
         lost = {name: mean(self.lost.pop(name)) for name in [*self.lost]}
         H, self.H = None if self.H is None else _mirrored(mean(self.H)), None
         C, self.C = None if self.C is None else mean(self.C), None
-        alive = None if self.alive is None else total(self.alive) > 0
+        alive = None if self.alive is None else self.alive > 0
         return MomentSums(H=H, alive=alive, C=C, lost=lost, tokens=tokens)
 
     def of(self, name: str, held: MomentSums | None) -> Moments:

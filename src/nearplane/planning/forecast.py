@@ -43,7 +43,7 @@ from nearplane.planning.request import rehearse
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import AnyScheme, GridScheme
 from nearplane.recipe.sizes import Limits, size_text
-from nearplane.system.device import Device
+from nearplane.system.device import Device, divided
 from nearplane.system.memory import free_memory, release_all, resident
 from nearplane.system.progress import duration
 
@@ -162,7 +162,7 @@ def within_limits(
     if not device.on_cpu:
         allowed = {
             DEVICE: min(limits.device or inf, device.free() or inf),
-            HOST: limits.host or start + (free_memory() or inf),
+            HOST: limits.host or start + (divided(free_memory()) or inf),
         }
         usual = replace(usual, room=int(min(usual.room, allowed[DEVICE] // PAUSED_DIVISOR)))
 

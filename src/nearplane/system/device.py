@@ -17,6 +17,7 @@ from nearplane.errors import RecipeError
 from nearplane.system.arguments import ComputeDtype
 from nearplane.system.memory import free_memory
 from nearplane.system.progress import peak_memory
+from nearplane.system.ranks import current
 
 log = logging.getLogger("nearplane")
 WITHOUT_FLOAT64 = ("mps", "xpu")  # devices of Apple and Intel
@@ -52,6 +53,8 @@ class Device:
         dtype = None if compute_dtype == "auto" else getattr(torch, compute_dtype)
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cuda" and current().world > 1:
+            name = f"cuda:{current().local}"
         try:
             place = torch.device(name)
         except (RuntimeError, TypeError, ValueError):
@@ -107,7 +110,7 @@ class Device:
     def free(self) -> int | None:
         """Return the bytes that this process can still allocate on the device, or None if they are unknown."""
         if self.on_cpu:
-            return free_memory()
+            return divided(free_memory())
         runtime = torch.get_device_module(self.place)
         unused = runtime.memory_reserved(self.place) - runtime.memory_allocated(self.place)
         return int(runtime.mem_get_info(self.place)[0] + unused)
@@ -131,6 +134,11 @@ class Device:
 
     def __str__(self) -> str:
         return str(self.place)
+
+
+def divided(free: int | None) -> int | None:
+    """Return this rank's part of the free bytes of its machine."""
+    return None if free is None else free // current().local_world
 
 
 @contextmanager

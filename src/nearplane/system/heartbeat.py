@@ -161,5 +161,3 @@ class Heartbeat:
                 if self._restore is not None and self._main is not None:
                     signal.pthread_kill(self._main, signal.SIGUSR1)
                 return
-
-

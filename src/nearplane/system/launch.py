@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import NamedTuple
 
 from nearplane.errors import RecipeError
@@ -40,8 +41,9 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch | None:
     if "RANK" in env and "WORLD_SIZE" in env:
         names, job = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "0"
     elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
-        names, job = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"), env.get(
-            "SLURM_JOB_ID", "0"
+        names, job = (
+            ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"),
+            env.get("SLURM_JOB_ID", "0"),
         )
     else:
         return None
@@ -51,7 +53,9 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch | None:
             return None
         slurm = names[0] == "SLURM_PROCID"
         address = env.get("MASTER_ADDR") or (first_host(env["SLURM_STEP_NODELIST"]) if slurm else env["MASTER_ADDR"])
-        port = int(env.get("MASTER_PORT") or (SLURM_PORTS[int(job) % len(SLURM_PORTS)] if slurm else env["MASTER_PORT"]))
+        port = int(
+            env.get("MASTER_PORT") or (SLURM_PORTS[int(job) % len(SLURM_PORTS)] if slurm else env["MASTER_PORT"])
+        )
     except (KeyError, ValueError) as error:
         raise RecipeError(
             f"The environment variables {', '.join(names)} tell how processes of a run find each other, and one of them is "
@@ -116,7 +120,7 @@ def started(processes: int, command: Sequence[str] = ()) -> Iterator[None]:
 
 def without_processes(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a command line without --processes and its value."""
-    text = [f"{before} {each}" if before == "--processes" else each for before, each in zip(["", *arguments], arguments)]
+    text = [f"{before} {each}" if before == "--processes" else each for before, each in pairwise(["", *arguments])]
     return [each for each in text if each.split("=")[0].split(" ")[0] != "--processes"]
 
 

@@ -80,6 +80,19 @@ def recorded_library(products: Products | None, device: Device) -> Iterator[Prod
         yield used
 
 
+def library_in_use() -> Library:
+    """Return the library that multiplies at present."""
+    switch = _switch()
+    return "onednn" if switch is not None and switch.fp32_precision == PRECISIONS["onednn"] else "default"
+
+
+@contextmanager
+def using_library(library: Library) -> Iterator[None]:
+    """Use a library that another process of the run chose, on a processor of the same kind."""
+    with exact_float32(), _using(library):
+        yield
+
+
 @contextmanager
 def exact_float32() -> Iterator[None]:
     """Compute products, convolutions and recurrent layers in float32 on a GPU without rounding inputs to TF32.
@@ -125,6 +138,12 @@ def slow_for_mkl() -> bool:
     with suppress(OSError):
         return "GenuineIntel" not in Path("/proc/cpuinfo").read_text()
     return "Intel" not in platform.processor()
+
+
+def processor() -> str:
+    """Return what determines the last digits of products: architecture, maker, and torch's widest registers."""
+    maker = "not by Intel" if slow_for_mkl() else "by Intel or ARM"
+    return f"{platform.machine()} {maker}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def trial(shapes: Iterable[tuple[int, int]]) -> Products:

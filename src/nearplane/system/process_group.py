@@ -11,10 +11,10 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,10 @@ _joined = count()  # a process may take part in several runs
 
 
 class _Message(NamedTuple):
-    """What rank 0 sends to ranks that serve: a request, and whether it asks for an answer. No request: they leave."""
+    """What rank 0 sends to ranks that serve: a request, and the rank that answers it. No request: they leave."""
 
     request: Callable[[Any], Any] | None
-    answered: bool = False
+    answers: int | None = None
 
 
 class ProcessGroup(Ranks):
@@ -45,14 +45,13 @@ class ProcessGroup(Ranks):
 
     Args:
         rank, world: Number of this process, and of all.
-        group: Group of torch.distributed for values on the CPU (gloo).
+        group: Group for values on the CPU (gloo). It is not the default group of torch, with which libraries do as they like.
         heartbeat: Thread that looks whether the others live.
     """
 
     def __init__(self, rank: int, world: int, group: Any, heartbeat: Heartbeat) -> None:
         self.rank, self.world = rank, world
         self._group, self._heartbeat = group, heartbeat
-        self._roots = dist.get_global_rank(group, 0)
         hosts = [peer.host for peer in heartbeat.peers]
         self.local, self.local_world = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
 
@@ -62,13 +61,16 @@ class ProcessGroup(Ranks):
     def receive(self) -> Any:
         return pickle.loads(self._broadcast_bytes(b""))
 
-    def _broadcast_bytes(self, content: bytes) -> bytes:
+    def _broadcast_bytes(self, content: bytes, root: int = 0) -> bytes:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
         length = torch.tensor([len(content)])
-        self._wait(dist.broadcast(length, self._roots, group=self._group, async_op=True))
-        payload = torch.frombuffer(bytearray(content), dtype=torch.uint8) if self.leads else None
+        self._wait(self._group.broadcast([length], options))
+        own = self.rank == root
+        payload = torch.frombuffer(bytearray(content), dtype=torch.uint8) if own else None
         payload = torch.empty(int(length), dtype=torch.uint8) if payload is None else payload
-        self._wait(dist.broadcast(payload, self._roots, group=self._group, async_op=True))
-        return content if self.leads else payload.numpy().tobytes()
+        self._wait(self._group.broadcast([payload], options))
+        return content if own else payload.numpy().tobytes()
 
     def broadcast(self, tensor: Tensor | None) -> Tensor | None:
         if self.leads:
@@ -81,40 +83,44 @@ class ProcessGroup(Ranks):
                 return None
             sent = torch.empty(form[0], dtype=form[1])
         if sent.numel():
-            self._wait(dist.broadcast(_bytes(sent), self._roots, group=self._group, async_op=True))
+            self._wait(self._group.broadcast([_bytes(sent)]))
         return tensor if self.leads else sent
 
     def gather(self, value: T) -> list[T]:
         content = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         length = torch.tensor([len(content)])
-        self._wait(dist.all_gather(lengths, length, group=self._group, async_op=True))
+        self._wait(self._group.allgather([lengths], [length]))
         longest = int(torch.cat(lengths).max())
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
         own = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
-        self._wait(dist.all_gather(parts, own, group=self._group, async_op=True))
+        self._wait(self._group.allgather([parts], [own]))
         return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, lengths, strict=True)]
 
     def sum(self, integers: Tensor) -> Tensor:
         on_host = integers.cpu()
-        self._wait(dist.all_reduce(on_host, group=self._group, async_op=True))
+        self._wait(self._group.allreduce([on_host]))
         return integers if on_host is integers else integers.copy_(on_host)
 
     def start(self, request: Callable[[Any], None]) -> None:
-        self.send(_Message(request))
+        if self.leads:
+            self.send(_Message(request))
 
-    def ask(self, request: Callable[[Any], T]) -> list[T]:
-        self.send(_Message(request, answered=True))
-        return self.gather(None)[1:]  # type: ignore[return-value]  # of the others
+    def ask(self, rank: int, request: Callable[[Any], T]) -> T:
+        self.send(_Message(request, answers=rank))
+        return cast(T, pickle.loads(self._broadcast_bytes(b"", rank)))
 
     def release(self) -> None:
-        self.send(_Message(None))
+        if self.leads:
+            self.send(_Message(None))
 
     def serve(self, subject: Any) -> None:
         while (message := self.receive()).request is not None:
-            answer = message.request(subject)
-            if message.answered:
-                self.gather(answer)
+            answer = message.request(subject) if message.answers in (None, self.rank) else None
+            if (
+                message.answers is not None
+            ):  # gloo's messages between two ranks cannot be polled, so that all get the answer
+                self._broadcast_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL), message.answers)
             del message, answer
 
     def _wait(self, work: Any) -> None:
@@ -150,8 +156,8 @@ def _bytes(tensor: Tensor) -> Tensor:
 def joined() -> Iterator[Ranks]:
     """Take part in the run that torchrun, srun or --processes started; a process alone is a run of its own.
 
-    A process group that the program made is used, and is not destroyed. If the body raises an error, it is told to the
-    other ranks, which raise it as well.
+    The processes of a group that the program made are used as well; the group itself is not. If the body raises an error,
+    it is told to the other ranks, which raise it as well.
 
     Yields:
         The ranks.
@@ -159,25 +165,20 @@ def joined() -> Iterator[Ranks]:
     Raises:
         RankError: The processes cannot be connected, some do not arrive, or one of them fails or is gone.
     """
-    own = not (dist.is_available() and dist.is_initialized())
-    launch = launched() if own else None
-    if current().world > 1 or (own and launch is None) or (not own and dist.get_world_size() == 1):
+    theirs = dist.is_available() and dist.is_initialized()
+    launch = None if theirs else launched()
+    if current().world > 1 or (not theirs and launch is None) or (theirs and dist.get_world_size() == 1):
         yield current()
         return
-    number = next(_joined)
     if launch is None:
         store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     else:
         store, rank, world = _store(launch), launch.rank, launch.world
-    store = dist.PrefixStore(f"nearplane/{number}", store)
+    store = dist.PrefixStore(f"nearplane/{next(_joined)}", store)
     peers = _arrived(store, rank, world)
     heartbeat = Heartbeat(store, rank, peers)
-    if launch is not None:
-        dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=WEEK)
-        group = dist.group.WORLD
-    else:
-        group = dist.new_group(backend="gloo", timeout=WEEK)
-    with heartbeat:
+    group = dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, world, WEEK)
+    with heartbeat, _hidden():
         ranks = ProcessGroup(rank, world, group, heartbeat)
         leave = enter(ranks)
         threads = torch.get_num_threads()
@@ -190,9 +191,20 @@ def joined() -> Iterator[Ranks]:
             torch.set_num_threads(threads)
             leave()
             heartbeat.leave(GONE if rank == 0 else 0.0)
-            if launch is not None:
-                with suppress(RuntimeError):  # connections are broken after a failure
-                    dist.destroy_process_group()
+
+
+@contextmanager
+def _hidden() -> Iterator[None]:
+    """Hide the default group of torch, which the program may have made, from libraries that rank 0 alone calls.
+
+    compressed-tensors, for one, would wait in them for the other ranks.
+    """
+    member: Any = dist.GroupMember
+    before, member.WORLD = member.WORLD, None
+    try:
+        yield
+    finally:
+        member.WORLD = before
 
 
 def _told(error: BaseException, heartbeat: Heartbeat) -> BaseException:
@@ -273,4 +285,3 @@ def _arrived(store: Any, rank: int, world: int) -> list[Peer]:
             )
         time.sleep(0.05)
     return [pickle.loads(store.get(name)) for name in names]
-

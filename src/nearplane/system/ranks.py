@@ -58,14 +58,19 @@ class Ranks:
         return integers
 
     def start(self, request: Callable[[Any], None]) -> None:
-        """Make all other ranks run `request` on what they serve; see `serve`."""
+        """Make all other ranks run `request` on what they serve; see `serve`. Only rank 0 does anything."""
 
-    def ask(self, request: Callable[[Any], T]) -> list[T]:
-        """Make all other ranks run `request` on what they serve, and return their answers in order."""
-        return []
+    def ask(self, rank: int, request: Callable[[Any], T]) -> T:
+        """Make another rank run `request` on what it serves, and return its answer."""
+        raise RuntimeError("A run of one process has nobody to ask.")
+
+    @property
+    def others(self) -> range:
+        """The ranks that serve this one; empty for a rank that serves."""
+        return range(1, self.world) if self.leads else range(0)
 
     def release(self) -> None:
-        """Let the other ranks leave `serve`."""
+        """Let the other ranks leave `serve`. Only rank 0 does anything."""
 
     def serve(self, subject: Any) -> None:
         """Run the requests of rank 0 on `subject` until it releases this rank."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nearplane.calibration.given import as_folder, model_label, split_calibration
 from nearplane.calibration.windows import calibration_windows
 from nearplane.errors import NearplaneError, RecipeError
+from nearplane.models.model import Model
 from nearplane.models.pretrained import find_folder
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.start import Job, Options, open_resolved
@@ -28,9 +30,12 @@ from nearplane.system.device import Device
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_text, refuse_unfinished
+from nearplane.system.process_group import joined
 from nearplane.system.progress import Progress, say_compiling, silent
+from nearplane.system.ranks import current
 from nearplane.tuning.checkpoint import check_layers, check_tunable
 from nearplane.verbs.early_checks import check_quantize, check_recipe
+from nearplane.verbs.follow import Follower, files_of, led
 from nearplane.verbs.quantize import quantize_folder
 from nearplane.verbs.tune import tune
 
@@ -38,6 +43,7 @@ log = logging.getLogger(__name__)
 
 
 @checked("model")
+@joined()
 def quantize(
     model: str | Path | PreTrainedModel,
     out: str | Path,
@@ -114,8 +120,19 @@ def quantize(
         check_text(recipe.calibration.calibration)
     with as_folder(model, tokenizer) as folder:
         recipe = recipe if given is None else given.recorded(recipe)
+        if recipe.tune != "none" and current().world > 1:
+            raise RecipeError(
+                "--tune network trains in one process: a step needs the one before. Quantize with several processes, then run "
+                "nearplane tune with one."
+            )
         quantizes = quantize_folder if recipe.tune == "none" else _then_tuned
-        return quantizes(folder, Path(out), recipe, options)
+        follower = Follower(partial(_opened, folder, recipe, trust_remote_code), place)
+        same = {"recipe": recipe, "model": files_of(Path(folder))}
+        return led(partial(quantizes, folder, Path(out), recipe, options), follower, same)
+
+
+def _opened(folder: str, recipe: Recipe, trust_remote_code: bool) -> Model:
+    return open_resolved(folder, recipe, trust_remote_code=trust_remote_code)[0]
 
 
 def _then_tuned(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:

@@ -12,14 +12,15 @@ the same bytes as one that was never stopped. `journal_pages.py` writes the page
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream
+from nearplane.calibration.walk import Stage
 from nearplane.errors import FormatError
 from nearplane.formats.container import Container
 from nearplane.formats.journal_pages import REMEDY, JournalPages
@@ -30,6 +31,7 @@ from nearplane.planning.start import StoppedRun
 from nearplane.record.record import RunRecord
 from nearplane.system.matmul_library import repeatable
 from nearplane.system.progress import duration
+from nearplane.system.ranks import current
 
 PLAN = "plan.pt"
 PAGE = 256 << 20  # bytes of hidden states on a page; writing it needs so much additional memory
@@ -90,16 +92,17 @@ class Journal:
         Raises:
             FormatError: The hidden states cannot be read, or have another shape.
         """
-        for number, batches in enumerate(_pages(stream)):
-            states = self._pages.load(page_name := _behind(self.blocks, number))
-            for name, batch in batches:
-                current = getattr(stream, name)
-                old, new = current[batch], states.get(f"{name}.{batch}")
-                if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
-                    raise self._pages.changed_page(page_name)
-                current[batch] = new.to(old.device)
-        for name in list(stream.calls)[: self.blocks]:
-            del stream.calls[name]
+        found = set[str]()
+        for page in self._pages.names(_behind(self.blocks, "*")):
+            taken = _Taken(self._pages.load(page))
+            current().start(taken)
+            try:
+                taken(stream)
+            except ValueError as error:
+                raise self._pages.changed_page(page) from error
+            found |= taken.states.keys()
+        if len(found) != stream.dealt.batches * len(_networks(stream)):
+            raise self._pages.changed_page(_behind(self.blocks, 0))
 
     def begin(self, ledger: Ledger, model: Model, record: RunRecord) -> None:
         """Write the plan to the journal; from now on `passed` writes the layers of the ledger.
@@ -117,30 +120,75 @@ class Journal:
             return
         self._pages.write_first(PLAN, ledger.planned.tensors())
         if self._pages.room and (ledger.planned.rates or ledger.planned.widths):  # measured in forward passes
-            self._write(0, {})
+            self._write(0, {}, 0)
 
     def passed(self, blocks: int, stream: Stream | None) -> None:
         """Write to the journal that `blocks` blocks are finished, unless it would take too much time or disk space."""
         if self._ledger is not None and self._pages.due():
-            pages = [] if stream is None else _pages(stream)
-            self._write(blocks, {_behind(blocks, i): partial(_on, stream, page) for i, page in enumerate(pages)})
+            pages = {} if stream is None else _pages(stream, blocks)
+            self._write(blocks, pages, 0 if stream is None else _bytes(stream))
 
-    def _write(self, blocks: int, pages: Mapping[str, Any]) -> None:
+    def _write(self, blocks: int, pages: Mapping[str, Any], size: int) -> None:
         ledger = self._ledger
         assert ledger is not None, "begin() comes first"
         record = replace(self._record, layers=tuple(ledger.layers))
         state = {"blocks": blocks, "plan": ledger.planned.state(), "record": record.to_json()}
-        self._pages.write(state, pages, replaced=_behind("*", "*"))
+        self._pages.write(state, pages, replaced="behind-*.pt", size=size)
 
 
-def _pages(stream: Stream) -> list[list[tuple[str, int]]]:
-    """Split the hidden states of both networks, as (attribute of the stream, batch), into pages of about `PAGE` bytes."""
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Hidden states by network and number of the batch, from a page; each rank takes those of its own batches."""
+
+    states: dict[str, Tensor]
+
+    def __call__(self, stream: Stream) -> None:
+        for name in _networks(stream):
+            states = getattr(stream, name)
+            for batch, number in enumerate(stream.dealt.numbers):
+                if (new := self.states.get(f"{name}.{number}")) is not None:
+                    old = states[batch]
+                    if (new.shape, new.dtype) != (old.shape, old.dtype):
+                        raise ValueError(f"{name}.{number} has shape {tuple(new.shape)}, not {tuple(old.shape)}")
+                    states[batch] = new.to(old.device)
+
+
+def _count(stage: Stage) -> int:
+    """Return the number of pages with the hidden states of this rank, at the end of a block."""
+    assert stage.stream is not None, "rank 0 asks for pages only if there are streams"
+    return len(_split(stage.stream))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The page of this number of another rank, at the end of a block."""
+
+    number: int
+
+    def __call__(self, stage: Stage) -> dict[str, Tensor]:
+        assert stage.stream is not None, "rank 0 asks for pages only if there are streams"
+        return _page(stage.stream, self.number)
+
+
+def _page(stream: Stream, number: int) -> dict[str, Tensor]:
+    """Return a page with hidden states of this rank, by network and number of the batch."""
+    numbers = stream.dealt.numbers
+    return {f"{name}.{numbers[batch]}": getattr(stream, name)[batch].cpu() for name, batch in _split(stream)[number]}
+
+
+def _networks(stream: Stream) -> list[str]:
+    return ["quantized", "original"][: 1 + (stream.original is not None)]
+
+
+def _split(stream: Stream) -> list[list[tuple[str, int]]]:
+    """Split the hidden states of this rank, as (attribute of the stream, batch), into pages of about `PAGE` bytes."""
     window = stream.quantized[0].nbytes / stream.sizes[0]
-    networks = ["quantized", "original"][: 1 + (stream.original is not None)]
     pages: list[list[tuple[str, int]]] = [[]]
     size = 0.0
-    for name in networks:
+    for name in _networks(stream):
         for batch, windows in enumerate(stream.sizes):
+            if batch == 0 and stream.dealt.repeated:
+                continue
             if size >= PAGE:
                 pages, size = [*pages, []], 0.0
             pages[-1].append((name, batch))
@@ -148,10 +196,20 @@ def _pages(stream: Stream) -> list[list[tuple[str, int]]]:
     return pages
 
 
-def _on(stream: Stream | None, page: list[tuple[str, int]]) -> dict[str, Tensor]:
-    """Return the hidden states of a page by name."""
-    return {f"{name}.{batch}": getattr(stream, name)[batch].cpu() for name, batch in page}
+def _pages(stream: Stream, blocks: int) -> dict[str, Callable[[], dict[str, Tensor]]]:
+    """Return by name the pages with the hidden states of all ranks behind so many blocks."""
+    ranks = current()
+    pages: list[Callable[[], dict[str, Tensor]]] = [partial(_page, stream, i) for i in range(len(_split(stream)))]
+    for rank in ranks.others:
+        pages += [partial(ranks.ask, rank, _Asked(i)) for i in range(ranks.ask(rank, _count))]
+    return {_behind(blocks, i): page for i, page in enumerate(pages)}
 
 
-def _behind(blocks: int | str, page: int | str) -> str:
-    return f"behind-{blocks:05d}.{page}.pt" if isinstance(blocks, int) else f"behind-{blocks}.{page}.pt"
+def _bytes(stream: Stream) -> int:
+    """Return the bytes of the hidden states of all ranks."""
+    window = stream.quantized[0].nbytes // stream.sizes[0]
+    return window * (stream.dealt.windows + stream.dealt.extra_windows) * len(_networks(stream))
+
+
+def _behind(blocks: int, page: int | str) -> str:
+    return f"behind-{blocks:05d}.{page}.pt"

@@ -1,0 +1,70 @@
+"""The batches of windows that one rank of a run passes through the network. A run of one process has them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from nearplane.system.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dealt:
+    """Place of a rank's batches among all windows.
+
+    The first batch, of one window, is on every rank: it shows what a block computes. Only rank 0 adds it to sums.
+
+    Attributes:
+        numbers: Number of each batch among the batches of all ranks.
+        starts: Number of the first window of each batch.
+        fitted: How many of these batches enter sums; the others hold extra windows, which enter none.
+        batches: Batches of all ranks.
+        windows: Calibration windows of all ranks.
+        extra_windows: Extra windows of all ranks.
+        sources: Number of the text in a mix of each batch of extra windows; empty for a single text.
+        texts: Number of texts in a mix that have extra windows, 1 for a single text.
+        repeated: Whether the first batch enters the sums of another rank.
+    """
+
+    numbers: Sequence[int]
+    starts: Sequence[int]
+    fitted: int
+    batches: int
+    windows: int
+    extra_windows: int = 0
+    sources: Sequence[int] = ()
+    texts: int = 1
+    repeated: bool = False
+
+    @classmethod
+    def alone(cls, sizes: Sequence[int]) -> Dealt:
+        """Return the place of the batches of one process, of so many windows each, which all enter sums."""
+        starts = [0, *accumulate(sizes)]
+        return cls(
+            numbers=range(len(sizes)), starts=starts[:-1], fitted=len(sizes), batches=len(sizes), windows=starts[-1]
+        )
+
+    @classmethod
+    def among(cls, ranks: Ranks, fitted: Sequence[int], extra: Sequence[int], sources: Sequence[int]) -> Dealt:
+        """Return the batches of a rank; each has neighbouring ones.
+
+        Args:
+            ranks: The ranks.
+            fitted, extra: Numbers of windows in the batches of calibration and of extra windows.
+            sources: Number of the text of each batch of extra windows; empty for a single text.
+        """
+        starts = [0, *accumulate((*fitted, *extra))]
+        calibration = [0, *(1 + each for each in ranks.share(len(fitted) - 1))]
+        more = [len(fitted) + each for each in ranks.share(len(extra))]
+        return cls(
+            numbers=[*calibration, *more],
+            starts=[starts[each] for each in (*calibration, *more)],
+            fitted=len(calibration),
+            batches=len(starts) - 1,
+            windows=sum(fitted),
+            extra_windows=sum(extra),
+            sources=[sources[each - len(fitted)] for each in more] if sources else (),
+            texts=1 + max(sources, default=0),
+            repeated=not ranks.leads,
+        )
