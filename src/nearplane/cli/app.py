@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from nearplane.cli.quantize_command import quantize
 from nearplane.cli.streams import lasting_streams
 from nearplane.cli.terminal import attended, errors_as_sentences
 from nearplane.errors import FormatError
+from nearplane.system.launch import alone, launched
 
 app = App(
     name="nearplane",
@@ -31,6 +34,7 @@ for _command in (quantize, *COMMANDS):
     app.command(_command)
 
 
+SHARED = (["quantize"],)  # commands that several processes share
 MIN_COLUMNS, MAX_COLUMNS = 20, 1000  # widths of a terminal
 
 
@@ -48,6 +52,25 @@ def refuse_deleted_folder() -> None:
         ) from error
 
 
+def follows(command: Sequence[str]) -> bool:
+    """Make a process that torchrun or srun started beside others leave all words to rank 0.
+
+    Commands that several processes do not share run on rank 0 alone.
+
+    Returns:
+        Whether nothing is left to do for this process.
+    """
+    if (launch := launched()) is None:
+        return False
+    if [*command] not in SHARED:
+        alone()
+        return launch.rank > 0
+    if launch.rank > 0:
+        logging.getLogger("nearplane").setLevel(logging.ERROR)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    return False
+
+
 def main() -> None:
     """Run the command line; errors of nearplane and signals are printed as one sentence without a traceback."""
     # set before torch loads: spinning threads are slow on a busy machine; oneDNN keeps memory for every shape it has seen
@@ -57,6 +80,8 @@ def main() -> None:
         os.environ["COLUMNS"] = str(min(max(int(columns), MIN_COLUMNS), MAX_COLUMNS))  # rich never ends with 2
     with lasting_streams(), errors_as_sentences(), attended():
         refuse_deleted_folder()
+        if follows(sys.argv[1:2]):
+            return
         if sys.argv[1:2] == ["quantize"]:
             refuse_mixed(sys.argv[2:])
         app(print_error=False, exit_on_error=False)

@@ -28,6 +28,7 @@ from nearplane.recipe.file_formats import Format
 from nearplane.recipe.recipe import Calibration, Recipe, Tune
 from nearplane.recipe.scheme import Activations, Allocation
 from nearplane.system.arguments import ComputeDtype
+from nearplane.system.launch import started
 from nearplane.system.paths import check_named
 from nearplane.verbs.early_checks import check_quantize
 
@@ -53,6 +54,7 @@ def quantize(
     overwrite: Annotated[bool, Parameter(group=RUN_GROUP, negative="")] = False,
     memory: Annotated[str | None, Parameter(group=RUN_GROUP)] = None,
     device_memory: Annotated[str | None, Parameter(group=RUN_GROUP)] = None,
+    processes: Annotated[int, Parameter(group=RUN_GROUP)] = 1,
     trust_remote_code: Annotated[bool, Parameter(group=RUN_GROUP, negative="")] = False,
     json: Annotated[bool, Parameter(group=RUN_GROUP, negative="")] = False,
 ) -> None:
@@ -85,6 +87,8 @@ def quantize(
         memory: Memory limit of the run, for example 12GB. Default: no limit. Cannot be used with --tune network.
             The run then repeats passes and keeps states on disk. A limit that is too small is refused at once.
         device_memory: The same for the memory of a GPU. Default: what is free there. States then lie in main memory.
+        processes: Number of processes on this machine that share the calibration windows. The files are the same with any
+            number. On several machines, start nearplane by torchrun or srun.
         trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the run record as JSON instead of a summary.
     """
@@ -105,18 +109,19 @@ def quantize(
     opening(model)
     from nearplane import quantize as run
 
-    record = run(
-        model,
-        out,
-        recipe,
-        device=device,
-        compute_dtype=compute_dtype,
-        overwrite=overwrite,
-        trust_remote_code=trust_remote_code,
-        progress=bar,
-        memory=memory,
-        device_memory=device_memory,
-    )
+    with started(processes):
+        record = run(
+            model,
+            out,
+            recipe,
+            device=device,
+            compute_dtype=compute_dtype,
+            overwrite=overwrite,
+            trust_remote_code=trust_remote_code,
+            progress=bar,
+            memory=memory,
+            device_memory=device_memory,
+        )
     from nearplane.record.summary import summary
 
     if json:

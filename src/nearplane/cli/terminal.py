@@ -12,7 +12,7 @@ from typing import Any
 from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from nearplane.cli.streams import Unread, say_error
-from nearplane.errors import FormatError, NearplaneError, printable
+from nearplane.errors import FormatError, NearplaneError, RankError, printable
 
 
 class Terminated(KeyboardInterrupt):
@@ -77,7 +77,7 @@ def attended() -> Iterator[None]:
     except Exception as error:
         if not stopped and isinstance(error, PermissionError):
             raise FormatError(f"{error.filename} cannot be read or written: {error.strerror}.") from error
-        if not stopped:
+        if not stopped or isinstance(error, RankError):  # torchrun ends all processes once one of them is gone
             raise
         for note in getattr(error, "__notes__", ()):
             stopped[-1].add_note(note if "Repeat the command" in note else f"{note} Repeat the command.")

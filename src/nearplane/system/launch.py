@@ -64,6 +64,12 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch | None:
     return Launch(rank, world, address, port)
 
 
+def alone() -> None:
+    """Let this process run a command by itself, whatever it was started with."""
+    for name in ("RANK", "SLURM_PROCID"):
+        os.environ.pop(name, None)
+
+
 def first_host(nodes: str) -> str:
     """Return the first host of a list as SLURM writes it: a1 of "a[1-3,7],b2"."""
     found = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", nodes)
