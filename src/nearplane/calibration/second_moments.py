@@ -97,6 +97,7 @@ def sum_moments(
     new_sums = partial(_Sums, stream=stream, first_held=first_held)
     if isinstance(looked, InParts):
         mean_sums = new_sums(groups[0], crossed=True).summed_over_experts(looked.shown(groups[0], last=False))
+        mean_sums.over_all_ranks()
         for part in looked.parts:
             last = part is looked.parts[-1]  # no variable for the rows: it would keep two parts in memory
             yield from _in_turn(part, list(looked.shown(part, last=last)), new_sums, split, rare, mean_sums)
@@ -152,21 +153,24 @@ def _in_turn(
     Raises:
         CalibrationError: Too few tokens reach an expert, and `rare` is "error".
     """
-    fitted, inputs, experts = shown[: new_sums(group).fitted], group[0].shape[1], by_expert(group)
+    dealt, inputs, experts = new_sums(group).dealt, group[0].shape[1], by_expert(group)
+    fitted = shown[: dealt.fitted]
+    counts = torch.tensor([[rows.quantized.count(each) for each in experts] for rows in fitted]).int()
+    tokens_of = current().sum(counts[int(dealt.repeated) :].sum(0)).tolist()
     mean_cache = [] if mean_sums is None else [mean_sums]  # computed only if an expert needs it
 
-    def observed_expert(expert: int, layers: tuple[Layer, ...]) -> Observed:
-        tokens = sum(rows.quantized.count(expert) for rows in fitted)
+    def observed_expert(expert: int, layers: tuple[Layer, ...], tokens: int) -> Observed:
         borrowed = max(0, MIN_TOKENS_PER_INPUT * inputs - tokens)
         if tokens < ADVISED_TOKENS_PER_INPUT * inputs and rare == "error":
             raise CalibrationError(too_rare(layers[0].name, tokens, inputs))
         if borrowed and not mean_cache:
             mean_cache.append(new_sums(group, crossed=True).summed_over_experts(fitted))
+            mean_cache[0].over_all_ranks()
         sums = new_sums(layers, crossed=True if borrowed else None).summed(rows.of(expert) for rows in shown)
         return sums.observed(split, blended=(borrowed, mean_cache[0]) if borrowed else None)
 
     for number, (expert, layers) in enumerate(experts.items(), 1):
-        yield replace(observed_expert(expert, layers), more=number < len(experts))
+        yield replace(observed_expert(expert, layers, tokens_of[number - 1]), more=number < len(experts))
 
 
 def too_rare(name: str, tokens: int, inputs: int) -> str:
@@ -194,7 +198,7 @@ class _Sums:
     def __init__(
         self, group: tuple[Layer, ...], stream: Stream, *, first_held: int, crossed: bool | None = None
     ) -> None:
-        self.group, self.fitted = group, stream.dealt.fitted
+        self.group, self.dealt = group, stream.dealt
         self._stream, self._first_held, self._crossed = stream, first_held, crossed
         self._fitted, self._held = MomentSums(), MomentSums()
         self._extra = ExtraRows(sizes=[0] * stream.dealt.texts)
@@ -203,7 +207,7 @@ class _Sums:
     @torch.no_grad()
     def add(self, batch: int, rows: Rows) -> None:
         """Add the rows of a batch; batches come in order."""
-        dealt, size = self._stream.dealt, self._stream.sizes[batch]
+        dealt, size = self.dealt, self._stream.sizes[batch]
         if batch == 0 and dealt.repeated:
             return
         if batch >= dealt.fitted:
@@ -232,7 +236,7 @@ class _Sums:
     def summed_over_experts(self, shown: Iterable[RoutedRows]) -> _Sums:
         """Add the rows of every expert of the group, without extra windows."""
         for batch, rows in enumerate(shown):
-            for expert in by_expert(self.group) if batch < self.fitted else ():
+            for expert in by_expert(self.group) if batch < self.dealt.fitted else ():
                 self.add(batch, rows.of(expert))
         return self
 
@@ -244,6 +248,7 @@ class _Sums:
             split: Whether moments of the held-out windows are returned separately.
             blended: Number of tokens and sums over all experts; the sums are added with the weight of so many tokens.
         """
+        self.over_all_ranks()
         tokens, more = self._fitted.tokens + self._held.tokens, 0
         if blended is not None:
             borrowed, mean_sums = blended
@@ -257,7 +262,7 @@ class _Sums:
             moments = {name: replace(each, alike=alike, blended=more) for name, each in moments.items()}
         return Observed(layers=self.group, moments=moments)
 
-    def _over_all_ranks(self) -> None:
+    def over_all_ranks(self) -> None:
         """Replace these sums by those over the windows of all ranks.
 
         Raises:
@@ -282,7 +287,6 @@ class _Sums:
     def _moments(self, split: bool) -> dict[str, Moments]:
         """Return {layer name: moments}."""
         fitted, held = self._fitted, self._held
-        self._over_all_ranks()
         split = split and fitted.tokens > 0 and held.tokens > 0  # all tokens of an expert may lie in one of the two
         fitted.absorb(held)
         total, extra = fitted.means(), self._extra.together()
