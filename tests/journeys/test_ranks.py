@@ -131,7 +131,9 @@ def test_a_killed_rank_ends_all_and_another_number_goes_on(models, text, whole, 
     if all(code == 0 for code, _, _ in ended):
         pytest.skip("the run had ended before")
     survivors = [printed for rank, (_, printed, _) in enumerate(ended) if rank != victim]
-    assert all(re.search(rf"Rank {victim} \(process \d+ on .+\) was killed|connected", said) for said in survivors), survivors
+    assert all(re.search(rf"Rank {victim} \(process \d+ on .+\) was killed|connected", said) for said in survivors), (
+        survivors
+    )
     if not out.exists():
         all_well(on_ranks(5 - world, quantizing(models, "grid", out, text)))
     assert contents(out) == contents(whole("grid"))
@@ -207,8 +209,8 @@ def test_a_port_in_use_is_named():
             with joined():
                 print("never")
 
-        child = begun(2, lambda rank: printed_error(run, rank) if rank == 0 else None, port)
-        code, printed, _ = [each.ended() for each in child][0]
+        child = begun(1, lambda rank: printed_error(run, rank) if rank == 0 else None, port)
+        _, printed, _ = child[0].ended()
     assert f"Rank 0 cannot listen at 127.0.0.1:{port} (the address is already in use)" in printed
 
 

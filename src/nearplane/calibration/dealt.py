@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from nearplane.system.ranks import Ranks
+from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Dealt:
         extra_windows: Extra windows of all ranks.
         sources: Number of the text in a mix of each batch of extra windows; empty for a single text.
         texts: Number of texts in a mix that have extra windows, 1 for a single text.
-        repeated: Whether the first batch enters the sums of another rank.
+        ranks: The ranks that have the other batches.
     """
 
     numbers: Sequence[int]
@@ -35,7 +35,12 @@ class Dealt:
     extra_windows: int = 0
     sources: Sequence[int] = ()
     texts: int = 1
-    repeated: bool = False
+    ranks: Ranks = ONE_PROCESS
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the first batch enters the sums of another rank."""
+        return not self.ranks.leads
 
     @classmethod
     def alone(cls, sizes: Sequence[int]) -> Dealt:
@@ -66,5 +71,5 @@ class Dealt:
             extra_windows=sum(extra),
             sources=[sources[each - len(fitted)] for each in more] if sources else (),
             texts=1 + max(sources, default=0),
-            repeated=not ranks.leads,
+            ranks=ranks,
         )

@@ -34,7 +34,6 @@ from nearplane.models.model import Block
 from nearplane.recipe.sizes import size_text
 from nearplane.system.device import Device
 from nearplane.system.memory import release
-from nearplane.system.ranks import current
 
 PAUSED_DIVISOR = 2  # paused activations may fill half of the free memory: solving needs memory too
 BATCH_TOKENS, BATCH_WINDOWS = 2048, 8  # largest batch by default: enough rows for matrix products at full speed
@@ -284,7 +283,7 @@ class BlockForward:
         if rounding is not None and rounding.measures(group):
             fitted = self._quantized[: self.stream.dealt.fitted]
             peak = max(float(self._paused(each, stage).x.abs().max()) for each in fitted)
-            rounding.measured(group, max(current().gather(peak)))
+            rounding.measured(group, max(self.stream.dealt.ranks.gather(peak)))
         for batch, forward in enumerate(self._quantized):
             original = None
             if states is not None:

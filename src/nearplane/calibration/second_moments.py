@@ -25,7 +25,6 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Block
 from nearplane.recipe.recipe import Rare
 from nearplane.record.words import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
-from nearplane.system.ranks import current
 
 HELD_OUT = 0.2  # fraction of the calibration windows whose moments are also summed separately
 
@@ -156,7 +155,7 @@ def _in_turn(
     dealt, inputs, experts = new_sums(group).dealt, group[0].shape[1], by_expert(group)
     fitted = shown[: dealt.fitted]
     counts = torch.tensor([[rows.quantized.count(each) for each in experts] for rows in fitted]).int()
-    tokens_of = current().sum(counts[int(dealt.repeated) :].sum(0)).tolist()
+    tokens_of = dealt.ranks.sum(counts[int(dealt.repeated) :].sum(0)).tolist()
     mean_cache = [] if mean_sums is None else [mean_sums]  # computed only if an expert needs it
 
     def observed_expert(expert: int, layers: tuple[Layer, ...], tokens: int) -> Observed:
@@ -268,7 +267,7 @@ class _Sums:
         Raises:
             RankError: The ranks are at different layers.
         """
-        ranks = current()
+        ranks = self.dealt.ranks
         if ranks.world == 1:
             return
         names = [layer.name for layer in self.group]

@@ -32,7 +32,6 @@ from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 from nearplane.system.device import Device
 from nearplane.system.memory import release
 from nearplane.system.out_of_memory import is_out_of_memory
-from nearplane.system.ranks import current
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +194,7 @@ def rows_by_batch(
         for batch in range(stream.dealt.fitted):
             seen = look(block.quantized, stream.quantized, batch, False)
             peaks = [max(peak, each.peak) for peak, each in zip(peaks, seen, strict=True)]
-        peaks = [max(of_ranks) for of_ranks in zip(*current().gather(peaks), strict=True)]
+        peaks = [max(of_ranks) for of_ranks in zip(*stream.dealt.ranks.gather(peaks), strict=True)]
         for group, peak in zip(groups, peaks, strict=True):
             rounding.measured(group, peak)
     for batch in range(len(stream.sizes)):
