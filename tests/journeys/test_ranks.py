@@ -5,8 +5,8 @@ import os
 import random
 import re
 import signal
+import socket
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -113,29 +113,46 @@ def test_any_number_of_ranks_writes_the_same_bytes(models, text, whole, tmp_path
     assert contents(tmp_path / "out") == contents(whole(way))
 
 
+def exchanging(run, last=math.inf):
+    """Return a function that runs on a rank and is killed at exchange number `last`; at the end it prints their number."""
+
+    def counted(rank):
+        wait, found = process_group.ProcessGroup._wait, []
+
+        def waited(group, work):
+            found.append(work)
+            if len(found) > last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            wait(group, work)
+
+        process_group.ProcessGroup._wait = waited
+        run(rank)
+        print(len(found))
+
+    return counted
+
+
+@pytest.fixture(scope="module")
+def exchanges(models, text, tmp_path_factory):
+    """Return the number of exchanges between two ranks in a run."""
+    run = quantizing(models, "grid", tmp_path_factory.mktemp("counted") / "out", text)
+    return int(on_ranks(2, exchanging(run))[1][1].split()[-1])
+
+
 @pytest.mark.parametrize("number", daily([*range(MOMENTS)], [0, 1]))
-def test_a_killed_rank_ends_all_and_another_number_goes_on(models, text, whole, tmp_path, number):
-    choose, out = random.Random(number), tmp_path / "out"
-    world, victim = 2 + number % 2, number % (2 + number % 2)
+def test_a_killed_rank_ends_all_and_another_number_goes_on(models, text, whole, exchanges, tmp_path, number):
+    out, world = tmp_path / "out", 2 + number % 2
+    victim, moment = number // 2 % world, random.Random(number).randrange(exchanges)
+    run = quantizing(models, "grid", out, text)
     began = time.monotonic()
-    children = begun(world, quantizing(models, "grid", out, text))
-    state = Path(f"{out}.unfinished") / "journal" / "state.json"
-    while not state.exists():
-        assert any(child.runs() for child in children)
-        time.sleep(0.01)
-    time.sleep(choose.random() * 2)
-    children[victim].send(signal.SIGKILL)
-    killed = time.monotonic()
-    ended = [child.ended() for child in children]
-    assert time.monotonic() - killed < 60, f"began {killed - began:.0f} s before"
-    if all(code == 0 for code, _, _ in ended):
-        pytest.skip("the run had ended before")
-    survivors = [printed for rank, (_, printed, _) in enumerate(ended) if rank != victim]
-    assert all(re.search(rf"Rank {victim} \(process \d+ on .+\) was killed|connected", said) for said in survivors), (
-        survivors
-    )
-    if not out.exists():
-        all_well(on_ranks(5 - world, quantizing(models, "grid", out, text)))
+    ended = on_ranks(world, lambda rank: exchanging(run, moment if rank == victim else math.inf)(rank))
+    assert ended[victim][0] == -signal.SIGKILL, f"killed at exchange {moment} of {exchanges}"
+    assert time.monotonic() - began < 60, "from the start"
+    for rank, (code, printed, _) in enumerate(ended):
+        if rank != victim:
+            named = rf"RankError Rank {victim} \(process \d+ on .+\)(, through which all are connected,| was killed)"
+            assert (code, bool(re.match(named, printed))) == (1, True), printed
+    all_well(on_ranks(5 - world, run))
     assert contents(out) == contents(whole("grid"))
 
 
@@ -199,8 +216,6 @@ def test_a_rank_that_never_arrives_is_named(monkeypatch):
 
 def test_a_port_in_use_is_named():
     port = free_port()
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
@@ -209,8 +224,8 @@ def test_a_port_in_use_is_named():
             with joined():
                 print("never")
 
-        child = begun(1, lambda rank: printed_error(run, rank) if rank == 0 else None, port)
-        _, printed, _ = child[0].ended()
+        children = begun(2, lambda rank: printed_error(run, rank) if rank == 0 else None, port)
+        (_, printed, _), _ = (child.ended() for child in children)
     assert f"Rank 0 cannot listen at 127.0.0.1:{port} (the address is already in use)" in printed
 
 

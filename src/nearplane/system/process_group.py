@@ -267,6 +267,18 @@ def _reason(error: Exception) -> str:
     return "the address is already in use" if "EADDRINUSE" in text or "in use" in text else first_line(error)
 
 
+def _missing(store: Any, names: list[str]) -> list[int]:
+    """Return the ranks that are not here yet.
+
+    Raises:
+        RankError: Rank 0 is gone.
+    """
+    try:
+        return [each for each, name in enumerate(names) if not store.check([name])]
+    except RuntimeError as error:
+        raise RankError(f"Rank 0 ended before all ranks had arrived ({first_line(error)}).") from error
+
+
 def _arrived(store: Any, rank: int, world: int) -> list[Peer]:
     """Say that this rank is here, and return all ranks once they are.
 
@@ -275,9 +287,9 @@ def _arrived(store: Any, rank: int, world: int) -> list[Peer]:
     """
     store.set(f"here/{rank}", pickle.dumps(Peer.here(rank)))
     names = [f"here/{each}" for each in range(world)]
-    began = time.monotonic()
-    while missing := [each for each, name in enumerate(names) if not store.check([name])]:
-        if time.monotonic() - began > ARRIVAL:
+    until = time.monotonic() + ARRIVAL + (rank == 0) * GONE  # the others hear of it through rank 0
+    while missing := _missing(store, names):
+        if time.monotonic() > until:
             several = ", ".join(map(str, missing))
             raise RankError(
                 f"Rank {several} of {world} did not arrive within {ARRIVAL:.0f} seconds. Start {world} processes with the same "
