@@ -4,6 +4,7 @@
     python benchmarks/guard/fingerprint.py OLD --quick             # some runs that take every path, in a fifth of the time
     python benchmarks/guard/fingerprint.py OLD --only gguf tuned   # runs whose name has one of these words
     python benchmarks/guard/fingerprint.py --threads 1 2           # whether the checkout writes the same with one thread and two
+    python benchmarks/guard/fingerprint.py --ranks 1 2             # or with one process and two
 
 The runs are made twice on this machine, by the code of OLD in a worktree of its own and by that of the checkout, each in a process
 of its own, with one thread. Both quantize the same model with the same text: --model and --text, by default the demo's of OLD.
@@ -32,13 +33,14 @@ import json
 import os
 import re
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -409,7 +411,13 @@ def experts(folder: Path) -> Path:
 
 
 def of(
-    tree: Path, names: Sequence[str], folder: Path, text: str, kept: Callable[[str], Path], threads: int = 1
+    tree: Path,
+    names: Sequence[str],
+    folder: Path,
+    text: str,
+    kept: Callable[[str], Path],
+    threads: int = 1,
+    ranks: int = 1,
 ) -> dict[str, Result]:
     """Return what runs give of the code in a tree, and keep each in a file.
 
@@ -420,6 +428,7 @@ def of(
         text: name of the text.
         kept: gives the file for the result of a run; one that failed is not kept.
         threads: of torch.
+        ranks: processes that share each run.
     """
     environment = os.environ | {
         "PYTHONPATH": str(tree / "src"),
@@ -429,7 +438,19 @@ def of(
     }
     command = [sys.executable, str(Path(__file__).resolve()), "--here", json.dumps([list(names), text])]
     found: dict[str, Result] = {}
-    with subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True) as run:
+    with ExitStack() as all_ranks:
+        if ranks > 1:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "RANK": "0"}
+            for rank in range(1, ranks):  # they write nothing
+                own, nothing = environment | {"RANK": str(rank)}, subprocess.DEVNULL
+                follower = subprocess.Popen(command, env=own, cwd=folder, stdout=nothing, stderr=nothing)
+                all_ranks.enter_context(follower)
+        run = all_ranks.enter_context(
+            subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True)
+        )
         assert run.stdout is not None
         for line in run.stdout:
             name, result = json.loads(line)
@@ -550,6 +571,9 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, nargs=2, metavar="N", help="compare the checkout with itself, by threads"
     )
+    parser.add_argument(
+        "--ranks", type=int, nargs=2, metavar="N", help="compare the checkout with itself, by number of processes"
+    )
     parser.add_argument("--here", help=argparse.SUPPRESS)  # JSON: names of runs, name of the text
     parser.add_argument("--experts", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -565,8 +589,10 @@ def main() -> None:
     if arguments.list:
         print("\n".join(names))
         return
-    if (arguments.old is None) == (arguments.threads is None):
-        parser.error("give the commit to compare with, or two numbers of threads")
+    if [arguments.old, arguments.threads, arguments.ranks].count(None) != 2:
+        parser.error("give the commit to compare with, or two numbers of threads or of ranks")
+    if arguments.ranks is not None:
+        names = [name for name in names if name not in KILLED]  # the tests kill runs on several ranks
     if not names:
         parser.error("no run has such a name")
     with inputs(arguments, names) as (folder, text):
@@ -574,6 +600,11 @@ def main() -> None:
             old, new = (
                 of(ROOT, names, folder, text, partial(file_of, f"threads-{threads}"), threads)
                 for threads in arguments.threads
+            )
+        elif arguments.ranks is not None:
+            old, new = (
+                of(ROOT, names, folder, text, partial(file_of, f"ranks-{ranks}"), ranks=ranks)
+                for ranks in arguments.ranks
             )
         else:
             old = of_commit(arguments.old, names, folder, text)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from itertools import count
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -233,8 +234,9 @@ def threads_of(ranks: Ranks) -> int:
     return 1 << max(0, (cores // ranks.local_world).bit_length() - 1)
 
 
+@cache
 def _store(launch: Launch) -> Any:
-    """Connect to the store of a run, which rank 0 or torchrun's agent holds.
+    """Connect to the store of a program, which rank 0 or torchrun's agent holds. It lasts as long as the process.
 
     Raises:
         RankError: Its port is in use, or it cannot be reached.
