@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -114,7 +114,8 @@ def started(processes: int, command: Sequence[str] = ()) -> Iterator[None]:
             children.append(subprocess.Popen(run, env={**os.environ, "RANK": str(rank)}, stdin=subprocess.DEVNULL))
         yield
         for child in children:
-            child.wait(PATIENCE)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(PATIENCE)
     finally:
         for name, value in before.items():
             os.environ.pop(name)
