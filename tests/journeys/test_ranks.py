@@ -307,3 +307,21 @@ def test_processes_of_the_command_line(models, text, whole, tmp_path, monkeypatc
     assert printed.count("layers quantized to") == 1
     assert said.count("opening") == 1, "one voice"
     assert contents(out)["layers"] == contents(whole("grid"))["layers"]
+
+
+def test_evaluate_and_verify_give_the_same_numbers(models, text, whole, tmp_path):
+    folder = whole("grid")
+    held = tmp_path / "held.txt"
+    held.write_text(CALIBRATION.read_text()[30000:60000])
+
+    def measured(rank=0):
+        score = nearplane.evaluate(folder, held, against=models["dense"], seqlen=40, device="cpu")
+        checked = nearplane.verify(folder, against=models["dense"], calibration=text, tolerance=0.0, device="cpu")
+        print(score, checked.faults, checked.measured)
+
+    alone = Child(measured).ended()
+    assert alone[0] == 0, alone[2]
+    assert "() True" in alone[1]
+    ended = on_ranks(3, measured)
+    all_well(ended)
+    assert {printed for _, printed, _ in ended} == {alone[1]}

@@ -14,7 +14,7 @@ def add_up(sums: MomentSums, ranks: Ranks, device: torch.device) -> None:
     own = _named(sums)
     forms = ranks.gather((sums.tokens, sums.dtype, {name: tuple(x.shape) for name, x in own.items()}))
     shapes = {name: shape for _, _, each in forms for name, shape in each.items()}
-    total = {}
+    total: dict[str, Tensor] = {}
     for name in sorted(shapes):
         zeros = torch.zeros(shapes[name], dtype=torch.int64 if name == "alive" else torch.float64, device=device)
         total[name] = ranks.sum(own.pop(name).to(zeros.dtype) if name in own else zeros)

@@ -137,7 +137,7 @@ def walk(
     """
     ranks, done = current(), 0 if resumed is None else resumed.blocks
     if ranks.others:
-        ranks.start(_FollowedWalk(recipe, windows, setting, dict(moments or {}), done, library_in_use()))
+        ranks.start(_FollowedWalk(recipe, windows, setting, dict(moments or {}), done, library_in_use(), model.tuned))
     stages = _Walk(model, recipe, windows, setting).stages(moments or {}, resumed)
     with closing(_in_order(stages)) as in_order:
         yield in_order
@@ -189,8 +189,10 @@ class _FollowedWalk:
     moments: Mapping[str, Moments]
     blocks: int
     library: Library
+    tuned: Mapping[str, Tensor]
 
     def __call__(self, followed: Followed) -> None:
+        followed.model.tuned = dict(self.tuned)
         setting, ranks = replace(self.setting, device=followed.device, folder=None), current()
         with (
             using_library(self.library),

@@ -34,7 +34,7 @@ for _command in (quantize, *COMMANDS):
     app.command(_command)
 
 
-SHARED = (["quantize"],)  # commands that several processes share
+SHARED = (["quantize"], ["evaluate"], ["verify"])  # commands that several processes share
 MIN_COLUMNS, MAX_COLUMNS = 20, 1000  # widths of a terminal
 
 

@@ -13,6 +13,7 @@ from nearplane.cli.printing import as_json, opening, say
 from nearplane.cli.task_flags import TaskFlags, print_scores
 from nearplane.cli.terminal import bar
 from nearplane.errors import RecipeError
+from nearplane.system.launch import launched
 from nearplane.verbs.early_checks import Protocol, check_evaluate, check_plot
 
 if TYPE_CHECKING:
@@ -102,7 +103,13 @@ def evaluate(
         prepared = prepare_texts(model, texts, options)
         if plot is not None and prepared.outlines[0].embeds:
             raise RecipeError(f"--plot draws predictions, which the encoder {model} does not make. Leave it out.")
-    scores = [] if tasks is None else tasks.scores(model, against, device=device, trust_remote_code=trust_remote_code)
+    launch = launched()
+    follows = launch is not None and launch.rank > 0  # rank 0 alone runs tasks
+    scores = (
+        []
+        if tasks is None or follows
+        else tasks.scores(model, against, device=device, trust_remote_code=trust_remote_code)
+    )
     measured = [] if prepared is None else prepared.measure()
     _print(measured, scores, json=json)
     if plot is not None:

@@ -220,7 +220,7 @@ def _told(error: BaseException, heartbeat: Heartbeat) -> BaseException:
         heartbeat.fail(f"failed: {error}")
     elif isinstance(error, Exception):
         heartbeat.fail(f"failed with an unexpected {type(error).__name__}: {first_line(error)}")
-    elif not isinstance(error, (SystemExit, GeneratorExit)) or getattr(error, "code", 1):
+    elif isinstance(error, SystemExit) and error.code:
         heartbeat.fail("ended early.")
     return error
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.calibration.given import Given, refuse_tokenizer
 from nearplane.calibration.texts import check_start, check_vocabulary
+from nearplane.calibration.windows import digest_of
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.loading.dense_network import dense_network
 from nearplane.loading.rounded_layers import RoundedLayers, rounded_layers
@@ -27,7 +28,9 @@ from nearplane.models.kinds import InputKind
 from nearplane.models.pretrained import tokenizer_of
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
+from nearplane.system.process_group import joined
 from nearplane.system.progress import Progress, logged, silent
+from nearplane.system.ranks import current
 from nearplane.verbs.early_checks import Protocol, check_evaluate
 from nearplane.verbs.evaluate_networks import Network, Outline, opened, windows_at_a_time
 from nearplane.verbs.evaluate_protocols import (
@@ -42,6 +45,7 @@ from nearplane.verbs.evaluate_protocols import (
 )
 from nearplane.verbs.evaluate_scoring import Floor, cosines, measured_floor, running, token_scores
 from nearplane.verbs.evaluate_statistics import Statistics, TokenScores, summarize
+from nearplane.verbs.follow import agree, files_of
 
 log = logging.getLogger(__name__)
 
@@ -195,9 +199,13 @@ class PreparedTexts:
     options: EvaluationOptions
     rounded: RoundedLayers
 
+    @joined()
     def measure(self) -> list[Measured]:
         """Read the models, and measure them on each text by itself; the floor is measured on the first."""
         options, outlines = self.options, self.outlines
+        if (ranks := current()).world > 1:
+            windows = [digest_of(part.tokens) for part in self.scored]
+            agree(ranks, {"windows": windows, "model": [each.folder and files_of(each.folder) for each in outlines]})
         for name, part in zip(self.names, self.scored, strict=True):
             log.info("%s windows to evaluate (%s)", f"{len(part.tokens):,}", name)
         place, trust = Device.named(options.device), options.trust_remote_code

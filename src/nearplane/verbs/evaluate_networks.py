@@ -51,6 +51,7 @@ from nearplane.system.device import Device
 from nearplane.system.file_hashes import check_hashes
 from nearplane.system.fp8_mxfp4 import method_of
 from nearplane.system.memory import return_large_blocks
+from nearplane.system.ranks import current
 
 BATCH_TOKENS, OTHER_BATCH = 2048, 8  # tokens of text in a batch, and windows of other inputs
 MAX_MEMORY_SHARE = 0.4  # of the free memory, which one network may use in float32
@@ -335,10 +336,12 @@ def windows_at_a_time(networks: Sequence[Network], windows: Tensor) -> int:
 def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[slice, list[Readout]]]:
     """Yield for each batch of windows (windows, seqlen) its place in them and a readout of every network.
 
-    Autograd is the caller's to switch off.
+    On several ranks, each runs a share of the batches. Autograd is the caller's to switch off.
     """
-    batch, begin = windows_at_a_time(networks, windows), 0
-    for chunk in windows.split(_chunk(networks, windows.shape[1], batch)):
+    batch = windows_at_a_time(networks, windows)
+    own = current().share(-(-len(windows) // batch))
+    begin = own.start * batch
+    for chunk in windows[begin : own.stop * batch].split(_chunk(networks, windows.shape[1], batch)):
         with ExitStack() as stack:
             functions = [stack.enter_context(network.predicting(chunk, batch)) for network in networks]
             for index, part in enumerate(chunk.split(batch)):

@@ -18,6 +18,7 @@ from nearplane.models.pretrained import as_model_error
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library
 from nearplane.system.progress import Progress
+from nearplane.system.ranks import current
 from nearplane.verbs.evaluate_networks import Network, Readout, opened, predictions, windows_at_a_time
 from nearplane.verbs.evaluate_protocols import NOT_SCORED, ScoredText
 from nearplane.verbs.evaluate_statistics import TokenScores, score_tokens
@@ -94,7 +95,13 @@ def token_scores(
             for number, each in enumerate(predicted):
                 rows = torch.cat([first[number], each[:: -(-len(each) // COMPARED_ROWS)]])
                 constant[number] &= predicts_always_the_same(rows)
-    scores = TokenScores.joined(parts)
+    found = [each for each in current().gather((parts, first, constant)) if each[0]]  # a rank may have no windows
+    scores = TokenScores.joined([part for of_rank, _, _ in found for part in of_rank])
+    first = [torch.cat([rows[number] for _, rows, _ in found]) for number in range(len(names))]
+    constant = [
+        all(same[number] for _, _, same in found) and (len(rows) == 1 or predicts_always_the_same(rows))
+        for number, rows in enumerate(first)
+    ]
     losses = [float(each.mean()) for each in (scores.nll, scores.original_nll) if each is not None]
     if not math.isfinite(sum(losses)):
         raise ModelError(
@@ -130,7 +137,7 @@ def cosines(batches: Iterable[tuple[slice, list[Readout]]], names: Sequence[str]
         parts.append(torch.nn.functional.cosine_similarity(expected.double(), embedding.double(), dim=-1).cpu())
         if not torch.isfinite(parts[-1]).all():
             raise ModelError("An embedding is NaN or Inf. Check the files, or compute in a wider dtype.")
-    return torch.cat(parts)
+    return torch.cat([part for of_rank in current().gather(parts) for part in of_rank])
 
 
 def measured_floor(

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,10 +41,12 @@ from nearplane.system.files import sha256, unordered
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.paths import RECORD
+from nearplane.system.process_group import joined
 from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.verbs.early_checks import check_verify
+from nearplane.verbs.follow import Follower, led
 from nearplane.verbs.verify_files import Fault, names, shard, sound_files
 from nearplane.verbs.verify_losses import MAX_NAMED, Agreement, losses_again, tuned_norms
 
@@ -87,6 +90,7 @@ class Verified:
 
 
 @checked("calibration")
+@joined()
 def verify(
     out: str | Path,
     *,
@@ -113,7 +117,28 @@ def verify(
         NearplaneError: There is no run record, or the original or the text cannot be read.
     """
     record = check_verify(out, against=against, calibration=calibration, tolerance=tolerance)
-    folder, where, given, faults = Path(out), _device(record, device), Given.of(calibration), list[Fault]()
+    measured_on = _device(record, device)
+    follower = Follower(
+        partial(open_original, str(against), record.recipe, trust_remote_code=trust_remote_code), measured_on
+    )
+    run = partial(
+        _verified, record, Path(out), measured_on, against, calibration, tolerance, trust_remote_code, progress
+    )
+    return led(run, follower, {"record": record.text})
+
+
+def _verified(
+    record: RunRecord,
+    folder: Path,
+    where: Device,
+    against: str | Path | None,
+    calibration: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor] | None,
+    tolerance: float | None,
+    trust_remote_code: bool,
+    progress: Progress,
+) -> Verified:
+    """Check a checkpoint on a device; see `verify`."""
+    given, faults = Given.of(calibration), list[Fault]()
     stored, measured = sound_files(folder, record, progress, faults), False
     agreement = Agreement()
     if against is not None and stored is not None:
