@@ -27,8 +27,9 @@ def add_up(sums: MomentSums, ranks: Ranks, device: torch.device) -> None:
 def collect(extra: ExtraRows, ranks: Ranks, device: torch.device) -> None:
     """Replace the extra rows of a rank by those of all ranks, in the order of the windows."""
     every = ranks.gather(([x.cpu() for x in extra.X_hat], [x.cpu() for x in extra.X], extra.sizes))
-    extra.X_hat, extra.X = ([x.to(device) for each in every for x in each[i]] for i in (0, 1))
-    extra.sizes = [sum(counts) for counts in zip(*(each[2] for each in every), strict=True)]
+    extra.X_hat = [x.to(device) for rows, _, _ in every for x in rows]
+    extra.X = [x.to(device) for _, rows, _ in every for x in rows]
+    extra.sizes = [sum(counts) for counts in zip(*(sizes for _, _, sizes in every), strict=True)]
 
 
 def _named(sums: MomentSums) -> dict[str, Tensor]:

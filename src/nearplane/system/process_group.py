@@ -46,13 +46,16 @@ class ProcessGroup(Ranks):
 
     Args:
         rank, world: Number of this process, and of all.
-        group: Group for values on the CPU (gloo). It is not the default group of torch, with which libraries do as they like.
+        store: Store through which groups of torch.distributed are made: one for values on the CPU (gloo), and one for GPUs
+            (nccl) if there are such values. They are not torch's default group, with which libraries do as they like.
         heartbeat: Thread that looks whether the others live.
     """
 
-    def __init__(self, rank: int, world: int, group: Any, heartbeat: Heartbeat) -> None:
+    def __init__(self, rank: int, world: int, store: Any, heartbeat: Heartbeat) -> None:
         self.rank, self.world = rank, world
-        self._group, self._heartbeat = group, heartbeat
+        self._store, self._heartbeat = store, heartbeat
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, world, WEEK)
+        self._of_gpus: Any = None
         hosts = [peer.host for peer in heartbeat.peers]
         self.local, self.local_world = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
 
@@ -75,16 +78,17 @@ class ProcessGroup(Ranks):
 
     def broadcast(self, tensor: Tensor | None) -> Tensor | None:
         if self.leads:
-            self.send(None if tensor is None else (tensor.shape, tensor.dtype))
+            self.send(None if tensor is None else (tensor.shape, tensor.dtype, tensor.device.type))
             if tensor is None:
                 return None
-            sent = tensor.cpu().contiguous()
+            sent = (tensor if tensor.device.type == "cuda" else tensor.cpu()).contiguous()
         else:
             if (form := self.receive()) is None:
                 return None
-            sent = torch.empty(form[0], dtype=form[1])
+            shape, dtype, kind = form
+            sent = torch.empty(shape, dtype=dtype, device=f"cuda:{self.local}" if kind == "cuda" else "cpu")
         if sent.numel():
-            self._wait(self._group.broadcast([_bytes(sent)]))
+            self._wait(self._group_of(sent).broadcast([_bytes(sent)]))
         return tensor if self.leads else sent
 
     def gather(self, value: T) -> list[T]:
@@ -99,9 +103,18 @@ class ProcessGroup(Ranks):
         return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, lengths, strict=True)]
 
     def sum(self, integers: Tensor) -> Tensor:
-        on_host = integers.cpu()
-        self._wait(self._group.allreduce([on_host]))
-        return integers if on_host is integers else integers.copy_(on_host)
+        reduced = integers if integers.device.type == "cuda" else integers.cpu()
+        self._wait(self._group_of(reduced).allreduce([reduced]))
+        return integers if reduced is integers else integers.copy_(reduced)
+
+    def _group_of(self, tensor: Tensor) -> Any:
+        """Return the group that passes a tensor on where it lies."""
+        if tensor.device.type != "cuda":
+            return self._group
+        if self._of_gpus is None:  # at the same exchange on all ranks
+            store, options = dist.PrefixStore("gpus", self._store), dist.ProcessGroupNCCL.Options()
+            self._of_gpus = dist.ProcessGroupNCCL(store, self.rank, self.world, options)
+        return self._of_gpus
 
     def start(self, request: Callable[[Any], None]) -> None:
         if self.leads:
@@ -178,9 +191,8 @@ def joined() -> Iterator[Ranks]:
     store = dist.PrefixStore(f"nearplane/{next(_joined)}", store)
     peers = _arrived(store, rank, world)
     heartbeat = Heartbeat(store, rank, peers)
-    group = dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, world, WEEK)
     with heartbeat, _hidden():
-        ranks = ProcessGroup(rank, world, group, heartbeat)
+        ranks = ProcessGroup(rank, world, store, heartbeat)
         leave = enter(ranks)
         threads = torch.get_num_threads()
         torch.set_num_threads(threads_of(ranks))
