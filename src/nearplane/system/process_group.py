@@ -69,11 +69,11 @@ class ProcessGroup(Ranks):
         options = dist.BroadcastOptions()
         options.rootRank = root
         length = torch.tensor([len(content)])
-        self._wait(self._group.broadcast([length], options))
+        self._passed(self._group.broadcast, [length], options)
         own = self.rank == root
         payload = torch.frombuffer(bytearray(content), dtype=torch.uint8) if own else None
         payload = torch.empty(int(length), dtype=torch.uint8) if payload is None else payload
-        self._wait(self._group.broadcast([payload], options))
+        self._passed(self._group.broadcast, [payload], options)
         return content if own else payload.numpy().tobytes()
 
     def broadcast(self, tensor: Tensor | None) -> Tensor | None:
@@ -88,23 +88,23 @@ class ProcessGroup(Ranks):
             shape, dtype, kind = form
             sent = torch.empty(shape, dtype=dtype, device=f"cuda:{self.local}" if kind == "cuda" else "cpu")
         if sent.numel():
-            self._wait(self._group_of(sent).broadcast([_bytes(sent)]))
+            self._passed(self._group_of(sent).broadcast, [_bytes(sent)])
         return tensor if self.leads else sent
 
     def gather(self, value: T) -> list[T]:
         content = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         length = torch.tensor([len(content)])
-        self._wait(self._group.allgather([lengths], [length]))
+        self._passed(self._group.allgather, [lengths], [length])
         longest = int(torch.cat(lengths).max())
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
         own = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
-        self._wait(self._group.allgather([parts], [own]))
+        self._passed(self._group.allgather, [parts], [own])
         return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, lengths, strict=True)]
 
     def sum(self, integers: Tensor) -> Tensor:
         reduced = integers if integers.device.type == "cuda" else integers.cpu()
-        self._wait(self._group_of(reduced).allreduce([reduced]))
+        self._passed(self._group_of(reduced).allreduce, [reduced])
         return integers if reduced is integers else integers.copy_(reduced)
 
     def _group_of(self, tensor: Tensor) -> Any:
@@ -137,13 +137,13 @@ class ProcessGroup(Ranks):
                 self._broadcast_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL), message.answers)
             del message, answer
 
-    def _wait(self, work: Any) -> None:
-        """Wait for a collective.
+    def _passed(self, collective: Callable[..., Any], *tensors: Any) -> None:
+        """Run a collective and wait for it.
 
         Raises:
             RankError: Another rank failed or is gone.
         """
-        pause = 1e-5
+        pause, work = 1e-5, collective(*tensors)
         while not work.is_completed():
             self._heartbeat.check()
             time.sleep(pause)

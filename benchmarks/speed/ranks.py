@@ -1,0 +1,137 @@
+"""How long does a run take on several processes beside one, what do they send, and how much memory does each take?
+
+    python benchmarks/speed/ranks.py [--ranks 1 2 4] [--rounds 3] [--quick]
+
+A random Llama (hidden 1,024, intermediate 3,072, 4 blocks) is quantized to 4 bits with 64 windows of 512 tokens. Each process has
+one thread and, as far as there are enough, a core of its own. Seconds are of wall time, from the first forward pass to the last
+write; rounds take turns, and the median of their ratios counts. Bytes are what rank 0 passes to groups of torch, beside a count:
+the sums of all stages, and the values of all layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from reach import Run
+from stages import write_text
+
+RUN = Run(1024, 3072, 16, 8, 64, 4, 64, 512)
+SMALL = Run(256, 768, 4, 4, 64, 2, 16, 256)
+
+
+def counted(run: Run) -> float:
+    """Return the bytes that a block of a run sends by count.
+
+    A stage sends sums of all windows and of those held out: H, and C or, for a layer alone, its lost outputs, in 8 bytes;
+    then each layer its values in 4.
+    """
+    sums = sum(
+        2 * 8 * (group[0][1] ** 2 + (group[0][0] * group[0][1] if len(group) == 1 else group[0][1] ** 2))
+        for group in run.layers
+    )
+    return sums + 4.0 * run.weights
+
+
+def measure(model: str, text: str, out: str, windows: str, seqlen: str) -> None:
+    """Quantize on this rank; print as JSON its seconds, peak and the bytes that it passed on."""
+    import nearplane
+    from nearplane.system import process_group
+    from nearplane.verbs import quantize
+
+    sent, began = [0], [0.0]
+    walk, passed = quantize.walk, process_group.ProcessGroup._passed
+
+    @contextmanager
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began[0], sent[0] = time.perf_counter(), 0
+        with walk(*args, **kwargs) as stages:
+            yield stages
+
+    def noted(group: Any, *args: Any) -> Any:
+        tensors = args[1][0] if isinstance(args[1][0], list) else args[1]  # of a gather: what all give
+        sent[0] += sum(tensor.nbytes for tensor in tensors)
+        return passed(group, *args)
+
+    quantize.walk, process_group.ProcessGroup._passed = timed, noted
+    options = {"samples": int(windows), "seqlen": int(seqlen), "calibration": text, "device": "cpu"}
+    nearplane.quantize(model, out, bits=4, group_size=128, **options)
+    seconds = time.perf_counter() - began[0]
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps({"seconds": seconds, "peak": peak, "sent": sent[0]}))
+
+
+def on_ranks(world: int, words: list[str]) -> list[dict[str, float]]:
+    """Run on so many ranks; return what each measured."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    cores = sorted(os.sched_getaffinity(0))
+    started = []
+    for rank in range(world):
+        env = os.environ | {"OMP_NUM_THREADS": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+        if world > 1:
+            env |= {"RANK": f"{rank}", "WORLD_SIZE": f"{world}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+        pinned = ["taskset", "-c", str(cores[rank % len(cores)])]
+        command = [*pinned, sys.executable, __file__, "--one", *words]
+        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    said = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        sys.exit(f"A rank of {world} failed.")
+    return [json.loads(each.splitlines()[-1]) for each in said]
+
+
+def main() -> None:
+    """Measure by turns, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="a small model: does it work?")
+    arguments = parser.parse_args()
+    run = SMALL if arguments.quick else RUN
+    found: dict[int, list[list[dict[str, float]]]] = {world: [] for world in arguments.ranks}
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        model, text = place / "model", place / "text.txt"
+        subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("reach.py")), "--build", json.dumps(vars(run)), model],
+            check=True,
+        )
+        write_text(text, (run.windows + max(4, run.windows // 8)) * run.seqlen)
+        for number in range(arguments.rounds):
+            for world in arguments.ranks:
+                out = place / f"out-{world}-{number}"
+                words = [str(model), str(text), str(out), str(run.windows), str(run.seqlen)]
+                found[world].append(on_ranks(world, words))
+                took, sent = found[world][-1][0]["seconds"], found[world][-1][0]["sent"]
+                print(f"round {number}, {world} ranks: {took:.1f} s, {sent / 1e6:,.0f} MB", file=sys.stderr, flush=True)
+    first = arguments.ranks[0]
+    print(f"| ranks | s | / {first} rank, by rounds | median | MB a block | by count | peak GB of each rank |")
+    for world, rounds in found.items():
+        seconds = [each[0]["seconds"] for each in rounds]
+        ratios = [took / each[0]["seconds"] for took, each in zip(seconds, found[first], strict=True)]
+        sent = rounds[0][0]["sent"] / run.blocks / 1e6
+        peaks = " ".join(f"{each['peak'] / 1e9:.2f}" for each in rounds[-1])
+        by_count = f"{counted(run) / 1e6:.0f}" if world > 1 else "0"
+        print(
+            f"| {world} | {statistics.median(seconds):.1f} | {' '.join(f'{each:.2f}' for each in ratios)} | "
+            f"{statistics.median(ratios):.2f} | {sent:.0f} | {by_count} | {peaks} |"
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--one"]:
+        measure(*sys.argv[2:])
+    else:
+        main()
