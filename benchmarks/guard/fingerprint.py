@@ -200,7 +200,10 @@ def run(command: Sequence[str]) -> None:
     Raises:
         NotMadeError: it failed; says the end of what it said.
     """
-    done = subprocess.run([sys.executable, "-m", "nearplane", *command], capture_output=True, text=True, check=False)
+    words, environment = [sys.executable, "-m", "nearplane", *command], dict(os.environ)
+    if "MASTER_PORT" in environment:  # the port itself is that of this process
+        environment["MASTER_PORT"] = str(int(environment["MASTER_PORT"]) + 1)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NotMadeError(f"nearplane ended with code {done.returncode}: {done.stderr[-600:].strip()}")
 
