@@ -11,7 +11,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -49,12 +49,17 @@ class ProcessGroup(Ranks):
         store: Store through which groups of torch.distributed are made: one for values on the CPU (gloo), and one for GPUs
             (nccl) if there are such values. They are not torch's default group, with which libraries do as they like.
         heartbeat: Thread that looks whether the others live.
+        address: Address of this machine at which the others reach it; None: that of its name, or of GLOO_SOCKET_IFNAME.
     """
 
-    def __init__(self, rank: int, world: int, store: Any, heartbeat: Heartbeat) -> None:
+    def __init__(self, rank: int, world: int, store: Any, heartbeat: Heartbeat, address: str | None = None) -> None:
         self.rank, self.world = rank, world
         self._store, self._heartbeat = store, heartbeat
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, world, WEEK)
+        options = dist.ProcessGroupGloo._Options()
+        gloo = dist.ProcessGroupGloo
+        device = gloo.create_device(hostname=address) if address else gloo.create_default_device()
+        options._devices, options._timeout = [device], WEEK
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("group", store), rank, world, options)
         self._of_gpus: Any = None
         hosts = [peer.host for peer in heartbeat.peers]
         self.local, self.local_world = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
@@ -192,7 +197,7 @@ def joined() -> Iterator[Ranks]:
     peers = _arrived(store, rank, world)
     heartbeat = Heartbeat(store, rank, peers)
     with heartbeat, _hidden():
-        ranks = ProcessGroup(rank, world, store, heartbeat)
+        ranks = ProcessGroup(rank, world, store, heartbeat, None if launch is None else _own_address(launch))
         leave = enter(ranks)
         threads = torch.get_num_threads()
         torch.set_num_threads(threads_of(ranks))
@@ -273,6 +278,16 @@ def _store(launch: Launch) -> Any:
             f"Rank {launch.rank} cannot reach rank 0 at {where} within {ARRIVAL:.0f} seconds ({_reason(error)}). Check "
             f"that rank 0 was started, and that the address and port can be reached from {socket.gethostname()}."
         ) from error
+
+
+def _own_address(launch: Launch) -> str | None:
+    """Return the address of this machine from which it reaches rank 0: its name may be that of another interface."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return None
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect((launch.address, launch.port))  # sends nothing
+        return str(asked.getsockname()[0])
+    return None
 
 
 def _reason(error: Exception) -> str:

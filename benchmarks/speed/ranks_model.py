@@ -1,0 +1,118 @@
+"""Where would the time of a run on many GPUs go? A model, from the modelled seconds of one GPU and the bytes that ranks pass on.
+
+    python benchmarks/speed/ranks_model.py
+
+Ranks divide forward passes and moments; the rest of a block is done by rank 0 while the others wait. So, per block,
+
+    seconds = (forwards + moments) / ranks + all else + bytes / bandwidth
+
+The seconds of one H100 are those of docs/results/gpu-model.md at 4 bits, with 256 windows of 2,048 tokens. For shapes that it
+does not have, each part grows from that of 70B as its multiplications do. Bytes are counted from shapes: the sums of each stage,
+twice for a ring of ranks, and the values of all layers in 4 bytes. No GPU and no network between machines was measured.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "gpu-model.md"
+DIVIDED = ("forwards", "moments")
+NETWORKS = {"NVLink, 300 GB/s": 300e9, "PCIe, 20 GB/s": 20e9, "100 Gbit/s": 11e9, "10 Gbit/s": 1.1e9}
+RANKS = (1, 2, 8, 64)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Shapes of a block; of a mixture, `experts` of which a token reaches `active`."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    keys: int
+    head: int
+    blocks: int
+    experts: int = 0
+    active: int = 0
+
+    def stages(self) -> list[tuple[int, int, int, float]]:
+        """Return (inputs, outputs of all layers, how many there are, share of the tokens that each sees) of each stage."""
+        h, i, queries, keys = self.hidden, self.intermediate, self.heads * self.head, self.keys * self.head
+        attention = [(h, queries + 2 * keys, 1, 1.0), (queries, h, 1, 1.0)]
+        each = (self.experts, self.active / self.experts) if self.experts else (1, 1.0)
+        return [*attention, (h, 2 * i, *each), (i, h, *each)]
+
+    def work(self) -> dict[str, float]:
+        """Return multiplications that each part grows with."""
+        stages = self.stages()
+        return {
+            "forwards": sum(count * share * n * out for n, out, count, share in stages),
+            "moments": sum(count * share * n * (n / 2 + min(n, out)) for n, out, count, share in stages),
+            "rest": sum(count * (n**3 / 3 + out * n * n) for n, out, count, _ in stages),
+        }
+
+    def sums(self) -> float:
+        """Return the bytes of the sums of a block: H in 8 bytes an entry, C or lost outputs in 16, with those held out."""
+        return sum(2.0 * count * (8 * n * n + 16 * n * min(n, out)) for n, out, count, _ in self.stages())
+
+    def values(self) -> float:
+        """Return the bytes of the values of a block's layers in float32."""
+        return sum(4.0 * count * n * out for n, out, count, _ in self.stages())
+
+
+SHAPES = {
+    "8B": Shape(4096, 14336, 32, 8, 128, 32),
+    "70B": Shape(8192, 28672, 64, 8, 128, 80),
+    "405B": Shape(16384, 53248, 128, 8, 128, 126),
+    "671B, 256 experts, 8 active": Shape(7168, 2048, 128, 128, 128, 61, experts=256, active=8),
+}
+
+
+def seconds_of(name: str) -> dict[str, float]:
+    """Return the modelled seconds of a block on an H100 at 4 bits: forwards, moments, and the rest."""
+    known = modelled()
+    if name in known:
+        return known[name]
+    mine, base = SHAPES[name].work(), SHAPES["70B"].work()
+    return {part: took * mine[part] / base[part] for part, took in known["70B"].items()}
+
+
+def modelled() -> dict[str, dict[str, float]]:
+    """Read the table of 4 bits on the page of modelled seconds."""
+    lines = PAGE.read_text().split("| 4 bits, one block |")[1].split("\n\n")[0].splitlines()
+    heads = [cell.strip() for cell in lines[0].strip("|").split("|")]
+    found = {}
+    for name in ("8B", "70B"):
+        column = heads.index(f"{name} H100 now")
+        cells = [[re.sub(r"[*\s]", "", cell) for cell in line.strip("|").split("|")] for line in lines[2:]]
+        parts = {row[0]: float(row[column + 1]) for row in cells}
+        rest = parts["allbutreading"] - sum(parts[each] for each in DIVIDED)
+        found[name] = {each: parts[each] for each in DIVIDED} | {"rest": rest}
+    return found
+
+
+def main() -> None:
+    """Print the tables."""
+    print("| model, one block | forwards + moments, s | all else, s | sums, GB | values, GB |")
+    print("|---|---:|---:|---:|---:|")
+    for name, shape in SHAPES.items():
+        took = seconds_of(name)
+        shared = took["forwards"] + took["moments"]
+        print(f"| {name} | {shared:.1f} | {took['rest']:.1f} | {shape.sums() / 1e9:.1f} | {shape.values() / 1e9:.1f} |")
+    print()
+    print("| minutes of a model | " + " | ".join(f"{ranks} GPU{'s' * (ranks > 1)}" for ranks in RANKS) + " |")
+    print("|---|" + "---:|" * len(RANKS))
+    for name, shape in SHAPES.items():
+        took = seconds_of(name)
+        shared = took["forwards"] + took["moments"]
+        for network, bandwidth in NETWORKS.items():
+            cells = []
+            for ranks in RANKS:
+                passed = 0.0 if ranks == 1 else (2 * shape.sums() * (ranks - 1) / ranks + shape.values()) / bandwidth
+                cells.append(f"{shape.blocks * (shared / ranks + took['rest'] + passed) / 60:,.1f}")
+            print(f"| {name}, {network} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
