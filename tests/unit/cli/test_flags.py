@@ -25,7 +25,7 @@ SHOWN = (  # groups in the order of the help, and their flags
     ),
     (
         "Running",
-        ("device", "compute-dtype", "overwrite", "memory", "device-memory", "trust-remote-code", "json"),
+        ("device", "compute-dtype", "overwrite", "memory", "device-memory", "processes", "trust-remote-code", "json"),
     ),
 )
 
