@@ -60,7 +60,9 @@ def test_two_hosts_write_the_bytes_of_one(hosts, tmp_path):
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     said = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
-    assert [line for line in said[1].splitlines() if not line.startswith("[W")] == [], "rank 0 speaks for both"  # torch warns
+    assert [line for line in said[1].splitlines() if not line.startswith("[W")] == [], (
+        "rank 0 speaks for both"
+    )  # torch warns
     nearplane.quantize(
         model, tmp_path / "alone", bits=4, group_size=16, samples=24, seqlen=40, device="cpu", calibration=text
     )

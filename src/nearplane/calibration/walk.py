@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, repeat
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ class Stage:
 
     Attributes:
         written: Whether `write` was called; the walk requires it before the next stage.
+        solved: What a rank has solved of the stage, until rank 0 asks for it.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Stage:
         self.layers, self.inputs, self.rest, self.first = layers, inputs, rest, first
         self.blocks, self.stream, self.input_scales = blocks, stream, dict(input_scales or {})
         self.written = False
+        self.solved: list[Any] = []
 
     @property
     def ends_block(self) -> bool:
@@ -276,7 +278,7 @@ class _Walk:
         self, observed: Iterable[Observed], rest: tuple[str, ...] = (), rounding: RoundedStream | None = None
     ) -> Iterator[Stage]:
         """Yield the stages of a block."""
-        for number, together in enumerate(_chunks(observed, self.setting.experts)):
+        for number, together in enumerate(_chunks(observed, self.setting.experts * current().world)):
             release()  # memory of the forward passes, which solving needs
             stage = Stage(
                 tuple(layer for each in together for layer in each.layers),

@@ -91,7 +91,7 @@ class Inputs:
         H = self.moments.H
         if not self._least_diagonal:
             self._least_diagonal.append(float(H.diagonal().min()))
-        if self._eigenvalues or not 0 < level < self._least_diagonal[0]:
+        if not 0 < level < self._least_diagonal[0]:
             return None
         lower = H.to(torch.float32, copy=True)
         lower.diagonal().sub_(level)

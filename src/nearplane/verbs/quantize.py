@@ -4,7 +4,7 @@ A model is quantized one block at a time. Its weights stay on disk. Hidden state
 network pass through the block that is in memory, and each layer is written as soon as it is solved.
 
 The public function `quantize` is in `quantize_api.py`. A run uses these files, in this order: `planning/start.py` opens
-the model and plans the run, `calibration/walk.py` yields the stages, `matrix/solve_layer.py` solves a layer,
+the model and plans the run, `calibration/walk.py` yields the stages, `quantize_stage.py` solves their layers,
 `quantize_run.py` passes it to the checkpoint, and `formats/container.py` writes the files and renames the folder to OUT.
 """
 
@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nearplane.calibration.walk import Stage, walk
+from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import calibration_windows, check_tokens
-from nearplane.matrix.solve_layer import solve_layer
 from nearplane.planning.folder_size import check_disk
-from nearplane.planning.ledger import Solved
 from nearplane.planning.start import Job, Options, container_for, open_resolved
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, read_record
-from nearplane.system.out_of_memory import working_on
 from nearplane.verbs.quantize_journal import Journal
-from nearplane.verbs.quantize_run import Run, start_run
+from nearplane.verbs.quantize_run import start_run
+from nearplane.verbs.quantize_stage import solve_stage
 
 
 def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:
@@ -52,18 +50,8 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
                 run.settle(stage)  # its bit budget; without effect on plain grids
                 solved = None
                 while solved is None:  # only the last layers under a --size may be solved again
-                    solved = run.pack(stage, solve_stage(stage, run))
+                    solved = run.pack(stage, solve_stage(stage, run.orders(stage)))
                 stage.write(each.matrix.decode() for each in solved)  # later stages see the quantized layers
                 run.add(stage, solved)  # to the run record; at the end of a block also shard and journal
                 del solved  # frees the codes before the next stage
         return run.finished()  # leaving the container renames its folder to OUT
-
-
-def solve_stage(stage: Stage, run: Run) -> list[Solved]:
-    """Solve the layers of a stage, each by its scheme and with the second moments of its inputs."""
-    tasks = zip(stage.layers, run.tasks(stage), strict=True)
-    solved = []
-    for layer, task in tasks:
-        with working_on(task.name):
-            solved.append(Solved(layer, *solve_layer(task)))
-    return solved

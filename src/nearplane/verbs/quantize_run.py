@@ -15,7 +15,6 @@ from nearplane.lattice.factor import read
 from nearplane.lattice.scale import StepStorage
 from nearplane.lattice.shared_grid import LARGEST, SMALLEST
 from nearplane.matrix.on_grid import with_tensors
-from nearplane.matrix.solve_layer import Task
 from nearplane.models.layers import Layer
 from nearplane.planning.ledger import Ledger, Solved
 from nearplane.planning.request import quantization_config, with_types
@@ -23,6 +22,7 @@ from nearplane.planning.start import Decisions, Job, decide
 from nearplane.record.record import RunRecord
 from nearplane.system.progress import counted
 from nearplane.verbs.quantize_journal import Journal
+from nearplane.verbs.quantize_stage import Order
 
 
 class Run:
@@ -55,24 +55,25 @@ class Run:
         if stage.first or self.ledger.solves_again(stage.layers):
             self.ledger.settle()
 
-    def tasks(self, stage: Stage) -> Iterator[Task]:
-        """Yield the solver's task for every layer of a stage."""
+    def orders(self, stage: Stage) -> list[Order]:
+        """Return how every layer of a stage is to be solved."""
         plan, again = self.ledger.planned, self.ledger.solves_again(stage.layers)
         schemes = [plan.scheme_of(layer, self.recipe.scheme_of(layer.name)) for layer in stage.layers]
         joined = [layer for layer, each in zip(stage.layers, schemes, strict=True) if each.number_format.global_scale]
         peaks = peaks_of(joined)  # before the first of them is solved
-        for layer, inputs, scheme in zip(stage.layers, stage.inputs, schemes, strict=True):
-            yield Task(
-                name=layer.name,
-                W=layer.read(),
-                inputs=inputs if again else inputs.used_once(),
+        return [
+            Order(
+                number=number,
+                again=again,
                 scheme=scheme,
                 rate=plan.rate(layer) if layer.name in plan.rates else None,
                 storage=StepStorage(self._storage, peaks.get(layer.name)),
                 sensitivity=plan.sensitivity.get(layer.name),
                 max_loss=self.recipe.max_loss,
-                together=plan.together.get(layer.name, ()),
+                together=tuple(plan.together.get(layer.name, ())),
             )
+            for number, (layer, scheme) in enumerate(zip(stage.layers, schemes, strict=True))
+        ]
 
     def pack(self, stage: Stage, solved: Sequence[Solved]) -> Sequence[Solved] | None:
         """Pass solved layers to the container, and return them with their sizes in bytes.
