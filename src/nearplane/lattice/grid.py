@@ -232,6 +232,13 @@ class Weights(NamedTuple):
 G = TypeVar("G", bound="Grid | ProductGrid", covariant=True, default="Grid | ProductGrid")
 
 
+def narrowed(codes: Tensor) -> Tensor:
+    """Return integers in the narrowest dtype that holds them, for a way between devices or processes."""
+    lowest, highest = torch.stack(codes.aminmax()).tolist()
+    limits = ((dtype, torch.iinfo(dtype)) for dtype in NARROW)
+    return codes.to(next((dtype for dtype, info in limits if info.min <= lowest and highest <= info.max), codes.dtype))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedMatrix(Generic[G]):
     """A matrix on a grid.
@@ -270,8 +277,5 @@ class QuantizedMatrix(Generic[G]):
         """Return the matrix on another device; to the CPU, codes go in the narrowest dtype that holds them."""
         codes = self.codes
         if torch.device(device).type == "cpu" and codes.device.type != "cpu":
-            lowest, highest = torch.stack(codes.aminmax()).tolist()
-            limits = ((dtype, torch.iinfo(dtype)) for dtype in NARROW)
-            narrow = next((dtype for dtype, info in limits if info.min <= lowest and highest <= info.max), codes.dtype)
-            codes = codes.to(narrow).to(device).to(codes.dtype)
+            codes = narrowed(codes).to(device).to(codes.dtype)
         return QuantizedMatrix(codes=codes.to(device), grid=cast(G, self.grid.to(device)))

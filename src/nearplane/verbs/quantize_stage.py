@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from nearplane.calibration.walk import Stage
-from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.grid import QuantizedMatrix, narrowed
 from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.solve_layer import Task, solve_layer
 from nearplane.models.layers import Layer
@@ -65,9 +67,24 @@ class _Share:
         stage.solved = [order.solved(stage) for order in self.orders[current().rank]]
 
 
-def _results(stage: Stage) -> list[tuple[QuantizedMatrix, LayerRecord]]:
-    """Return what this rank has solved of a stage, on the CPU."""
-    found = [(matrix.to("cpu"), record) for matrix, record in stage.solved]
+class _Sent(NamedTuple):
+    """A solved layer on its way to rank 0: its matrix on the CPU with narrow codes, their dtype, and its record."""
+
+    matrix: QuantizedMatrix
+    dtype: torch.dtype
+    record: LayerRecord
+
+    def arrived(self) -> tuple[QuantizedMatrix, LayerRecord]:
+        """Return the matrix with its codes as they were, and the record."""
+        return replace(self.matrix, codes=self.matrix.codes.to(self.dtype)), self.record
+
+
+def _results(stage: Stage) -> list[_Sent]:
+    """Return what this rank has solved of a stage."""
+    found = []
+    for matrix, record in stage.solved:
+        there = matrix.to("cpu")
+        found.append(_Sent(replace(there, codes=narrowed(there.codes)), there.codes.dtype, record))
     stage.solved = []
     return found
 
@@ -88,7 +105,7 @@ def solve_stage(stage: Stage, orders: Sequence[Order]) -> list[Solved]:
     for rank in ranks.others:
         if share.orders[rank]:
             numbers = [order.number for order in share.orders[rank]]
-            found |= zip(numbers, ranks.ask(rank, _results), strict=True)
+            found |= zip(numbers, (each.arrived() for each in ranks.ask(rank, _results)), strict=True)
     return [Solved(layer, *found[number]) for number, layer in enumerate(stage.layers)]
 
 
