@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from nearplane.calibration.sums_of_ranks import add_up, collect
 from nearplane.calibration.watch import ExpertRows, InParts, RoutedRows, Rows
 from nearplane.calibration.windows import EXTRA_TOKENS
 from nearplane.errors import CalibrationError, RankError
-from nearplane.lattice.moments import ExtraRows, Moments, MomentSums, sum_dtype
+from nearplane.lattice.exact_sum import unit_of
+from nearplane.lattice.moments import ExtraRows, Moments, MomentSums, MomentTotals, sum_dtype
 from nearplane.matrix.inputs import Inputs
 from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
@@ -74,9 +76,10 @@ def sum_moments(
         H = X_hat^T X_hat / tokens    C = X^T X_hat / tokens    lost = (X W^T + r - X_hat W^T - r_hat)^T X_hat / tokens
 
     `lost` replaces C where that is less work, see `_lost_outputs`. Products are computed in float32 (float64 for
-    float64 activations, see `cross_product`) batch by batch and summed in float64. Extra windows do not enter these
-    sums; about `EXTRA_TOKENS` of their rows, evenly spread, are kept separately as `ExtraRows`. With an original network
-    to compare with, the moments of the last `HELD_OUT` of the fitted windows, at least one, are also returned separately.
+    float64 activations, see `cross_product`) batch by batch and summed exactly, see `ExactSum`. Extra windows do not
+    enter these sums; about `EXTRA_TOKENS` of their rows, evenly spread, are kept separately as `ExtraRows`. With an
+    original network to compare with, the moments of the last `HELD_OUT` of the fitted windows, at least one, are also
+    returned separately.
 
     All experts of a block are one group. The rows of all batches are kept and the moments of one expert are summed at a
     time, so that the matrices of all experts are never in memory together.
@@ -95,11 +98,11 @@ def sum_moments(
     first_held = windows - min(windows - 1, max(1, round(HELD_OUT * windows))) if split else windows
     new_sums = partial(_Sums, stream=stream, first_held=first_held)
     if isinstance(looked, InParts):
-        mean_sums = new_sums(groups[0], crossed=True).summed_over_experts(looked.shown(groups[0], last=False))
-        mean_sums.over_all_ranks()
+        over_experts = new_sums(groups[0], crossed=True).summed_over_experts(looked.shown(groups[0], last=False))
+        mean_totals, new_sums = over_experts.totals(), partial(new_sums, unit=over_experts.unit)
         for part in looked.parts:
             last = part is looked.parts[-1]  # no variable for the rows: it would keep two parts in memory
-            yield from _in_turn(part, list(looked.shown(part, last=last)), new_sums, split, rare, mean_sums)
+            yield from _in_turn(part, list(looked.shown(part, last=last)), new_sums, split, rare, mean_totals)
         return
     sums, kept = (
         {index: new_sums(group) for index, group in enumerate(groups)},
@@ -108,7 +111,8 @@ def sum_moments(
     _take_in(looked, sums, kept)
     for index, group in enumerate(groups):  # drops each group's rows before other layers are solved
         if index in kept:
-            yield from _in_turn(group, kept.pop(index), new_sums, split, rare)
+            with_unit = partial(new_sums, unit=_unit_of_experts(group, kept[index][0]))
+            yield from _in_turn(group, kept.pop(index), with_unit, split, rare)
         else:
             yield sums.pop(index).observed(split)
 
@@ -134,7 +138,7 @@ def _in_turn(
     new_sums: Callable[..., _Sums],
     split: bool,
     rare: Rare,
-    mean_sums: _Sums | None = None,
+    mean_totals: _Totals | None = None,
 ) -> Iterator[Observed]:
     """Yield the layers of one expert after the other, each with the moments of the tokens that reach it.
 
@@ -147,7 +151,7 @@ def _in_turn(
         new_sums: Function that returns empty sums for some layers.
         split: Whether moments of the held-out windows are returned separately.
         rare: Treatment of experts that few tokens reach; see `sum_moments`.
-        mean_sums: Sums over the rows of all experts; None if `group` holds all experts.
+        mean_totals: Sums over the rows of all experts; None if `group` holds all experts.
 
     Raises:
         CalibrationError: Too few tokens reach an expert, and `rare` is "error".
@@ -156,20 +160,25 @@ def _in_turn(
     fitted = shown[: dealt.fitted]
     counts = torch.tensor([[rows.quantized.count(each) for each in experts] for rows in fitted]).int()
     tokens_of = dealt.ranks.sum(counts[int(dealt.repeated) :].sum(0)).tolist()
-    mean_cache = [] if mean_sums is None else [mean_sums]  # computed only if an expert needs it
+    mean_cache = [] if mean_totals is None else [mean_totals]  # computed only if an expert needs it
 
     def observed_expert(expert: int, layers: tuple[Layer, ...], tokens: int) -> Observed:
         borrowed = max(0, MIN_TOKENS_PER_INPUT * inputs - tokens)
         if tokens < ADVISED_TOKENS_PER_INPUT * inputs and rare == "error":
             raise CalibrationError(too_rare(layers[0].name, tokens, inputs))
         if borrowed and not mean_cache:
-            mean_cache.append(new_sums(group, crossed=True).summed_over_experts(fitted))
-            mean_cache[0].over_all_ranks()
+            mean_cache.append(new_sums(group, crossed=True).summed_over_experts(fitted).totals())
         sums = new_sums(layers, crossed=True if borrowed else None).summed(rows.of(expert) for rows in shown)
         return sums.observed(split, blended=(borrowed, mean_cache[0]) if borrowed else None)
 
     for number, (expert, layers) in enumerate(experts.items(), 1):
         yield replace(observed_expert(expert, layers, tokens_of[number - 1]), more=number < len(experts))
+
+
+@torch.no_grad()
+def _unit_of_experts(group: tuple[Layer, ...], first: RoutedRows) -> Tensor:
+    """Return the unit of sums over experts, from the rows of all of them in the first batch: one may have none there."""
+    return unit_of(first.quantized.only([*by_expert(group)]).x)
 
 
 def too_rare(name: str, tokens: int, inputs: int) -> str:
@@ -184,6 +193,13 @@ def too_rare(name: str, tokens: int, inputs: int) -> str:
     )
 
 
+class _Totals(NamedTuple):
+    """Sums over all fitted windows of all ranks, and over those of them that are held out."""
+
+    all: MomentTotals
+    held: MomentTotals
+
+
 class _Sums:
     """Sums over the rows of layers that share an input, batch by batch.
 
@@ -192,21 +208,39 @@ class _Sums:
         stream: The stream of the batches.
         first_held: Index of the first held-out window.
         crossed: Whether C is summed in any case; None: whichever of C and `lost` is less work.
+        unit: Unit of all sums; None: that of the first batch, which every rank has, see `unit_of`.
     """
 
     def __init__(
-        self, group: tuple[Layer, ...], stream: Stream, *, first_held: int, crossed: bool | None = None
+        self,
+        group: tuple[Layer, ...],
+        stream: Stream,
+        *,
+        first_held: int,
+        crossed: bool | None = None,
+        unit: Tensor | None = None,
     ) -> None:
         self.group, self.dealt = group, stream.dealt
         self._stream, self._first_held, self._crossed = stream, first_held, crossed
-        self._fitted, self._held = MomentSums(), MomentSums()
+        self._fitted, self._held = MomentSums(unit=unit), MomentSums(unit=unit)
         self._extra = ExtraRows(sizes=[0] * stream.dealt.texts)
         self._alike, self._compared = 0, False
+
+    @property
+    def unit(self) -> Tensor | None:
+        """Unit of all sums."""
+        return self._fitted.unit
+
+    @unit.setter
+    def unit(self, unit: Tensor) -> None:
+        self._fitted.unit = self._held.unit = unit
 
     @torch.no_grad()
     def add(self, batch: int, rows: Rows) -> None:
         """Add the rows of a batch; batches come in order."""
         dealt, size = self.dealt, self._stream.sizes[batch]
+        if self.unit is None:
+            self.unit = unit_of(rows.X_hat)
         if batch == 0 and dealt.repeated:
             return
         if batch >= dealt.fitted:
@@ -235,37 +269,46 @@ class _Sums:
     def summed_over_experts(self, shown: Iterable[RoutedRows]) -> _Sums:
         """Add the rows of every expert of the group, without extra windows."""
         for batch, rows in enumerate(shown):
+            if self.unit is None:
+                self.unit = _unit_of_experts(self.group, rows)
             for expert in by_expert(self.group) if batch < self.dealt.fitted else ():
                 self.add(batch, rows.of(expert))
         return self
 
     @torch.no_grad()
-    def observed(self, split: bool, *, blended: tuple[int, _Sums] | None = None) -> Observed:
+    def totals(self) -> _Totals:
+        """Return the sums over the windows of all ranks; these sums are used up."""
+        self._over_all_ranks()
+        self._fitted.merge(self._held)
+        return _Totals(self._fitted.totals(), self._held.totals())
+
+    @torch.no_grad()
+    def observed(self, split: bool, *, blended: tuple[int, _Totals] | None = None) -> Observed:
         """Return the layers with their moments; these sums are used up.
 
         Args:
             split: Whether moments of the held-out windows are returned separately.
             blended: Number of tokens and sums over all experts; the sums are added with the weight of so many tokens.
         """
-        self.over_all_ranks()
-        tokens, more = self._fitted.tokens + self._held.tokens, 0
+        totals, more = self.totals(), 0
+        tokens = totals.all.tokens
         if blended is not None:
-            borrowed, mean_sums = blended
-            share = borrowed / max(1, mean_sums._fitted.tokens + mean_sums._held.tokens)
-            self._fitted.blend(mean_sums._fitted, share)
-            self._held.blend(mean_sums._held, share)
-            more = self._fitted.tokens + self._held.tokens - tokens
-        moments = self._moments(split)
+            borrowed, mean_totals = blended
+            share = borrowed / max(1, mean_totals.all.tokens)
+            for sums, others in zip(totals, mean_totals, strict=True):
+                sums.blend(others, share)
+            more = totals.all.tokens - tokens
+        moments = self._moments(totals, split)
         if any(layer.routed for layer in self.group):
             alike = self._alike / max(1, tokens) if self._compared else None
             moments = {name: replace(each, alike=alike, blended=more) for name, each in moments.items()}
         return Observed(layers=self.group, moments=moments)
 
-    def over_all_ranks(self) -> None:
+    def _over_all_ranks(self) -> None:
         """Replace these sums by those over the windows of all ranks.
 
         Raises:
-            RankError: The ranks are at different layers.
+            RankError: The ranks are at different layers, or their first batches differ.
         """
         ranks = self.dealt.ranks
         if ranks.world == 1:
@@ -278,34 +321,51 @@ class _Sums:
                 f"same model, versions and options."
             )
         self._alike, self._compared = sum(each[1] for each in every), any(each[2] for each in every)
-        device = self.group[0].weight.device
-        add_up(self._fitted, ranks, device)
-        add_up(self._held, ranks, device)
-        collect(self._extra, ranks, device)
+        add_up(self._fitted, ranks)
+        add_up(self._held, ranks)
+        collect(self._extra, ranks, self.group[0].weight.device)
 
-    def _moments(self, split: bool) -> dict[str, Moments]:
+    def _moments(self, totals: _Totals, split: bool) -> dict[str, Moments]:
         """Return {layer name: moments}."""
-        fitted, held = self._fitted, self._held
-        split = split and fitted.tokens > 0 and held.tokens > 0  # all tokens of an expert may lie in one of the two
-        fitted.absorb(held)
-        total, extra = fitted.means(), self._extra.together()
-        held_moments = held.means(held.dtype) if split else None
+        everything, held = totals
+        split = split and 0 < held.tokens < everything.tokens  # all tokens of an expert may lie in one of the two
         names = ", ".join(layer.name for layer in self.group)
-        if not total.tokens:
+        if not everything.tokens:
             raise unreached(names)
-        quantized, original = [total.H], [total.C, *total.lost.values()]
-        if extra is not None:
-            quantized.append(extra.X_hat.square())
-            original.append(None if extra.X is None else extra.X.square())
-        which = [("quantized", each) for each in quantized] + [("original", each) for each in original]
-        there = [(network, torch.isfinite(each).all()) for network, each in which if each is not None]
-        finite = torch.stack([flag for _, flag in there]).tolist()  # a device is waited for once a stage
-        if not all(finite):
+        means, extra = everything.means(), self._extra.together()
+        held_means = held.means(held.dtype) if split else None
+        checks = everything.checks
+        for network, X in () if extra is None else (("quantized", extra.X_hat), ("original", extra.X)):
+            if X is not None:
+                finite = X.square().isfinite().all()[None]
+                checks.append((network, finite, torch.ones_like(finite)))
+        refuse_unusable(names, checks)
+        return {layer.name: replace(means.of(layer.name, held_means), extra=extra) for layer in self.group}
+
+
+def refuse_unusable(names: str, sums: Sequence[tuple[str, Tensor, Tensor]]) -> None:
+    """Check sums of layers.
+
+    Args:
+        names: Names of the layers.
+        sums: Network, and (1,) whether all numbers are finite, and whether they are in the range of exact sums.
+
+    Raises:
+        CalibrationError: One is not.
+    """
+    flags = torch.cat([flag for _, *both in sums for flag in both]).tolist()  # a device is waited for once a stage
+    for (network, *_), finite, fits in zip(sums, flags[::2], flags[1::2], strict=True):
+        if not finite:
             raise CalibrationError(
-                f"The input of {names} contains NaN or Inf in the {there[finite.index(False)][0]} network, or its square "
-                f"overflows. Check the model's weights, or use --compute-dtype float32."
+                f"The input of {names} contains NaN or Inf in the {network} network, or its square overflows. Check "
+                f"the model's weights, or use --compute-dtype float32."
             )
-        return {layer.name: replace(total.of(layer.name, held_moments), extra=extra) for layer in self.group}
+        if not fits:
+            raise CalibrationError(
+                f"Inputs of {names} in the {network} network grow far beyond those of the first windows: the sums of "
+                f"their squares exceed 2^38 times the largest of the first batch, or there are more than 2^20 batches. "
+                f"Check the model's weights, put other text first, or use fewer --samples."
+            )
 
 
 def _lost_outputs(rows: Rows, group: tuple[Layer, ...]) -> dict[str, Tensor]:

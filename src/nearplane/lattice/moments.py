@@ -7,12 +7,13 @@ Minimising `||X W^T + r - X_hat values^T - r_hat||^2` moves the target of the la
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from nearplane.lattice.exact_sum import ExactSum, unit_of
 from nearplane.lattice.factor import Factor, read, strips, total
 
 SPAN = 256  # columns of a block of `X^T X`; only blocks on and above the diagonal are formed
@@ -81,17 +82,19 @@ class Moments:
 
 @dataclass(slots=True)
 class MomentSums:
-    """Sums before division by the number of tokens; H in its upper triangle only.
+    """Sums over batches before division by the number of tokens; order and grouping of the batches change no bit.
 
     `alive` counts the batches in which an input of the original model was not 0; `dtype` is that of the products.
+    `unit` is that of all sums, see `unit_of`; None: that of the first rows.
     """
 
-    H: Tensor | None = None
+    H: ExactSum | None = None
     alive: Tensor | None = None
-    C: Tensor | None = None
-    lost: dict[str, Tensor] = field(default_factory=dict)
+    C: ExactSum | None = None
+    lost: dict[str, ExactSum] = field(default_factory=dict)
     tokens: int = 0
     dtype: torch.dtype = torch.float64
+    unit: Tensor | None = None
 
     def add(
         self,
@@ -112,48 +115,84 @@ class MomentSums:
         if not len(X_hat):
             return
         self.tokens, self.dtype = self.tokens + len(X_hat), sum_dtype(X_hat)
-        self.H = _added_gram(self.H, X_hat)
+        unit = self.unit = unit_of(X_hat) if self.unit is None else self.unit
+        n = X_hat.shape[1]
+        self.H = self.H or ExactSum(unit, (n, n), SPAN)
+        for a in range(0, n, SPAN):
+            self.H.add(cross_product(X_hat[:, a : a + SPAN], X_hat[:, a:]), a)
         if X is not None:
-            self.C = _added(self.C, cross_product(X, X_hat)) if crossed else None
-            self.alive = _added(self.alive, X.any(0))
+            if crossed:
+                self.C = self.C or ExactSum(unit, (n, n))
+                self.C.add(cross_product(X, X_hat))
+            self.alive = X.any(0).long().add_(0 if self.alive is None else self.alive)
             for name, difference in (outputs or {}).items():
-                self.lost[name] = _added(self.lost.get(name), cross_product(difference, X_hat))
+                lost = self.lost.setdefault(name, ExactSum(unit, (difference.shape[1], n)))
+                lost.add(cross_product(difference, X_hat))
 
-    def absorb(self, other: MomentSums) -> None:
-        """Add other sums to these, in place."""
-        pairs = (self.H, other.H), (self.C, other.C), (self.alive, other.alive)
-        self.H, self.C, self.alive = (self._sum(*pair) for pair in pairs)
+    def merge(self, other: MomentSums) -> None:
+        """Add the sums of other batches, which are not changed; either may be without rows."""
+        self.H, self.C = _merged(self.H, other.H), _merged(self.C, other.C)
         for name, lost in other.lost.items():
-            self.lost[name] = self.lost[name].add_(lost) if name in self.lost else lost.clone()
+            mine = self.lost.setdefault(name, lost.zero())
+            mine.merge(lost)
+        if other.alive is not None:
+            self.alive = other.alive if self.alive is None else self.alive + other.alive
+        self.dtype = self.dtype if self.tokens else other.dtype
         self.tokens += other.tokens
 
-    def blend(self, other: MomentSums, share: float) -> None:
+    def named(self) -> dict[str, ExactSum]:
+        """Return the sums that exist: "H", "C", and "lost." with the name of a layer."""
+        named = {"H": self.H, "C": self.C} | {f"lost.{name}": each for name, each in self.lost.items()}
+        return {name: each for name, each in named.items() if each is not None}
+
+    def totals(self) -> MomentTotals:
+        """Return the sums in float64; this empties them, as their memory is reused."""
+        checks = [("quantized" if name == "H" else "original", *each.within()) for name, each in self.named().items()]
+        lost = {name: self.lost.pop(name).value() for name in [*self.lost]}
+        H, self.H = None if self.H is None else self.H.value(), None
+        C, self.C = None if self.C is None else self.C.value(), None
+        alive = None if self.alive is None else self.alive > 0
+        return MomentTotals(H=H, alive=alive, C=C, lost=lost, tokens=self.tokens, dtype=self.dtype, checks=checks)
+
+
+@dataclass(slots=True)
+class MomentTotals:
+    """Sums over all tokens in float64, before division by their number; H in its upper triangle only.
+
+    Args:
+        checks: Network ("quantized" or "original"), whether the products were finite, and whether the sum was in range.
+    """
+
+    H: Tensor | None = None
+    alive: Tensor | None = None
+    C: Tensor | None = None
+    lost: dict[str, Tensor] = field(default_factory=dict)
+    tokens: int = 0
+    dtype: torch.dtype = torch.float64
+    checks: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
+
+    def blend(self, other: MomentTotals, share: float) -> None:
         """Add a share of other sums, which are not changed."""
-        H, C = (None if sums is None else sums * share for sums in (other.H, other.C))
         self.dtype = self.dtype if self.tokens else other.dtype
-        self.absorb(MomentSums(H=H, alive=other.alive, C=C, tokens=round(other.tokens * share)))
+        self.H, self.C = _with_share(self.H, other.H, share), _with_share(self.C, other.C, share)
+        if other.alive is not None:
+            self.alive = other.alive if self.alive is None else self.alive | other.alive
+        self.tokens += round(other.tokens * share)
+        self.checks += other.checks
 
-    @staticmethod
-    def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        if b is None:
-            return a
-        return b.clone() if a is None else a.add_(b)
-
-    def means(self, dtype: torch.dtype = torch.float64) -> MomentSums:
-        """Return the means over all tokens as full matrices in `dtype`; this empties the sums, whose memory is reused."""
-        tokens = self.tokens
+    def means(self, dtype: torch.dtype = torch.float64) -> MomentTotals:
+        """Return the means over all tokens as full matrices in `dtype`; the memory of these sums is reused."""
 
         def mean(x: Tensor) -> Tensor:
-            return x.div_(tokens).to(dtype)
+            return x.div_(self.tokens).to(dtype)
 
         lost = {name: mean(self.lost.pop(name)) for name in [*self.lost]}
         H, self.H = None if self.H is None else _mirrored(mean(self.H)), None
         C, self.C = None if self.C is None else mean(self.C), None
-        alive = None if self.alive is None else self.alive > 0
-        return MomentSums(H=H, alive=alive, C=C, lost=lost, tokens=tokens)
+        return replace(self, H=H, C=C, lost=lost)
 
-    def of(self, name: str, held: MomentSums | None) -> Moments:
-        """Return the moments of one layer."""
+    def of(self, name: str, held: MomentTotals | None) -> Moments:
+        """Return the moments of one layer, from means."""
         assert self.H is not None, "no row was added"
         held_out = None if held is None else held.of(name, None)
         lost = self.lost.get(name)
@@ -263,15 +302,6 @@ def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def _added_gram(sums: Tensor | None, X: Tensor) -> Tensor:
-    """Add the blocks of `X^T X` on and above the diagonal for rows (rows, in); see `_mirrored`."""
-    n = X.shape[1]
-    sums = torch.zeros(n, n, dtype=torch.float64, device=X.device) if sums is None else sums
-    for a in range(0, n, SPAN):
-        sums[a : a + SPAN, a:].add_(cross_product(X[:, a : a + SPAN], X[:, a:]))
-    return sums
-
-
 def _mirrored(H: Tensor) -> Tensor:
     """Fill in the blocks below the diagonal in place."""
     for a in range(0, len(H), SPAN):
@@ -279,5 +309,17 @@ def _mirrored(H: Tensor) -> Tensor:
     return H
 
 
-def _added(sums: Tensor | None, product: Tensor) -> Tensor:
-    return product.double() if sums is None else sums.add_(product)
+def _merged(sums: ExactSum | None, other: ExactSum | None) -> ExactSum | None:
+    """Return the sum over the batches of both, in the memory of the first if there is one."""
+    if other is None:
+        return sums
+    sums = other.zero() if sums is None else sums
+    sums.merge(other)
+    return sums
+
+
+def _with_share(sums: Tensor | None, other: Tensor | None, share: float) -> Tensor | None:
+    """Add a share of another tensor in place."""
+    if other is None:
+        return sums
+    return other * share if sums is None else sums.add_(other * share)

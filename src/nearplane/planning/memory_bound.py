@@ -18,7 +18,9 @@ from nearplane.calibration.one_forward import MemorySetting, paused_bytes
 from nearplane.calibration.states_on_host import pinned_bytes
 from nearplane.lattice import kernels_torch
 from nearplane.lattice.bounds import BLOCK_COLUMNS
+from nearplane.lattice.exact_sum_torch import GPU_AT_ONCE
 from nearplane.lattice.factor import GPU_NUMBERS_AT_ONCE
+from nearplane.lattice.moments import SPAN
 from nearplane.planning.probe import COMPARED_LOGITS, Extent
 from nearplane.record.record import MAX_CERTIFIED_INPUTS
 
@@ -27,7 +29,6 @@ SINGLE, DOUBLE = 4, 8  # bytes of a float32 and of a float64 number
 EXTRA_ROWS = 1024  # rows of extra windows that are kept for a layer
 CERTIFIED_ROWS, CERTIFIED_BYTES = 256, 110  # rows that a certificate measures at a time, bytes per weight of these rows
 CORRECTED_BYTES = 20  # per weight while its target is corrected: W, lost outputs twice, the correction, the target
-FINITE_BYTES = 10  # per float64 number that is checked to be finite: absolute value, two comparisons
 BEAM_COLUMNS = 128  # that a beam sweeps together; a kernel of CUDA sweeps 256 and takes a third of the memory of `GPU`
 LOGITS_COPIES = 6  # of a window's logits in the backward pass: logits, probabilities, gradients, each with a temporary
 COMPARED_COPIES = 5  # of logits when predictions are compared: both log-probabilities, exp, difference, product
@@ -315,7 +316,8 @@ def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[
         tokens = shapes.probe.batch
         groups = [group for kind in shapes.blocks for group in kind.groups]
         solved = costs.solved if shapes.beam == 1 else CPU.solved  # no steps are searched for entropy-coded weights
-        sums = DOUBLE * max(sum(group.inputs**2 for group in kind.groups) for kind in shapes.blocks)
+        squares = [[n * (n + min(SPAN, n)) for n in [group.inputs for group in kind.groups]] for kind in shapes.blocks]
+        sums = DOUBLE * max(map(sum, squares))
         solving = max(2 * DOUBLE * group.inputs**2 + solved * _largest(group) for group in groups)
         inputs = max(sum(group.inputs for group in kind.groups) for kind in shapes.blocks)  # of all layers of a block
         running = round(alive * tokens * SINGLE / shapes.number) + SINGLE * tokens * inputs
@@ -341,7 +343,7 @@ def _states_of_the_probe(shapes: Shapes, extent: Extent, setting: MemorySetting)
 
 def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterator[Moment]:
     streams, split, windows = shapes.streams, shapes.streams - 1, shapes.all_windows
-    costs = CPU if setting.device.on_cpu else GPU
+    costs, cut_at_once = (CPU, 0) if setting.device.on_cpu else (GPU, GPU_AT_ONCE)
     block, held = shapes.number * kind.weights * streams, waits(shapes, kind, setting)
     all_paused = len(held) == len(kind.groups)
     states = 0 if all_paused else streams * _states(shapes, setting)[0]
@@ -358,17 +360,20 @@ def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterato
         copied = split * last if paused else streams  # passes that wait hold their inputs
         rows = row * (n * (copied + split + ROUNDING_COPIES * shapes.rounded) + 4 * split * widest)
         lost, crossed = split * sum(out * columns for out, columns in group.lost), split * _crossed(group)
-        sums = n * n * DOUBLE * (streams + 2 * crossed) + 2 * DOUBLE * lost
-        products = SINGLE * max(crossed * n * n, lost) + SINGLE * split * _largest(group)
-        extra = streams * SINGLE * min(EXTRA_ROWS, shapes.extra * shapes.seqlen) * n
-        checked = n * n * (SINGLE * split + FINITE_BYTES) + extra  # held-out moments in float32 and the check for NaN
+        summed = n * n * (streams + 2 * crossed) + 2 * lost
+        sums = DOUBLE * (summed + 2 * crossed * n * n + 2 * lost + streams * min(SPAN, n) * n)  # see `exact_sum.py`
+        largest_product = max(crossed * n * n, lost)
+        products = SINGLE * largest_product + SINGLE * split * _largest(group)
+        products += 2 * DOUBLE * min(cut_at_once, max(largest_product, min(SPAN, n) * n))
+        extra = streams * SINGLE * _extra_rows(shapes) * n  # no product is formed of them
+        means = DOUBLE * summed + SINGLE * split * n * n + extra  # held-out ones in float32, and squares of extra rows
         waiting_first = held[stage] if paused else waiting_now
         most = running + rows + products
         if paused:  # rows are summed while no pass runs; the quantized network runs after the original one
             most = max(running + row * split * (n * copied + widest), rows + products)
-        yield Moment("running a block", block + states + waiting_first + most + sums + extra)
+        yield Moment("running a block", block + states + waiting_first + sums + max(most, most - products + extra))
         left = shapes.number * kind.weights if last else block  # the original stream may have passed the block
-        yield Moment("running a block", left + states + waiting_now + sums + extra + checked)
+        yield Moment("running a block", left + states + waiting_now + extra + max(sums, means))
         yield Moment("solving a layer", left + states + waiting_now + _solving(shapes, group, costs))
 
 
@@ -376,7 +381,7 @@ def _solving(shapes: Shapes, group: Group, costs: Costs) -> int:
     """Return the bytes of second moments and of the solve of a group's layers, in addition to the block."""
     n, largest, split, shared = group.inputs, _largest(group), shapes.streams - 1, len(group.layers) > 1
     square, crossed, lost = n * n, split * _crossed(group), split * sum(out * columns for out, columns in group.lost)
-    inputs = DOUBLE * square + shapes.streams * SINGLE * min(EXTRA_ROWS, shapes.extra * shapes.seqlen) * n
+    inputs = DOUBLE * square + shapes.streams * SINGLE * _extra_rows(shapes) * n
     values = SINGLE * (group.weights - largest)  # of the other layers, until all are written
     aims = square * (SINGLE * split + (DOUBLE + SINGLE) * crossed) + (DOUBLE + SINGLE) * lost  # C or lost outputs
     correction = DOUBLE * square * split  # two factors in float32, for all windows and for the fitted part
@@ -392,6 +397,12 @@ def _solving(shapes: Shapes, group: Group, costs: Costs) -> int:
     correcting = aims + correction + SINGLE * square + CORRECTED_BYTES * largest + factor * shared
     solved = factor + max(solving, certifying) + (aims + correction) * shared
     return inputs + values + max(correcting, solved)
+
+
+def _extra_rows(shapes: Shapes) -> int:
+    """Return the rows of the extra windows that are kept for a layer: evenly spread, at most `EXTRA_ROWS`."""
+    rows = shapes.extra * shapes.seqlen
+    return -(-rows // max(1, -(-rows // EXTRA_ROWS)))
 
 
 def _largest(group: Group) -> int:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bare_blocks import Convolution, Routed, Skipping, bare, both
 from families import config_of, random_model
 from nearplane.calibration.activations import Stream, skeleton
-from nearplane.calibration.second_moments import Observed, observe
+from nearplane.calibration.second_moments import Observed, observe, refuse_unusable
 from nearplane.calibration.stages import stages
 from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import Moments
@@ -391,3 +391,13 @@ def test_a_layer_that_no_token_of_a_batch_reaches_has_the_moments_of_the_other_b
         on_gpu = moments("pretend:0").cpu()
     assert torch.equal(on_gpu, moments("cpu"))
     assert on_gpu.any()
+
+
+def test_inputs_that_outgrow_exact_sums_are_refused_by_name() -> None:
+    """Of the sums of a stage the first at fault is named, with its network."""
+    yes, no = torch.tensor([True]), torch.tensor([False])
+    refuse_unusable("gate, up", [("quantized", yes, yes), ("original", yes, yes)])
+    with pytest.raises(CalibrationError, match=r"^Inputs of gate, up in the original network grow far beyond .*2\^38"):
+        refuse_unusable("gate, up", [("quantized", yes, yes), ("original", yes, no)])
+    with pytest.raises(CalibrationError, match="input of gate, up contains NaN or Inf in the quantized network"):
+        refuse_unusable("gate, up", [("quantized", no, no), ("original", yes, no)])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice import moments as module
+from nearplane.lattice.exact_sum import unit_of
 from nearplane.lattice.moments import ExtraRows, MomentSums, cross_product
 
 
@@ -24,19 +25,20 @@ def test_means_are_those_of_all_rows_however_they_came(columns: int, monkeypatch
     """In batches, a fifth of them held out; blocks that divide the columns, and that do not."""
     monkeypatch.setattr(module, "SPAN", 8)
     X_hat, X = streams(columns)
-    sums, held, extra = MomentSums(), MomentSums(), ExtraRows()
+    unit = unit_of(X_hat)
+    sums, held, extra = MomentSums(unit=unit), MomentSums(unit=unit), ExtraRows()
     outputs = X_hat[:, :1] - X[:, :1]
     for rows, part in ((slice(0, 20), sums), (slice(20, 48), sums), (slice(48, 60), held)):
         part.add(X_hat[rows], X[rows], {"o": outputs[rows]})
         extra.add(X_hat[rows], X[rows])
-    sums.absorb(held)
+    sums.merge(held)
     a, b = X_hat.double(), X.double()
-    means, beside = sums.means(lambda x: x), extra.together()
+    means, beside = sums.totals().means(), extra.together()
     for found, expected in (
         (means.H, a.T @ a), (means.C, b.T @ a), (means.lost["o"], outputs.double().T @ a),
     ):  # fmt: skip
         torch.testing.assert_close(found, expected / 60, rtol=1e-5, atol=1e-6)
-    apart = held.means(lambda x: x, held.dtype)
+    apart = held.totals().means(torch.float32)
     for symmetric in (means.H, apart.H):
         assert torch.equal(symmetric.tril(-8), symmetric.T.tril(-8))
     assert (apart.H.dtype, apart.lost["o"].dtype, means.H.dtype) == (torch.float32, torch.float32, torch.float64)
@@ -49,7 +51,7 @@ def test_what_a_layers_output_lost_takes_the_place_of_the_other_networks_moments
     X_hat, X = streams(5)
     sums = MomentSums()
     sums.add(X_hat, X, {"o": X - X_hat}, crossed=False)
-    means = sums.means(lambda x: x)
+    means = sums.totals().means()
     assert means.C is None
     known = means.of("o", None)
     assert known.corrects
@@ -135,6 +137,7 @@ def test_a_device_with_such_a_product_is_given_the_rows_as_they_are(dtype: torch
         module.sums_in_float32.cache_clear()
     assert given == [(dtype, dtype)] * 3  # a trial, H in one block, C
     assert not module.sums_in_float32(X.device, dtype)
-    for a, b in ((found.H, expected.H), (found.C, expected.C), (found.lost["o"], expected.lost["o"])):
+    ours, theirs = (sums.totals() for sums in (found, expected))
+    for a, b in ((ours.H, theirs.H), (ours.C, theirs.C), (ours.lost["o"], theirs.lost["o"])):
         assert torch.equal(a, b)
     assert found.dtype == torch.float32
