@@ -362,8 +362,9 @@ def refuse_unusable(names: str, sums: Sequence[tuple[str, Tensor, Tensor]]) -> N
             )
         if not fits:
             raise CalibrationError(
-                f"Inputs of {names} in the {network} network grow far beyond those of the first windows: the sums of "
-                f"their squares exceed 2^38 times the largest of the first batch, or there are more than 2^20 batches. "
+                f"Inputs of {names} in the {network} network grow far beyond those of the first window: the largest "
+                f"sum of squares in a batch, times the number of batches, exceeds 2^38 times that of the first window, or "
+                f"there are more than 2^21 batches. "
                 f"Check the model's weights, put other text first, or use fewer --samples."
             )
 

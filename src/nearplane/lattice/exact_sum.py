@@ -5,11 +5,13 @@ multiples of h / 2^24, the low one multiples of h / 2^66. Here h is a power of t
 input in the first batch, see `unit_of`; it is one number for the whole matrix. What lies below h / 2^66 is cut off.
 Integer sums are associative, so that partial sums of several processes may be added by any reduction.
 
-Why two integers: 2^20 batches take 20 bits. Another 66 keep the error below that of float32 for inputs down to 2^-18 of
-the largest one. Numbers of up to 2^38 h / batches fit, so that each of 256 batches may be 2^30 times as large as the
-first. One int64 has 63 bits. With a power of two per row and column one would do, unless an input is nearly dead in
-the first batch and large later. Sums that might lie beyond the range are found by the largest number and the count of
-batches (`within`), which do not depend on the order either, so that none is wrong.
+A batch adds an error below h / 2^66. That is less than the error of its float32 product, if both inputs have at least
+2^-20 of the largest length of the first batch. Up to 2^21 batches fit, if the largest number of a batch times the
+number of batches is at most 2^38 h: each of 256 batches may be 2^30 times as large as the first. Sums that might lie
+beyond are found by these two (`within`), which do not depend on the order either, so that none is wrong.
+
+Why two integers: one int64 has 63 bits, too few for that range and 2^21 batches. With a power of two per row and column
+they would do, unless an input is nearly dead in the first batch and large later.
 
 Sums in float64 are exact too unless two batches differ by more than 2^29 in an entry, but nothing would tell. A tree of
 float64 sums over batches keeps a matrix per level of the tree, and its processes must be dealt subtrees.
@@ -32,7 +34,7 @@ from nearplane.lattice.kernels import kernels_of
 HIGH = 24  # bits between h and the unit of high integers
 UNKNOWN = 12  # h is 2^12 where the first batch is zero
 MAX_EXPONENT = 400  # of h: float64 holds its products with the numbers above
-MAX_UNITS, MAX_BATCHES = 2.0**62, 1 << 20  # of a high integer; so many low ones, each below 2^42, fit as well
+MAX_UNITS, MAX_BATCHES = 2.0**62, 1 << 21  # of a high integer; low ones are below 2^42, so that as many fit
 EXPONENT_BITS = 52  # of the mantissa of float64: the exponent follows
 BIAS = 1023  # of the exponent of float64
 

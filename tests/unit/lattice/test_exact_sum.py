@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nearplane.errors import NumericalError
+from nearplane.lattice import exact_sum_cpu, exact_sum_torch
 from nearplane.lattice.exact_sum import ExactSum, unit_of
 from nearplane.lattice.moments import MomentSums
 from pretended import pretended
@@ -146,9 +148,9 @@ def test_what_is_not_finite_is_found(bad: float) -> None:
 
 
 def test_too_many_batches_are_found() -> None:
-    """2^20 of them fill a low integer at worst."""
+    """2^21 of them fill a low integer at worst."""
     sums = summed(unit_of(torch.eye(2)), [torch.zeros(2, 2)])
-    for _ in range(20):
+    for _ in range(21):
         sums.merge(sums)
     assert sums.within()[1]
     sums.merge(sums)
@@ -190,3 +192,46 @@ def test_a_gpu_sums_as_a_cpu_does_and_is_not_waited_for() -> None:
         value = found.value().cpu()
     expected.merge(expected)
     assert torch.equal(value.triu(), expected.value().triu())
+
+
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_the_compiled_addition_is_that_of_torch(
+    rows: int, columns: int, dtype: torch.dtype, threads: int, seed: int
+) -> None:
+    """Bit for bit, in views of larger matrices, on products of all magnitudes and of both signs."""
+    g = torch.Generator().manual_seed(seed)
+    product = torch.randn(rows, columns, generator=g, dtype=dtype)
+    product *= torch.exp2(torch.randint(-60, 30, product.shape, generator=g))
+    unit = torch.tensor([2.0**20]).double()
+    wide = torch.randint(-(2**60), 2**60, (2, rows + 3, columns + 5), generator=g)
+    found, before = wide.clone(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exact_sum_cpu, "MIN_ADDED", 16)
+            peaks = [
+                add(product, sums[0, 3:, 2:-3], sums[1, :-3, 5:], unit)
+                for add, sums in ((exact_sum_cpu.add_exactly, found), (exact_sum_torch.add_exactly, wide))
+            ]
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found, wide)
+    assert torch.equal(*peaks)
+    assert torch.equal(peaks[0], product.abs().max().double()[None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("add", [exact_sum_cpu.add_exactly, exact_sum_torch.add_exactly])
+def test_the_largest_magnitude_tells_of_what_is_not_finite(add: Any, bad: float, dtype: torch.dtype) -> None:
+    product = torch.ones(3, 4, dtype=dtype)
+    product[1, 2], product[2, 0] = bad, -5
+    peak = add(product, *torch.zeros(2, 3, 4, dtype=torch.int64), torch.tensor([1.0]).double())
+    assert (peak.shape, peak.dtype) == ((1,), torch.float64)
+    assert not peak.isfinite()
