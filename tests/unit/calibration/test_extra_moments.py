@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 from bare_blocks import both
 from families import VOCABULARY
 from nearplane.calibration.activations import skeleton
+from nearplane.calibration.dealt import Dealt
 from nearplane.calibration.second_moments import observe
 from nearplane.calibration.stages import stages
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.models.model import Block, open_model
+from nearplane.system.ranks import ONE_PROCESS
 
 LOUDER = 1.05  # what the weights of the quantized network are multiplied by
 
@@ -40,7 +42,8 @@ def observed(
     fitted = tokens.split(2)
     batches = fitted if extra is None else (*fitted, *extra.split(2))
     stream = skeleton(model, batches, device="cpu", dtype=torch.float64)
-    stream.fitted = len(fitted)
+    sizes = [*map(len, batches)]
+    stream.dealt = Dealt.among(ONE_PROCESS, sizes[: len(fitted)], sizes[len(fitted) :], [])
     if correct:
         both(stream)
     first, second = model.blocks[:2]

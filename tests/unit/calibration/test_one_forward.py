@@ -15,12 +15,14 @@ from alive import living, paused
 from bare_blocks import Convolution, Experts, bare, both
 from families import LLAMA, VOCABULARY, config_of, random_model
 from nearplane.calibration.activations import Stream, skeleton
+from nearplane.calibration.dealt import Dealt
 from nearplane.calibration.one_forward import BlockForward, paused_stages
 from nearplane.calibration.second_moments import sum_moments
 from nearplane.calibration.stages import first_look
 from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import Moments
 from nearplane.models.model import Block, open_model
+from nearplane.system.ranks import ONE_PROCESS
 from nightly import daily
 
 MUCH, NOTHING = 1 << 40, 0  # bytes that paused activations may take
@@ -129,7 +131,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def way(folder: Path, tokens: Tensor, room: int, *, correct: bool = True, dtype: torch.dtype = torch.float64) -> Seen:
     model = open_model(str(folder))
     stream = skeleton(model, tokens.split(2), device="cpu", dtype=dtype)
-    stream.fitted = 2  # two batches, and one window of its own that enters no sum
+    stream.dealt = Dealt.among(
+        ONE_PROCESS, stream.sizes[:2], stream.sizes[2:], []
+    )  # two batches, and one window of its own that enters no sum
     if correct:
         both(stream)
     return through(model.blocks, stream, room, dtype)
