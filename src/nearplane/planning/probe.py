@@ -39,7 +39,7 @@ BATCH = 8  # maximum windows of a forward pass
 SEQLEN = 512  # maximum tokens of a window; more windows make a more even sample
 COMPARED_LOGITS = 1 << 26  # logits in memory at a time
 TOKENS = 1024  # maximum tokens on which a perturbation is propagated
-TOKENS_PER_INPUT = 2  # for the moments of inputs, per input of the widest layer; fewer make it seem robust
+TOKENS_PER_INPUT = 1  # for the moments of inputs, per input of the widest layer
 MEMORY = 4 << 30  # bytes of the propagated hidden states
 MAX_TRAVELLERS = 48  # maximum of propagated perturbations if tokens are few
 
@@ -101,9 +101,9 @@ def probe(
     """Measure the loss of the network when one layer alone is quantized.
 
     One block is in memory at a time. The first windows are used, so many whatever the run uses. Moments come from the original
-    network, on twice as many tokens as the widest layer has inputs. Each layer of a block is perturbed, and the changed hidden
-    states are propagated through the following blocks up to the logits. Since they are many, this uses `TOKENS` tokens, and not
-    more than fit into `MEMORY` bytes as differences from the original hidden states in bfloat16.
+    network, on as many tokens as the widest layer has inputs. Each layer of a block is perturbed, and the changed hidden states
+    are propagated through the following blocks up to the logits. Since they are many, this uses `TOKENS` tokens, and not more
+    than fit into `MEMORY` bytes as differences from the original hidden states in bfloat16.
 
     A network with more layers than `MAX_TRAVELLERS` (or than the number of tokens divided by `TOKENS`, if that is
     more) is too deep for that. About so many perturbations are then propagated, one per layer (its middle point), from
