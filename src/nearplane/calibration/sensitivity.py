@@ -23,7 +23,7 @@ from nearplane.models.model import Block, Model
 from nearplane.system.device import repeatable_backward
 from nearplane.system.memory import release
 
-MAX_TOKENS, MIN_TOKENS, MIN_TOKENS_OF_PRODUCTS = 16384, 1024, 2048
+MAX_TOKENS, MIN_TOKENS = 16384, 2048
 BATCH = 8  # windows per forward pass
 RUN_ROWS = 256  # largest run of neighbouring outputs whose gradients are multiplied with each other
 
@@ -62,7 +62,7 @@ def sensitivity(
     normal distribution around the last ones, whose standard deviation is their root mean square. For the outputs of the
     head, the expectation over labels is computed exactly: `E[p_i (1 - p_i)]`.
 
-    The time is that of about four forward passes of a sixteenth of the tokens, at least 1024 and at most 16384; with
+    The time is that of about four forward passes of a sixteenth of the tokens, at least 2048 and at most 16384; with
     quantized embeddings an eighth, at least 4096; with `together` a quarter, at least 8192. The hidden states between
     all blocks are kept in a file, in the compute dtype, so that memory does not grow with the number of blocks.
 
@@ -122,8 +122,7 @@ def sensitivity_windows(model: Model, tokens: Tensor, *, joined: bool = False) -
     """Return the number of windows of (windows, seqlen) `tokens` that `sensitivity` uses; `joined`: with `together`."""
     multiple = 1 if model.embeddings is None else 2  # embeddings have a matrix of moments, outputs one number each
     multiple = 4 if joined else multiple  # these matrices are factored
-    least = MIN_TOKENS if multiple == 1 else MIN_TOKENS_OF_PRODUCTS
-    count = min(max(multiple * tokens.numel() // 16, multiple * least), MAX_TOKENS)
+    count = min(max(multiple * tokens.numel() // 16, multiple * MIN_TOKENS), MAX_TOKENS)
     return min(len(tokens), max(1, count // tokens.shape[1]))
 
 
