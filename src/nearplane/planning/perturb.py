@@ -28,7 +28,6 @@ from nearplane.recipe.scheme import Scheme
 from nearplane.recipe.schemes import BlockScheme, GridScheme
 
 COUNTED_COLUMNS = 256  # columns whose codes are counted at a time
-SHAPE_ROWS = 256  # rows on which losses at other rates than the measured one are computed
 
 
 class Perturbed(NamedTuple):
@@ -73,52 +72,41 @@ def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturbations:
     """Return perturbations like entropy-coded weights: codes without limits, steps by water-filling, one sweep each.
 
     A point's rate is the size of its codes with a table for every column. The network's loss is measured only at the middle rate.
-    Losses at the other rates are in proportion to the errors of the layer's outputs, `tr(E H E^T)` with H damped, on some of the
-    rows. This follows the bend of the curve at low rates without the noise of a measurement, and gives better rates than measuring
-    all three points.
+    Losses at the other rates are in proportion to the errors of the layer's outputs, `tr(E H E^T)` with H damped. This follows the
+    bend of the curve at low rates without the noise of a measurement, and gives better rates than measuring all three points.
     """
 
     def middle(W: Tensor, inputs: Inputs) -> Perturbed:
         factor = inputs.factor(scheme.order, scheme.damp)
         W = W.masked_fill(factor.dead, 0)
-        number = len(rates) // 2
-        measured, some = waterfilled(W, factor, rates[number]), sampled_rows(W)
-        entropy_of_some, loss_of_some = entropy(measured.matrix.codes[some]), float(measured.losses[some].sum())
-        shape = []
-        for rate in (*rates[:number], *rates[number + 1 :]) if loss_of_some > 0 else ():
-            other = waterfilled(W, factor, rate, some)
-            shape.append((other.rate + (measured.rate - entropy_of_some), float(other.losses.sum()) / loss_of_some))
-        return Perturbed(measured.rate, measured.matrix.decode(), tuple(shape))
+        points = [waterfilled(W, factor, rate) for rate in rates]
+        measured = points[len(points) // 2]
+        others = [one for one in points if one is not measured and measured.loss > 0]
+        shape = tuple((one.rate, one.loss / measured.loss) for one in others)
+        return Perturbed(measured.rate, measured.matrix.decode(), shape)
 
     return Perturbations(of=lambda W, inputs: [partial(middle, W, inputs)], points=1)
 
 
-def sampled_rows(W: Tensor) -> Tensor | slice:
-    """Return indices of `SHAPE_ROWS` evenly spread rows of `W` (out, in), or all rows if it has at most twice as many."""
-    if len(W) <= 2 * SHAPE_ROWS:
-        return slice(None)
-    return torch.linspace(0, len(W) - 1, SHAPE_ROWS, dtype=torch.float64).round().long().to(W.device)
-
-
 class Waterfilled(NamedTuple):
-    """Rows with water-filling steps: entropy of the codes in bits, damped output loss of each row, codes and grid."""
+    """Weights (out, in) with water-filling steps: entropy of the codes in bits, damped output loss, codes and grid."""
 
     rate: float
-    losses: Tensor
+    loss: float
     matrix: QuantizedMatrix[Grid]
 
 
-def waterfilled(W: Tensor, factor: Factor, rate: float, rows: Tensor | slice = slice(None)) -> Waterfilled:
-    """Round rows of `W` (out, in) with steps `c / sqrt(d_j)`, with c from the high-rate formula for `rate` bits per weight."""
+def waterfilled(W: Tensor, factor: Factor, rate: float) -> Waterfilled:
+    """Round `W` (out, in) with steps `c / sqrt(d_j)`, with c from the high-rate formula for `rate` bits per weight."""
     lengths = torch.empty_like(factor.d)
     lengths[factor.order] = factor.d.sqrt()  # (in,), in the order of the columns
     step = high_rate_step(W.double().square().mean(0).sqrt(), lengths, rate)
     scale = (2.0**step / lengths)[None].to(W.dtype)
     columns = torch.arange(W.shape[1], device=W.device)
     grid = Grid(scale=scale, zero=torch.zeros_like(scale), group=columns)
-    swept = sweep_planes(W[rows], grid, factor)
+    swept = sweep_planes(W, grid, factor)
     assert swept.losses is not None, "a sweep computes losses"
-    return Waterfilled(entropy(swept.matrix.codes), swept.losses, swept.matrix)
+    return Waterfilled(entropy(swept.matrix.codes), float(swept.losses.sum()), swept.matrix)
 
 
 def entropy(codes: Tensor) -> float:

@@ -38,10 +38,9 @@ from nearplane.system.progress import Progress, logged, silent
 BATCH = 8  # maximum windows of a forward pass
 SEQLEN = 512  # maximum tokens of a window; more windows make a more even sample
 COMPARED_LOGITS = 1 << 26  # logits in memory at a time
-TOKENS = 1024  # maximum tokens on which a perturbation is propagated
-TOKENS_PER_INPUT = 1  # for the moments of inputs, per input of the widest layer
+FORWARDS = 0.36  # cost of one perturbation of every layer, in forward passes on all tokens; the quantization takes two
 MEMORY = 4 << 30  # bytes of the propagated hidden states
-MAX_TRAVELLERS = 48  # maximum of propagated perturbations if tokens are few
+MAX_TRAVELLERS, MIN_TOKENS = 48, 1024  # maximum of propagated perturbations if tokens are few; minimum tokens of each
 
 
 class Extent(NamedTuple):
@@ -100,17 +99,18 @@ def probe(
 ) -> list[Curve]:
     """Measure the loss of the network when one layer alone is quantized.
 
-    One block is in memory at a time. The first windows are used, so many whatever the run uses. Moments come from the original
-    network, on as many tokens as the widest layer has inputs. Each layer of a block is perturbed, and the changed hidden states
-    are propagated through the following blocks up to the logits. Since they are many, this uses `TOKENS` tokens, and not more
-    than fit into `MEMORY` bytes as differences from the original hidden states in bfloat16.
+    One block is in memory at a time. Moments come from the original network, on an eighth of the tokens (more if that were fewer
+    than four per input of a layer). Each layer of a block is perturbed, and the changed hidden states are propagated through the
+    following blocks up to the logits. Since they are many, this uses fewer tokens: as many as make one perturbation of every layer
+    cost `FORWARDS` forward passes on all tokens, at least `MIN_TOKENS`, and not more than fit into `MEMORY` bytes as differences
+    from the original hidden states in bfloat16.
 
-    A network with more layers than `MAX_TRAVELLERS` (or than the number of tokens divided by `TOKENS`, if that is
+    A network with more layers than `MAX_TRAVELLERS` (or than the number of tokens divided by `MIN_TOKENS`, if that is
     more) is too deep for that. About so many perturbations are then propagated, one per layer (its middle point), from
     the blocks of `measured_blocks`. The layers of all other blocks are perturbed too, but their loss is estimated: from
     the sensitivities of their outputs if all are given, else from the relative change of the hidden states after the
     block. `corrected_losses` corrects the estimates by the measured losses. Memory therefore does not grow with depth,
-    and propagation costs at most half a forward pass on all tokens (or on `MAX_TRAVELLERS * TOKENS`). Measuring
+    and propagation costs at most half a forward pass on all tokens (or on `MAX_TRAVELLERS * MIN_TOKENS`). Measuring
     three of five blocks changed the KL of two models at rates by -5 to +2 %, without sensitivities by -2 to +1 %.
 
     Args:
@@ -199,7 +199,7 @@ def _sample(model: Model, tokens: Tensor, points: int) -> tuple[frozenset[int], 
         first of these windows are used for propagation.
     """
     blocks, layers = len(model.blocks), _perturbed_sets(model)
-    chosen = measured_blocks(model.blocks, max(MAX_TRAVELLERS, tokens.numel() // TOKENS) // layers)
+    chosen = measured_blocks(model.blocks, max(MAX_TRAVELLERS, tokens.numel() // MIN_TOKENS) // layers)
     measured = len(chosen)
     travelling_points = points if measured == blocks else 1
     windows = cut_windows(tokens, SEQLEN)
@@ -207,10 +207,11 @@ def _sample(model: Model, tokens: Tensor, points: int) -> tuple[frozenset[int], 
     hidden = model.network.get_input_embeddings().weight.shape[1]
     if len(model.stacks) > 1:  # the encoder's outputs of tokens or sound are propagated too
         hidden *= positions_per_window(model, windows) / seqlen
+    affordable = FORWARDS * windows.numel() * 2 / (layers * (blocks + 1)) * (blocks / measured)
     fitting = MEMORY / (2 * hidden * layers * travelling_points * measured)
-    travelling = max(1, int(min(TOKENS, fitting)) // seqlen)
+    travelling = max(1, int(min(max(affordable, MIN_TOKENS), fitting, 16384)) // seqlen)
     widest = max(layer.shape[1] for block in model.blocks for layer in block.layers)
-    seen = max(TOKENS_PER_INPUT * widest, travelling * seqlen)
+    seen = max(windows.numel() // 8, 4 * widest, travelling * seqlen)
     travelling = min(travelling, len(windows))
     batch = min(BATCH, travelling)
     return chosen, windows[: -(-seen // seqlen)], travelling // batch * batch
