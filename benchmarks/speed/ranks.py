@@ -27,6 +27,7 @@ from typing import Any
 from reach import Run
 from stages import write_text
 
+SPAN = 256  # rows of such a block
 RUN = Run(1024, 3072, 16, 8, 64, 4, 64, 512)
 SMALL = Run(256, 768, 4, 4, 64, 2, 16, 256)
 
@@ -34,11 +35,11 @@ SMALL = Run(256, 768, 4, 4, 64, 2, 16, 256)
 def counted(run: Run) -> float:
     """Return the bytes that a block of a run sends by count.
 
-    A stage sends sums of all windows and of those held out: H, and C or, for a layer alone, its lost outputs, in 8 bytes;
-    then each layer its values in 4.
+    A stage sends sums of all windows and of those held out: H in 8 bytes an entry, and a block of rows more, and C or, for a
+    layer alone, its lost outputs in 16; then each layer its values in 4.
     """
     sums = sum(
-        2 * 8 * (group[0][1] ** 2 + (group[0][0] * group[0][1] if len(group) == 1 else group[0][1] ** 2))
+        2 * 8 * group[0][1] * (group[0][1] + SPAN + 2 * (group[0][0] if len(group) == 1 else group[0][1]))
         for group in run.layers
     )
     return sums + 4.0 * run.weights
