@@ -42,13 +42,8 @@ def observed(
     fitted = tokens.split(2)
     batches = fitted if extra is None else (*fitted, *extra.split(2))
     stream = skeleton(model, batches, device="cpu", dtype=torch.float64)
-<<<<<<< HEAD
     sizes = [*map(len, batches)]
     stream.dealt = Dealt.among(ONE_PROCESS, sizes[: len(fitted)], sizes[len(fitted) :], [])
-=======
-    sizes = [[len(batch) for batch in part] for part in (fitted, () if extra is None else extra.split(2))]
-    stream.dealt = Dealt.among(ONE_PROCESS, *sizes, ())
->>>>>>> 854a8ea (Add a product to an exact sum in vectors; write the table of waits again)
     if correct:
         both(stream)
     first, second = model.blocks[:2]
