@@ -4,8 +4,8 @@
 
 A random Llama (hidden 1,024, intermediate 3,072, 4 blocks) is quantized to 4 bits with 64 windows of 512 tokens. Each process has
 one thread and, as far as there are enough, a core of its own. Seconds are of wall time, from the first forward pass to the last
-write; rounds take turns, and the median of their ratios counts. Bytes are what rank 0 passes to groups of torch, beside a count:
-the sums of all stages, and the values of all layers.
+write; rounds take turns, and the median of their ratios counts. Bytes are what rank 0 passes to groups of torch, without
+pages of the journal, beside a count of what a block needs.
 """
 
 from __future__ import annotations
@@ -27,27 +27,39 @@ from typing import Any
 from reach import Run
 from stages import write_text
 
+from nearplane.calibration.windows import EXTRA_TOKENS
+from nearplane.lattice.moments import SPAN
+
 SPAN = 256  # rows of such a block
 RUN = Run(1024, 3072, 16, 8, 64, 4, 64, 512)
 SMALL = Run(256, 768, 4, 4, 64, 2, 16, 256)
 
 
-def counted(run: Run) -> float:
-    """Return the bytes that a block of a run sends by count.
+def counted(run: Run, ranks: int) -> float:
+    """Return the bytes of a block that rank 0 takes part in passing on, by count; two limbs of 8 bytes are an exact sum.
 
-    A stage sends sums of all windows and of those held out: H in 8 bytes an entry, and a block of rows more, and C or, for a
-    layer alone, its lost outputs in 16; then each layer its values in 4.
+    A stage passes on sums of all windows and of those held out: H, whose low limb lies below its diagonal, and C or, for a
+    layer alone, its lost outputs, in two limbs; rows of the extra windows in both networks, of which each rank has a part;
+    codes, in a byte, of the layers that other ranks solve; then the values of each layer in 4 bytes.
     """
     sums = sum(
-        2 * 8 * group[0][1] * (group[0][1] + SPAN + 2 * (group[0][0] if len(group) == 1 else group[0][1]))
-        for group in run.layers
+        2 * (8 * (n * n + SPAN * n) + 16 * n * (group[0][0] if len(group) == 1 else n))
+        for group, n in ((group, group[0][1]) for group in run.layers)
     )
-    return sums + 4.0 * run.weights
+    extra = sum(2 * 4 * EXTRA_TOKENS * group[0][1] / ranks for group in run.layers)
+    codes = 0
+    for group in run.layers:
+        shares = [0] * ranks
+        for out, n in sorted(group, key=lambda shape: -shape[0] * shape[1]):
+            shares[shares.index(min(shares))] += out * n
+        codes += sum(shares[1:])
+    return sums + extra + codes + 4.0 * run.weights
 
 
 def measure(model: str, text: str, out: str, windows: str, seqlen: str) -> None:
     """Quantize on this rank; print as JSON its seconds, peak and the bytes that it passed on."""
     import nearplane
+    from nearplane.formats import journal_pages
     from nearplane.system import process_group
     from nearplane.verbs import quantize
 
@@ -65,6 +77,7 @@ def measure(model: str, text: str, out: str, windows: str, seqlen: str) -> None:
         sent[0] += sum(tensor.nbytes for tensor in tensors)
         return passed(group, *args)
 
+    journal_pages.MAX_JOURNAL_SHARE = 0.0  # pages of the journal are passed on only now and then
     quantize.walk, process_group.ProcessGroup._passed = timed, noted
     options = {"samples": int(windows), "seqlen": int(seqlen), "calibration": text, "device": "cpu"}
     nearplane.quantize(model, out, bits=4, group_size=128, **options)
@@ -124,7 +137,7 @@ def main() -> None:
         ratios = [took / each[0]["seconds"] for took, each in zip(seconds, found[first], strict=True)]
         sent = rounds[0][0]["sent"] / run.blocks / 1e6
         peaks = " ".join(f"{each['peak'] / 1e9:.2f}" for each in rounds[-1])
-        by_count = f"{counted(run) / 1e6:.0f}" if world > 1 else "0"
+        by_count = f"{counted(run, world) / 1e6:.0f}" if world > 1 else "0"
         print(
             f"| {world} | {statistics.median(seconds):.1f} | {' '.join(f'{each:.2f}' for each in ratios)} | "
             f"{statistics.median(ratios):.2f} | {sent:.0f} | {by_count} | {peaks} |"
