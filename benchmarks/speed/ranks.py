@@ -30,7 +30,6 @@ from stages import write_text
 from nearplane.calibration.windows import EXTRA_TOKENS
 from nearplane.lattice.moments import SPAN
 
-SPAN = 256  # rows of such a block
 RUN = Run(1024, 3072, 16, 8, 64, 4, 64, 512)
 SMALL = Run(256, 768, 4, 4, 64, 2, 16, 256)
 
