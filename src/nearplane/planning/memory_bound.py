@@ -368,9 +368,8 @@ def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterato
         extra = streams * SINGLE * _extra_rows(shapes) * n  # no product is formed of them
         means = DOUBLE * summed + SINGLE * split * n * n + extra  # held-out ones in float32, and squares of extra rows
         waiting_first = held[stage] if paused else waiting_now
-        most = running + rows + products
-        if paused:  # rows are summed while no pass runs; the quantized network runs after the original one
-            most = max(running + row * split * (n * copied + widest), rows + products)
+        # rows are summed while no pass runs; the quantized network runs after the original one
+        most = max(running + row * split * (n * copied + widest), rows + products)
         yield Moment("running a block", block + states + waiting_first + sums + max(most, most - products + extra))
         left = shapes.number * kind.weights if last else block  # the original stream may have passed the block
         yield Moment("running a block", left + states + waiting_now + extra + max(sums, means))
