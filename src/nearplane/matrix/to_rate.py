@@ -35,8 +35,6 @@ from nearplane.system.memory import release
 TOLERANCE = 0.003  # relative error of the rate, or absolute below one bit, at which the search stops
 ESTIMATE_TOLERANCE = 0.05  # the same while the overhead of the file is not known yet
 SEARCHED_ROWS = 256  # rows to search on if a matrix has more than twice as many
-COMPARED_ROWS = 128  # rows on which the scheme's solver is compared with a sweep before all rows are solved
-COMPARED_BELOW = 2.5  # bits per weight; above, both take equally many bits within the tolerance
 MAX_ATTEMPTS = 16  # trials of one search
 MAX_RATE = 16  # bits per weight of one matrix, as fine as the weights themselves
 HIGHEST_RATE = 7.0  # bits per weight, to which --max-loss may raise a rate
@@ -230,8 +228,8 @@ def search(
     """Find the step c for which steps of c times `steps` give `rate` bits per weight as measured by `sized`.
 
     The search first sweeps, some rows of a large matrix only, and estimates sizes; one size from `sized` gives the
-    overhead that estimates leave out. It then uses the scheme's solver, whose codes take nearly as many bits (at low
-    rates fewer, which some rows show), and sizes from `sized`.
+    overhead that estimates leave out. It then uses the scheme's solver, whose codes take nearly as many bits, and
+    sizes from `sized`.
     """
     sweep_solver: Solver = "nearest-plane" if scheme.calibrated else "round-to-nearest"
     sweeps = replace(scheme, solver=sweep_solver, beam=None)
@@ -248,13 +246,8 @@ def search(
     overhead = sized(full_matrix) - trial.rate
     x = trial.log_step + (trial.rate + overhead - rate) / slope
     trial, slope = secant(lambda y: cheap.estimated(y, rows, overhead), x, rate, slope)
-    if scheme.solver == sweep_solver:
-        return secant(cheap.attempt, trial.log_step, rate, slope)[0]
-    final, x = replace(cheap, scheme=scheme), trial.log_step
-    if rate < COMPARED_BELOW and len(T) > 2 * COMPARED_ROWS:
-        some = torch.linspace(0, len(T) - 1, COMPARED_ROWS, dtype=torch.float64).round().long().to(T.device)
-        x += (final.estimated(x, some, 0.0).rate - cheap.estimated(x, some, 0.0).rate) / slope
-    return secant(final.attempt, x, rate, slope)[0]
+    final = cheap if scheme.solver == sweep_solver else replace(cheap, scheme=scheme)
+    return secant(final.attempt, trial.log_step, rate, slope)[0]
 
 
 def secant(
