@@ -53,7 +53,7 @@ class Stream:
         self.quantized, self.original = hidden, original
         self.calls, self.ahead, self.extra, self.between = calls, False, extra, between
         self.sizes = [len(x) for x in hidden]
-        self.dealt = Dealt.alone(self.sizes)
+        self.dealt = Dealt.of_one_process(self.sizes)
         self.rounding: RoundedStream | None = None
         self._finite: list[Tensor] = []  # whether each output of the present block is finite
 

@@ -20,6 +20,7 @@ class Dealt:
         starts: Number of the first window of each batch.
         fitted: How many of these batches enter sums; the others hold extra windows, which enter none.
         batches: Batches of all ranks.
+        most: Windows of the rank that has the most, by which all decide what fits into memory.
         windows: Calibration windows of all ranks.
         extra_windows: Extra windows of all ranks.
         sources: Number of the text in a mix of each batch of extra windows; empty for a single text.
@@ -31,6 +32,7 @@ class Dealt:
     starts: Sequence[int]
     fitted: int
     batches: int
+    most: int
     windows: int
     extra_windows: int = 0
     sources: Sequence[int] = ()
@@ -43,12 +45,11 @@ class Dealt:
         return not self.ranks.leads
 
     @classmethod
-    def alone(cls, sizes: Sequence[int]) -> Dealt:
+    def of_one_process(cls, sizes: Sequence[int]) -> Dealt:
         """Return the place of the batches of one process, of so many windows each, which all enter sums."""
-        starts = [0, *accumulate(sizes)]
-        return cls(
-            numbers=range(len(sizes)), starts=starts[:-1], fitted=len(sizes), batches=len(sizes), windows=starts[-1]
-        )
+        *starts, windows = 0, *accumulate(sizes)
+        count = len(sizes)
+        return cls(numbers=range(count), starts=starts, fitted=count, batches=count, most=windows, windows=windows)
 
     @classmethod
     def among(cls, ranks: Ranks, fitted: Sequence[int], extra: Sequence[int], sources: Sequence[int]) -> Dealt:
@@ -60,13 +61,17 @@ class Dealt:
             sources: Number of the text of each batch of extra windows; empty for a single text.
         """
         starts = [0, *accumulate((*fitted, *extra))]
-        calibration = [0, *(1 + each for each in ranks.share(len(fitted) - 1))]
-        more = [len(fitted) + each for each in ranks.share(len(extra))]
+        by_rank = [
+            ([0, *(1 + each for each in some)], [len(fitted) + each for each in others])
+            for some, others in zip(ranks.shares(len(fitted) - 1), ranks.shares(len(extra)), strict=True)
+        ]
+        calibration, more = by_rank[ranks.rank]
         return cls(
             numbers=[*calibration, *more],
             starts=[starts[each] for each in (*calibration, *more)],
             fitted=len(calibration),
             batches=len(starts) - 1,
+            most=max(sum(starts[each + 1] - starts[each] for each in (*some, *others)) for some, others in by_rank),
             windows=sum(fitted),
             extra_windows=sum(extra),
             sources=[sources[each - len(fitted)] for each in more] if sources else (),

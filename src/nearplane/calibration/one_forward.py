@@ -91,7 +91,7 @@ def paused_stages(look: FirstLook, stream: Stream, room: int) -> tuple[int, str]
     correct = stream.original is not None
     if reason := never_pauses(look, correct=correct):
         return 0, reason
-    batches = sum(stream.sizes) / stream.sizes[0]
+    batches = stream.dealt.most / stream.sizes[0]
     alive = [look.entered[group[0].name][0].alive for group in look.groups]
     for stage, (group, here) in enumerate(zip(look.groups, alive, strict=True)):
         last = stage == len(alive) - 1 and not group[0].routed  # rows of experts are kept
@@ -201,7 +201,7 @@ class BlockForward:
 
     def _parts(self, group: tuple[Layer, ...]) -> list[tuple[Layer, ...]]:
         """Split experts so that the rows of each part fit into memory; other layers are one part."""
-        batches = sum(self.stream.sizes) / self.stream.sizes[0]
+        batches = self.stream.dealt.most / self.stream.sizes[0]
         networks = 1 if self.stream.original is None else 2
         sizes = self._look.entered[group[0].name][0].routed or (0, 0)
         shared_bytes, pair_bytes = (int(size * batches) * networks for size in sizes)

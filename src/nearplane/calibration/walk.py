@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, repeat
@@ -150,11 +150,7 @@ def _in_order(stages: Generator[Stage]) -> Generator[Stage]:
     ranks = current()
     with closing(stages):
         for stage in stages:
-            try:
-                yield stage
-            except GeneratorExit:
-                ranks.start(_leave_walk)
-                raise
+            yield stage
             if not stage.written and stage.layers:
                 names = ", ".join(layer.name for layer in stage.layers)
                 raise RuntimeError(f"The stage of {names} was not written. Call stage.write before the next stage.")
@@ -167,14 +163,6 @@ class Followed(Protocol):
 
     model: Model
     device: Device
-
-
-class _Left(Exception):  # noqa: N818  (not an error)
-    """Ends a walk that rank 0 has left."""
-
-
-def _leave_walk(_: Stage) -> None:
-    raise _Left
 
 
 def _receive_values(stage: Stage) -> None:
@@ -198,7 +186,6 @@ class _FollowedWalk:
         setting, ranks = replace(self.setting, device=followed.device, folder=None), current()
         with (
             using_library(self.library),
-            suppress(_Left),
             walk(followed.model, self.recipe, self.windows, setting, moments=self.moments, resumed=self) as stages,
         ):
             for stage in stages:
@@ -278,7 +265,7 @@ class _Walk:
         self, observed: Iterable[Observed], rest: tuple[str, ...] = (), rounding: RoundedStream | None = None
     ) -> Iterator[Stage]:
         """Yield the stages of a block."""
-        for number, together in enumerate(_chunks(observed, self.setting.experts * current().world)):
+        for number, together in enumerate(_chunks(observed, self.setting.experts)):
             release()  # memory of the forward passes, which solving needs
             stage = Stage(
                 tuple(layer for each in together for layer in each.layers),

@@ -17,7 +17,7 @@ from nearplane.cli.quantize_command import quantize
 from nearplane.cli.streams import lasting_streams
 from nearplane.cli.terminal import attended, errors_as_sentences
 from nearplane.errors import FormatError
-from nearplane.system.launch import alone, launched
+from nearplane.system.launch import forget_launch, launched
 
 app = App(
     name="nearplane",
@@ -63,7 +63,7 @@ def follows(command: Sequence[str]) -> bool:
     if (launch := launched()) is None:
         return False
     if [*command] not in SHARED:
-        alone()
+        forget_launch()
         return launch.rank > 0
     if launch.rank > 0:
         logging.getLogger("nearplane").setLevel(logging.ERROR)

@@ -103,14 +103,10 @@ def evaluate(
         prepared = prepare_texts(model, texts, options)
         if plot is not None and prepared.outlines[0].embeds:
             raise RecipeError(f"--plot draws predictions, which the encoder {model} does not make. Leave it out.")
-    launch = launched()
-    follows = launch is not None and launch.rank > 0  # rank 0 alone runs tasks
-    scores = (
-        []
-        if tasks is None or follows
-        else tasks.scores(model, against, device=device, trust_remote_code=trust_remote_code)
-    )
     measured = [] if prepared is None else prepared.measure()
+    if (launch := launched()) is not None and launch.rank > 0:
+        return  # rank 0 alone runs tasks, prints and draws
+    scores = [] if tasks is None else tasks.scores(model, against, device=device, trust_remote_code=trust_remote_code)
     _print(measured, scores, json=json)
     if plot is not None:
         from nearplane.verbs.evaluate_figure import draw

@@ -53,8 +53,10 @@ class Device:
         dtype = None if compute_dtype == "auto" else getattr(torch, compute_dtype)
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
-        if name == "cuda" and current().world > 1:
-            name = f"cuda:{current().local}"
+        if (ranks := current()).world > 1 and str(name).startswith("cuda"):
+            if name != "cuda":
+                raise RecipeError(f"--device {name}: several processes take a GPU each. Use --device cuda.")
+            name = f"cuda:{ranks.gpu}"
         try:
             place = torch.device(name)
         except (RuntimeError, TypeError, ValueError):

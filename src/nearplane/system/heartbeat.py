@@ -79,8 +79,15 @@ class Heartbeat:
 
     def __enter__(self) -> Heartbeat:
         if threading.current_thread() is threading.main_thread() and hasattr(signal, "pthread_kill"):
-            before = signal.signal(signal.SIGUSR1, lambda *_: self.check())
-            self._restore = lambda: (signal.signal(signal.SIGUSR1, before), None)[1]
+            before = signal.getsignal(signal.SIGUSR1)
+
+            def raised(number: int, frame: Any) -> None:
+                self.check()
+                if callable(before):  # of the program, for a signal that is not ours
+                    before(number, frame)
+
+            signal.signal(signal.SIGUSR1, raised)
+            self._restore = lambda: (signal.signal(signal.SIGUSR1, before or signal.SIG_DFL), None)[1]
         self._main = threading.main_thread().ident
         self._thread.start()
         return self

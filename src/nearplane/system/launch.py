@@ -17,6 +17,7 @@ from nearplane.errors import RecipeError
 
 LOCALHOST = "127.0.0.1"
 SLURM_PORTS = range(20_000, 40_000)  # the port of a job follows from its number, the same on all nodes
+_children: list[subprocess.Popen[bytes]] = []  # ranks from 1 on, where this process started them
 PATIENCE = 10.0  # seconds until a process that was asked to end is killed
 
 
@@ -64,8 +65,8 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch | None:
     return Launch(rank, world, address, port)
 
 
-def alone() -> None:
-    """Let this process run a command by itself, whatever it was started with."""
+def forget_launch() -> None:
+    """Let this process run a command by itself until it ends, whatever it was started with."""
     for name in ("RANK", "SLURM_PROCID"):
         os.environ.pop(name, None)
 
@@ -106,7 +107,7 @@ def started(processes: int, command: Sequence[str] = ()) -> Iterator[None]:
         port = free.getsockname()[1]
     own = {"RANK": "0", "WORLD_SIZE": str(processes), "MASTER_ADDR": LOCALHOST, "MASTER_PORT": str(port)}
     run = [*command] or [sys.executable, "-m", "nearplane", *without_processes(sys.argv[1:])]
-    children: list[subprocess.Popen[bytes]] = []
+    children = _children
     before = {name: os.environ.get(name) for name in own}
     os.environ.update(own)
     try:
@@ -123,6 +124,12 @@ def started(processes: int, command: Sequence[str] = ()) -> Iterator[None]:
                 os.environ[name] = value
         for child in children:
             _end(child)
+        children.clear()
+
+
+def ended_children() -> list[int]:
+    """Return the ranks that this process started and that have ended."""
+    return [rank for rank, child in enumerate(_children, 1) if child.poll() is not None]
 
 
 def without_processes(arguments: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nearplane.errors import NearplaneError, RankError, first_line
 from nearplane.system.heartbeat import LOST, Heartbeat, Peer
-from nearplane.system.launch import Launch, launched
+from nearplane.system.launch import Launch, ended_children, launched
 from nearplane.system.ranks import Ranks, current, enter
 
 T = TypeVar("T")
@@ -91,7 +91,7 @@ class ProcessGroup(Ranks):
             if (form := self.receive()) is None:
                 return None
             shape, dtype, kind = form
-            sent = torch.empty(shape, dtype=dtype, device=f"cuda:{self.local}" if kind == "cuda" else "cpu")
+            sent = torch.empty(shape, dtype=dtype, device=f"cuda:{self.gpu}" if kind == "cuda" else "cpu")
         if sent.numel():
             self._passed(self._group_of(sent).broadcast, [_bytes(sent)])
         return tensor if self.leads else sent
@@ -197,14 +197,20 @@ def joined() -> Iterator[Ranks]:
     peers = _arrived(store, rank, world)
     heartbeat = Heartbeat(store, rank, peers)
     with heartbeat, _hidden():
-        ranks = ProcessGroup(rank, world, store, heartbeat, None if launch is None else _own_address(launch))
+        try:
+            ranks = ProcessGroup(rank, world, store, heartbeat, None if launch is None else _own_address(launch))
+        except RuntimeError as error:
+            heartbeat.fail(f"cannot be connected: {first_line(error)}")
+            raise RankError(f"Rank {rank} cannot be connected to the others: {first_line(error)}.") from error
         leave = enter(ranks)
         threads = torch.get_num_threads()
         torch.set_num_threads(threads_of(ranks))
         try:
             yield ranks
         except BaseException as error:
-            raise _told(error, heartbeat) from error
+            if (first := _told(error, heartbeat)) is error:
+                raise
+            raise first from error
         finally:
             torch.set_num_threads(threads)
             leave()
@@ -318,6 +324,8 @@ def _arrived(store: Any, rank: int, world: int) -> list[Peer]:
     names = [f"here/{each}" for each in range(world)]
     until = time.monotonic() + ARRIVAL + (rank == 0) * GONE  # the others hear of it through rank 0
     while missing := _missing(store, names):
+        if ended := ended_children():
+            raise RankError(f"Rank {ended[0]} of {world} ended before it had arrived. Its message is above.")
         if time.monotonic() > until:
             several = ", ".join(map(str, missing))
             raise RankError(

@@ -6,9 +6,11 @@ windows, and answer its requests. `process_group.py` connects processes; `curren
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -36,7 +38,16 @@ class Ranks:
 
     def share(self, count: int) -> range:
         """Return the numbers of the things that belong to this rank, of `count` that are dealt in order."""
-        return range(self.rank * count // self.world, (self.rank + 1) * count // self.world)
+        return self.shares(count)[self.rank]
+
+    def shares(self, count: int) -> list[range]:
+        """Return the numbers of the things that belong to each rank; see `share`."""
+        return [range(rank * count // self.world, (rank + 1) * count // self.world) for rank in range(self.world)]
+
+    @property
+    def gpu(self) -> int:
+        """Number of the GPU of this rank: its number on its machine, or 0 where it sees no other."""
+        return 0 if torch.cuda.device_count() == 1 else self.local
 
     def send(self, value: Any) -> None:
         """Send a value from rank 0 to all others, which call `receive`. It must be possible to pickle it."""
@@ -86,7 +97,17 @@ def current() -> Ranks:
     return _current[-1]
 
 
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Let this process compute as if it were alone, where all ranks compute the same."""
+    leave = enter(ONE_PROCESS)
+    try:
+        yield
+    finally:
+        leave()
+
+
 def enter(ranks: Ranks) -> Callable[[], None]:
     """Make `current` return these ranks; return the function that ends this."""
     _current.append(ranks)
-    return lambda: _current.remove(ranks)
+    return lambda: _current.__delitem__(-1)

@@ -205,6 +205,7 @@ class PreparedTexts:
         options, outlines = self.options, self.outlines
         if (ranks := current()).world > 1:
             windows = [digest_of(part.tokens) for part in self.scored]
+            options = options if ranks.leads else replace(options, progress=silent)
             agree(ranks, {"windows": windows, "model": [each.folder and files_of(each.folder) for each in outlines]})
         for name, part in zip(self.names, self.scored, strict=True):
             log.info("%s windows to evaluate (%s)", f"{len(part.tokens):,}", name)

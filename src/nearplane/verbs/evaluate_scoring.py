@@ -18,7 +18,7 @@ from nearplane.models.pretrained import as_model_error
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library
 from nearplane.system.progress import Progress
-from nearplane.system.ranks import current
+from nearplane.system.ranks import by_itself, current
 from nearplane.verbs.evaluate_networks import Network, Readout, opened, predictions, windows_at_a_time
 from nearplane.verbs.evaluate_protocols import NOT_SCORED, ScoredText
 from nearplane.verbs.evaluate_statistics import TokenScores, score_tokens
@@ -91,9 +91,9 @@ def token_scores(
             right = part[window, position].to(logits[0].device)
             tokens, predicted = score_tokens(logits, right, window=window + which.start, position=position + begin + 1)
             parts.append(tokens)
-            first = first or [each[:1].clone() for each in predicted]
+            first = first or [each[:1].cpu() for each in predicted]
             for number, each in enumerate(predicted):
-                rows = torch.cat([first[number], each[:: -(-len(each) // COMPARED_ROWS)]])
+                rows = torch.cat([first[number], each[:: -(-len(each) // COMPARED_ROWS)].cpu()])
                 constant[number] &= predicts_always_the_same(rows)
     found = [each for each in current().gather((parts, first, constant)) if each[0]]  # a rank may have no windows
     scores = TokenScores.joined([part for of_rank, _, _ in found for part in of_rank])
@@ -158,7 +158,7 @@ def measured_floor(
     few = replace(scored, tokens=scored.tokens[:count], targets=scored.targets[:count])
     try:
         networks = [opened(outline, place, dtype=dtype, trust_remote_code=trust), original]
-        with running(networks, few.tokens) as batches:
+        with by_itself(), running(networks, few.tokens) as batches:  # few windows: every rank runs all of them
             total = -(-len(few.tokens) // windows_at_a_time(networks, few.tokens))
             compared = progress(batches, "measuring the floor", total)
             scores, _ = token_scores(compared, [outline.name] * 2, few, outline.vocabulary)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,8 @@ def quantize(
             )
         quantizes = quantize_folder if recipe.tune == "none" else _then_tuned
         follower = Follower(partial(_opened, folder, recipe, trust_remote_code), place)
-        same = {"recipe": recipe, "model": files_of(Path(folder))}
+        options_of = {f"recipe ({name})": value for name, value in asdict(recipe).items()}
+        same = {"model": files_of(Path(folder))} | options_of
         return led(partial(quantizes, folder, Path(out), recipe, options), follower, same)
 
 

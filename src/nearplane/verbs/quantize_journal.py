@@ -98,7 +98,7 @@ class Journal:
             current().start(taken)
             try:
                 taken(stream)
-            except ValueError as error:
+            except FormatError as error:
                 raise self._pages.changed_page(page) from error
             found |= taken.states.keys()
         if len(found) != stream.dealt.batches * len(_networks(stream)):
@@ -149,7 +149,9 @@ class _Taken:
                 if (new := self.states.get(f"{name}.{number}")) is not None:
                     old = states[batch]
                     if (new.shape, new.dtype) != (old.shape, old.dtype):
-                        raise ValueError(f"{name}.{number} has shape {tuple(new.shape)}, not {tuple(old.shape)}")
+                        raise FormatError(
+                            f"The journal has hidden states of shape {tuple(new.shape)}, not {tuple(old.shape)}. {REMEDY}."
+                        )
                     states[batch] = new.to(old.device)
 
 

@@ -20,10 +20,12 @@ def test_every_batch_enters_the_sums_of_one_rank(count, extra, size, world):
     windows = Windows(seqlen=1, fitted=tokens[:count], extra=tokens[count:] if extra else None)
     alone, whole = windows.dealt(size, Ranks())
     assert [int(x) for batch in alone for x in batch] == [*range(count + extra)]
-    summed, seen = [], []
+    summed, seen, run, most = [], [], [], set()
     for rank in range(world):
         batches, dealt = windows.dealt(size, Rank(rank, world))
         assert len(batches) == len(dealt.numbers) == len(dealt.starts)
+        run.append(sum(map(len, batches)))
+        most.add(dealt.most)
         assert (dealt.windows, dealt.extra_windows, dealt.batches) == (count, extra, whole.batches)
         for place, (batch, number, start) in enumerate(zip(batches, dealt.numbers, dealt.starts, strict=True)):
             assert torch.equal(batch, alone[number])
@@ -33,10 +35,11 @@ def test_every_batch_enters_the_sums_of_one_rank(count, extra, size, world):
     assert sorted(summed + seen) == [*range(whole.batches)]
     assert seen == sorted(seen), "extra windows come in their order"
     assert len(summed) == whole.fitted
+    assert most == {max(run)}, "all ranks decide by the same number"
 
 
 def test_a_stream_of_one_process_has_all_batches():
-    dealt = Dealt.alone([1, 4, 2])
+    dealt = Dealt.of_one_process([1, 4, 2])
     assert [*dealt.numbers] == [0, 1, 2]
     assert [*dealt.starts] == [0, 1, 5]
     assert (dealt.fitted, dealt.windows, dealt.repeated) == (3, 7, False)

@@ -4,7 +4,7 @@ import pytest
 
 from nearplane.errors import RecipeError
 from nearplane.system import launch
-from nearplane.system.launch import Launch, alone, first_host, launched, started, without_processes
+from nearplane.system.launch import Launch, first_host, forget_launch, launched, started, without_processes
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 SLURM = {
@@ -78,7 +78,7 @@ def test_a_command_of_rank_0_alone_knows_of_no_others(monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert launched() is not None
-    alone()
+    forget_launch()
     assert launched() is None
 
 
