@@ -6,6 +6,7 @@ of its own. So an error on one rank is one sentence on all, wherever the others 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import socket
@@ -158,6 +159,11 @@ class ProcessGroup(Ranks):
         except RuntimeError as error:
             raise self._broken(error) from error
 
+    def abandon(self) -> None:
+        """Keep the group until the process ends: its destructor waits for an exchange that a lost rank never completes."""
+        for group in (self._group, self._of_gpus):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
     def _broken(self, error: RuntimeError) -> RankError:
         """Return the error of a broken connection, once the heartbeat knows whose it was."""
         for _ in range(int(10 * (LOST + 5))):
@@ -208,6 +214,7 @@ def joined() -> Iterator[Ranks]:
         try:
             yield ranks
         except BaseException as error:
+            ranks.abandon()
             if (first := _told(error, heartbeat)) is error:
                 raise
             raise first from error
