@@ -161,7 +161,7 @@ def test_no_finished_block_is_solved_again(model, text, stop, whole, tmp_path, m
     options, wanted = dict(calibration=str(text), **WAYS[way], **TEXT), contents(whole(way))
     stop(2, way, tmp_path / "out")
     solved = []
-    program = importlib.import_module("nearplane.verbs.quantize")
+    program = importlib.import_module("nearplane.verbs.quantize_stage")
     solve = program.solve_layer
     monkeypatch.setattr(program, "solve_layer", lambda task: (solved.append(task.name), solve(task))[1])
     monkeypatch.setattr("nearplane.planning.start.plan", None)
@@ -180,7 +180,7 @@ def test_the_default_number_of_windows_is_the_same_after_a_stop(model, text, tmp
     with threads_of_torch(1):
         child = os.fork()
         if not child:  # ends before its first layer
-            program = importlib.import_module("nearplane.verbs.quantize")
+            program = importlib.import_module("nearplane.verbs.quantize_stage")
             program.solve_layer = lambda task: os.kill(os.getpid(), signal.SIGKILL)
             nearplane.quantize(model, killed, **options)
             os._exit(0)
@@ -367,7 +367,7 @@ def test_a_gguf_that_is_damaged_is_named_and_may_be_replaced(model, text, whole,
 def test_another_processor_is_said(model, text, whole, tmp_path, monkeypatch, caplog):
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
     stopped_behind(2, model, out, monkeypatch, **options)
-    monkeypatch.setattr("nearplane.formats.journal_pages._processor", lambda: "another")
+    monkeypatch.setattr("nearplane.formats.journal_pages.processor", lambda: "another")
     nearplane.quantize(model, out, **options)
     assert "used another processor" in caplog.text
     assert "than this one (another)" in caplog.text

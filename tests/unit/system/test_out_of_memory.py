@@ -11,7 +11,7 @@ from nearplane.models.pretrained import as_model_error
 from nearplane.recipe.schemes import GridScheme
 from nearplane.system.arguments import checked
 from nearplane.system.out_of_memory import working_on
-from nearplane.verbs import quantize
+from nearplane.verbs import quantize_stage
 from pretended import pretended
 
 CUDA = (
@@ -74,14 +74,14 @@ def test_a_run_for_which_the_device_got_too_small_names_its_layer(tmp_path, monk
     random_model(config_of("llama", num_hidden_layers=1)).float().save_pretrained(tmp_path / "model")
     tokens = torch.randint(96, (8, 32), generator=torch.Generator().manual_seed(0))
     with pretended() as gpu:
-        solve = quantize.solve_layer
+        solve = quantize_stage.solve_layer
 
         def later(task):
             if task.name.endswith("o_proj"):
                 gpu.cards[0].memory = gpu.cards[0].live + 100
             return solve(task)
 
-        monkeypatch.setattr(quantize, "solve_layer", later)
+        monkeypatch.setattr(quantize_stage, "solve_layer", later)
         with pytest.raises(DeviceMemoryError, match=r"^model\.layers\.0\.self_attn\.o_proj: the device has no room"):
             nearplane.quantize(
                 tmp_path / "model", tmp_path / "out", bits=4, group_size=16, calibration=tokens, device="pretend:0"
