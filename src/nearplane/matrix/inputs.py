@@ -56,6 +56,7 @@ class Inputs:
         self._damped: dict[tuple[str, float | str, bool], Damped] = {}
         self._eigenvalues: list[Tensor] = []
         self._mean_log: list[float | None] = []
+        self._reached: list[float] = []  # a level that an eigenvalue does not exceed, as was found for a layer
         self._least_diagonal: list[float] = []
 
     def of(self, statistics: Moments) -> Inputs:
@@ -65,6 +66,7 @@ class Inputs:
         other = Inputs(statistics)
         other._factors, other._eigenvalues = self._factors, self._eigenvalues
         other._mean_log, other._least_diagonal = self._mean_log, self._least_diagonal
+        other._reached = self._reached
         other._damped, self._last = self._damped, False
         return other
 
@@ -91,12 +93,13 @@ class Inputs:
         H = self.moments.H
         if not self._least_diagonal:
             self._least_diagonal.append(float(H.diagonal().min()))
-        if not 0 < level < self._least_diagonal[0]:
+        if not 0 < level < min(self._least_diagonal + self._reached):
             return None
         lower = H.to(torch.float32, copy=True)
         lower.diagonal().sub_(level)
         with one_thread():
             if int(torch.linalg.cholesky_ex(lower).info):
+                self._reached.append(level)
                 return None
             del lower
             if not self._mean_log:

@@ -110,11 +110,13 @@ def _check_number_formats(recipe: Recipe) -> None:
     """
     schemes = [("all layers", recipe.scheme), *((f"layers {each.pattern!r}", each.scheme) for each in recipe.layers)]
     for name, scheme in schemes:
-        scheme = scheme.grouped(DEFAULT_GROUP_SIZES[:1])  # a size that suits every format, where layers decide it
-        if recipe.allocate == "uniform" or not isinstance(scheme, GridScheme):
-            recipe.files.check(name, scheme.number_format)
-        elif all(recipe.files.fault(scheme.with_bits(bits).number_format) for bits in recipe.files.bits):
-            recipe.files.check(name, scheme.with_bits(recipe.files.bits[0]).number_format)
+        schemes_of = [scheme.grouped([size]) for size in DEFAULT_GROUP_SIZES]  # equal unless layers decide the size
+        if recipe.allocate != "uniform":
+            grids = [each for each in schemes_of if isinstance(each, GridScheme)]
+            schemes_of = [each.with_bits(bits) for bits in recipe.files.bits for each in grids] or schemes_of
+        formats = [each.number_format for each in schemes_of]
+        if all(map(recipe.files.fault, formats)):
+            recipe.files.check(name, formats[0])
 
 
 def check_tune(
