@@ -31,6 +31,7 @@ T = TypeVar("T")
 ARRIVAL = 300.0  # seconds until all processes must have arrived: nodes of a cluster do not start together
 WEEK = timedelta(days=7)  # no collective ends by a timeout of torch: the heartbeat knows better who is gone
 LONGEST_PAUSE = 0.002  # seconds between two looks whether a collective is done
+STOPPED = "was stopped by a signal."
 GONE = 5.0  # seconds that rank 0 waits for the others at the end, as they are connected through it
 _joined = count()  # a process may take part in several runs
 
@@ -243,9 +244,10 @@ def _told(error: BaseException, heartbeat: Heartbeat) -> BaseException:
     if isinstance(error, RankError):
         return error
     if isinstance(error, KeyboardInterrupt):
-        if (other := heartbeat.look()) is not None:  # torchrun ends all processes once one of them is gone
+        other = heartbeat.look()
+        if other is not None and not other.endswith(STOPPED):  # torchrun ends all processes once one of them is gone
             return RankError(other)
-        heartbeat.fail("was stopped by a signal.")
+        heartbeat.fail(STOPPED)
     elif isinstance(error, NearplaneError):
         heartbeat.fail(f"failed: {error}")
     elif isinstance(error, Exception):
