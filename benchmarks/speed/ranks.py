@@ -1,6 +1,6 @@
 """How long does a run take on several processes beside one, what do they send, and how much memory does each take?
 
-    python benchmarks/speed/ranks.py [--ranks 1 2 4] [--rounds 3] [--quick]
+    python benchmarks/speed/ranks.py [--ranks 1 2 4] [--rounds 3] [--blocks 4] [--quick]
 
 A random Llama (hidden 1,024, intermediate 3,072, 4 blocks) is quantized to 4 bits with 64 windows of 512 tokens. Each process has
 one thread and, as far as there are enough, a core of its own. Seconds are of wall time, from the first forward pass to the last
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def measure(model: str, text: str, out: str, windows: str, seqlen: str) -> None:
     from nearplane.verbs import quantize
 
     sent, began = [0], [0.0]
-    walk, passed = quantize.walk, process_group.ProcessGroup._passed
+    walk, passed = quantize.walk, process_group.ProcessGroup._exchange
 
     @contextmanager
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +78,7 @@ def measure(model: str, text: str, out: str, windows: str, seqlen: str) -> None:
         return passed(group, *args)
 
     journal_pages.MAX_JOURNAL_SHARE = 0.0  # pages of the journal are passed on only now and then
-    quantize.walk, process_group.ProcessGroup._passed = timed, noted
+    quantize.walk, process_group.ProcessGroup._exchange = timed, noted
     options = {"samples": int(windows), "seqlen": int(seqlen), "calibration": text, "device": "cpu"}
     nearplane.quantize(model, out, bits=4, group_size=128, **options)
     seconds = time.perf_counter() - began[0]
@@ -110,9 +111,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=RUN.blocks, help="of the model; all take equally long")
     parser.add_argument("--quick", action="store_true", help="a small model: does it work?")
     arguments = parser.parse_args()
-    run = SMALL if arguments.quick else RUN
+    run = SMALL if arguments.quick else replace(RUN, blocks=arguments.blocks)
     found: dict[int, list[list[dict[str, float]]]] = {world: [] for world in arguments.ranks}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)

@@ -117,7 +117,7 @@ def exchanging(run, last=math.inf):
     """Return a function that runs on a rank and is killed at exchange number `last`; at the end it prints their number."""
 
     def counted(rank):
-        passed, found = process_group.ProcessGroup._passed, []
+        passed, found = process_group.ProcessGroup._exchange, []
 
         def noted(group, *words):
             found.append(len(words))
@@ -125,7 +125,7 @@ def exchanging(run, last=math.inf):
                 os.kill(os.getpid(), signal.SIGKILL)
             passed(group, *words)
 
-        process_group.ProcessGroup._passed = noted
+        process_group.ProcessGroup._exchange = noted
         run(rank)
         print(len(found))
 

@@ -52,7 +52,7 @@ def refuse_deleted_folder() -> None:
         ) from error
 
 
-def follows(command: Sequence[str]) -> bool:
+def serves_rank_0(command: Sequence[str]) -> bool:
     """Make a process that torchrun or srun started beside others leave all words to rank 0.
 
     Commands that several processes do not share run on rank 0 alone.
@@ -80,7 +80,7 @@ def main() -> None:
         os.environ["COLUMNS"] = str(min(max(int(columns), MIN_COLUMNS), MAX_COLUMNS))  # rich never ends with 2
     with lasting_streams(), errors_as_sentences(), attended():
         refuse_deleted_folder()
-        if follows(sys.argv[1:2]):
+        if serves_rank_0(sys.argv[1:2]):
             return
         if sys.argv[1:2] == ["quantize"]:
             refuse_mixed(sys.argv[2:])

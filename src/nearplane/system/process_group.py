@@ -25,7 +25,7 @@ from torch import Tensor
 from nearplane.errors import NearplaneError, RankError, first_line
 from nearplane.system.heartbeat import LOST, Heartbeat, Peer
 from nearplane.system.launch import Launch, ended_children, launched
-from nearplane.system.ranks import Ranks, current, enter
+from nearplane.system.ranks import Ranks, current, within
 
 T = TypeVar("T")
 ARRIVAL = 300.0  # seconds until all processes must have arrived: nodes of a cluster do not start together
@@ -76,11 +76,11 @@ class ProcessGroup(Ranks):
         options = dist.BroadcastOptions()
         options.rootRank = root
         length = torch.tensor([len(content)])
-        self._passed(self._group.broadcast, [length], options)
+        self._exchange(self._group.broadcast, [length], options)
         own = self.rank == root
         payload = torch.frombuffer(bytearray(content), dtype=torch.uint8) if own else None
         payload = torch.empty(int(length), dtype=torch.uint8) if payload is None else payload
-        self._passed(self._group.broadcast, [payload], options)
+        self._exchange(self._group.broadcast, [payload], options)
         return content if own else payload.numpy().tobytes()
 
     def broadcast(self, tensor: Tensor | None) -> Tensor | None:
@@ -95,23 +95,23 @@ class ProcessGroup(Ranks):
             shape, dtype, kind = form
             sent = torch.empty(shape, dtype=dtype, device=f"cuda:{self.gpu}" if kind == "cuda" else "cpu")
         if sent.numel():
-            self._passed(self._group_of(sent).broadcast, [_bytes(sent)])
+            self._exchange(self._group_of(sent).broadcast, [_bytes(sent)])
         return tensor if self.leads else sent
 
     def gather(self, value: T) -> list[T]:
         content = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         length = torch.tensor([len(content)])
-        self._passed(self._group.allgather, [lengths], [length])
+        self._exchange(self._group.allgather, [lengths], [length])
         longest = int(torch.cat(lengths).max())
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
         own = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
-        self._passed(self._group.allgather, [parts], [own])
+        self._exchange(self._group.allgather, [parts], [own])
         return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, lengths, strict=True)]
 
     def sum(self, integers: Tensor) -> Tensor:
         reduced = integers if integers.device.type == "cuda" else integers.cpu()
-        self._passed(self._group_of(reduced).allreduce, [reduced])
+        self._exchange(self._group_of(reduced).allreduce, [reduced])
         return integers if reduced is integers else integers.copy_(reduced)
 
     def _group_of(self, tensor: Tensor) -> Any:
@@ -138,13 +138,12 @@ class ProcessGroup(Ranks):
     def serve(self, subject: Any) -> None:
         while (message := self.receive()).request is not None:
             answer = message.request(subject) if message.answers in (None, self.rank) else None
-            if (
-                message.answers is not None
-            ):  # gloo's messages between two ranks cannot be polled, so that all get the answer
+            if message.answers is not None:
+                # all get the answer: whether a message between two ranks has come cannot be asked without waiting for it
                 self._broadcast_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL), message.answers)
             del message, answer
 
-    def _passed(self, collective: Callable[..., Any], *tensors: Any) -> None:
+    def _exchange(self, collective: Callable[..., Any], *tensors: Any) -> None:
         """Run a collective and wait for it.
 
         Raises:
@@ -201,32 +200,31 @@ def joined() -> Iterator[Ranks]:
     else:
         store, rank, world = _store(launch), launch.rank, launch.world
     store = dist.PrefixStore(f"nearplane/{next(_joined)}", store)
-    peers = _arrived(store, rank, world)
+    peers = _wait_for_all(store, rank, world)
     heartbeat = Heartbeat(store, rank, peers)
-    with heartbeat, _hidden():
+    with heartbeat, _without_default_group():
         try:
             ranks = ProcessGroup(rank, world, store, heartbeat, None if launch is None else _own_address(launch))
         except RuntimeError as error:
             heartbeat.fail(f"cannot be connected: {first_line(error)}")
             raise RankError(f"Rank {rank} cannot be connected to the others: {first_line(error)}.") from error
-        leave = enter(ranks)
         threads = torch.get_num_threads()
         torch.set_num_threads(threads_of(ranks))
         try:
-            yield ranks
+            with within(ranks):
+                yield ranks
         except BaseException as error:
             ranks.abandon()
-            if (first := _told(error, heartbeat)) is error:
+            if (first := _tell_others(error, heartbeat)) is error:
                 raise
             raise first from error
         finally:
             torch.set_num_threads(threads)
-            leave()
             heartbeat.leave(GONE if rank == 0 else 0.0)
 
 
 @contextmanager
-def _hidden() -> Iterator[None]:
+def _without_default_group() -> Iterator[None]:
     """Hide the default group of torch, which the program may have made, from libraries that rank 0 alone calls.
 
     compressed-tensors, for one, would wait in them for the other ranks.
@@ -239,7 +237,7 @@ def _hidden() -> Iterator[None]:
         member.WORLD = before
 
 
-def _told(error: BaseException, heartbeat: Heartbeat) -> BaseException:
+def _tell_others(error: BaseException, heartbeat: Heartbeat) -> BaseException:
     """Tell the others that this rank failed; return the error to raise, which is that of another rank if it came first."""
     if isinstance(error, RankError):
         return error
@@ -323,7 +321,7 @@ def _missing(store: Any, names: list[str]) -> list[int]:
         raise RankError(f"Rank 0 ended before all ranks had arrived ({first_line(error)}).") from error
 
 
-def _arrived(store: Any, rank: int, world: int) -> list[Peer]:
+def _wait_for_all(store: Any, rank: int, world: int) -> list[Peer]:
     """Say that this rank is here, and return all ranks once they are.
 
     Raises:

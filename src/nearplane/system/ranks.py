@@ -100,14 +100,15 @@ def current() -> Ranks:
 @contextmanager
 def by_itself() -> Iterator[None]:
     """Let this process compute as if it were alone, where all ranks compute the same."""
-    leave = enter(ONE_PROCESS)
+    with within(ONE_PROCESS):
+        yield
+
+
+@contextmanager
+def within(ranks: Ranks) -> Iterator[None]:
+    """Let `current` return these ranks."""
+    _current.append(ranks)
     try:
         yield
     finally:
-        leave()
-
-
-def enter(ranks: Ranks) -> Callable[[], None]:
-    """Make `current` return these ranks; return the function that ends this."""
-    _current.append(ranks)
-    return lambda: _current.__delitem__(-1)
+        _current.pop()

@@ -35,7 +35,7 @@ class Follower:
         return self.opened()
 
 
-def led(verb: Callable[[], T], follower: Follower, same: Mapping[str, object]) -> T:
+def run_on_rank_0(verb: Callable[[], T], follower: Follower, same: Mapping[str, object]) -> T:
     """Run a verb on rank 0 and return its result on every rank; the others follow. A process alone runs it.
 
     Args:

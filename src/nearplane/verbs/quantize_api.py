@@ -35,7 +35,7 @@ from nearplane.system.progress import Progress, say_compiling, silent
 from nearplane.system.ranks import current
 from nearplane.tuning.checkpoint import check_layers, check_tunable
 from nearplane.verbs.early_checks import check_quantize, check_recipe
-from nearplane.verbs.follow import Follower, files_of, led
+from nearplane.verbs.follow import Follower, files_of, run_on_rank_0
 from nearplane.verbs.quantize import quantize_folder
 from nearplane.verbs.tune import tune
 
@@ -129,7 +129,7 @@ def quantize(
         follower = Follower(partial(_opened, folder, recipe, trust_remote_code), place)
         options_of = {f"recipe ({name})": value for name, value in asdict(recipe).items()}
         same = {"model": files_of(Path(folder))} | options_of
-        return led(partial(quantizes, folder, Path(out), recipe, options), follower, same)
+        return run_on_rank_0(partial(quantizes, folder, Path(out), recipe, options), follower, same)
 
 
 def _opened(folder: str, recipe: Recipe, trust_remote_code: bool) -> Model:

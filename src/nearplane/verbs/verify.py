@@ -46,7 +46,7 @@ from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.verbs.early_checks import check_verify
-from nearplane.verbs.follow import Follower, led
+from nearplane.verbs.follow import Follower, run_on_rank_0
 from nearplane.verbs.verify_files import Fault, names, shard, sound_files
 from nearplane.verbs.verify_losses import MAX_NAMED, Agreement, losses_again, tuned_norms
 
@@ -124,7 +124,7 @@ def verify(
     run = partial(
         _verified, record, Path(out), measured_on, against, calibration, tolerance, trust_remote_code, progress
     )
-    return led(run, follower, {"record": record.text})
+    return run_on_rank_0(run, follower, {"record": record.text})
 
 
 def _verified(

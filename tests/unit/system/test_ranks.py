@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nearplane.system.ranks import ONE_PROCESS, Ranks, by_itself, current, enter
+from nearplane.system.ranks import ONE_PROCESS, Ranks, by_itself, current, within
 
 
 def test_one_process_by_itself_changes_nothing():
@@ -31,10 +31,9 @@ def test_what_is_dealt_makes_up_all():
 
 def test_the_ranks_of_a_run_end_with_it():
     ranks = Ranks()
-    leave = enter(ranks)
-    assert current() is ranks
-    with by_itself():
-        assert current() is ONE_PROCESS
-    assert current() is ranks
-    leave()
+    with within(ranks):
+        assert current() is ranks
+        with by_itself():
+            assert current() is ONE_PROCESS
+        assert current() is ranks
     assert current() is ONE_PROCESS
