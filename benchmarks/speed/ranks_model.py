@@ -14,8 +14,9 @@ twice for a ring of ranks, and the values of all layers in 4 bytes. No GPU and n
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+
+from gpu_parts import MODELS, Shape
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "gpu-model.md"
 DIVIDED = ("forwards", "moments")
@@ -23,50 +24,38 @@ NETWORKS = {"NVLink, 300 GB/s": 300e9, "PCIe, 20 GB/s": 20e9, "100 Gbit/s": 11e9
 RANKS = (1, 2, 8, 64)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Shapes of a block; of a mixture, `experts` of which a token reaches `active`."""
-
-    hidden: int
-    intermediate: int
-    heads: int
-    keys: int
-    head: int
-    blocks: int
-    experts: int = 0
-    active: int = 0
-
-    def stages(self) -> list[tuple[int, int, int, float]]:
-        """Return (inputs, outputs of all layers, how many there are, share of the tokens that each sees) of each stage."""
-        h, i, queries, keys = self.hidden, self.intermediate, self.heads * self.head, self.keys * self.head
-        attention = [(h, queries + 2 * keys, 1, 1.0), (queries, h, 1, 1.0)]
-        each = (self.experts, self.active / self.experts) if self.experts else (1, 1.0)
-        return [*attention, (h, 2 * i, *each), (i, h, *each)]
-
-    def work(self) -> dict[str, float]:
-        """Return multiplications that each part grows with."""
-        stages = self.stages()
-        return {
-            "forwards": sum(count * share * n * out for n, out, count, share in stages),
-            "moments": sum(count * share * n * (n / 2 + min(n, out)) for n, out, count, share in stages),
-            "rest": sum(count * (n**3 / 3 + out * n * n) for n, out, count, _ in stages),
-        }
-
-    def sums(self) -> float:
-        """Return the bytes of the sums of a block: H in 8 bytes an entry, C or lost outputs in 16, with those held out."""
-        return sum(2.0 * count * (8 * n * n + 16 * n * min(n, out)) for n, out, count, _ in self.stages())
-
-    def values(self) -> float:
-        """Return the bytes of the values of a block's layers in float32."""
-        return sum(4.0 * count * n * out for n, out, count, _ in self.stages())
-
-
 SHAPES = {
-    "8B": Shape(4096, 14336, 32, 8, 128, 32),
-    "70B": Shape(8192, 28672, 64, 8, 128, 80),
-    "405B": Shape(16384, 53248, 128, 8, 128, 126),
-    "671B, 256 experts, 8 active": Shape(7168, 2048, 128, 128, 128, 61, experts=256, active=8),
+    "8B": MODELS["Llama-3.1-8B"],
+    "70B": MODELS["Llama-3.1-70B"],
+    "405B": Shape(hidden=16384, intermediate=53248, heads=128, keys=8, head=128, blocks=126),
+    "671B, 256 experts, 8 active": Shape(
+        hidden=7168, intermediate=2048, heads=128, keys=128, head=128, blocks=61, experts=256, active=8
+    ),
 }
+
+
+def stages(shape: Shape) -> list[tuple[int, int, int, float]]:
+    """Return (inputs, outputs of all layers, how many there are, share of the tokens that each sees) of each stage."""
+    return [(group.inputs, sum(group.outs), group.experts, group.share) for group in shape.groups]
+
+
+def work(shape: Shape) -> dict[str, float]:
+    """Return multiplications that each part grows with."""
+    return {
+        "forwards": sum(count * share * n * out for n, out, count, share in stages(shape)),
+        "moments": sum(count * share * n * (n / 2 + min(n, out)) for n, out, count, share in stages(shape)),
+        "rest": sum(count * (n**3 / 3 + out * n * n) for n, out, count, _ in stages(shape)),
+    }
+
+
+def sums(shape: Shape) -> float:
+    """Return the bytes of the sums of a block: H in 8 bytes an entry, C or lost outputs in 16, with those held out."""
+    return sum(2.0 * count * (8 * n * n + 16 * n * min(n, out)) for n, out, count, _ in stages(shape))
+
+
+def values(shape: Shape) -> float:
+    """Return the bytes of the values of a block's layers in float32."""
+    return sum(4.0 * count * n * out for n, out, count, _ in stages(shape))
 
 
 def seconds_of(name: str) -> dict[str, float]:
@@ -74,7 +63,7 @@ def seconds_of(name: str) -> dict[str, float]:
     known = modelled()
     if name in known:
         return known[name]
-    mine, base = SHAPES[name].work(), SHAPES["70B"].work()
+    mine, base = work(SHAPES[name]), work(SHAPES["70B"])
     return {part: took * mine[part] / base[part] for part, took in known["70B"].items()}
 
 
@@ -99,7 +88,7 @@ def main() -> None:
     for name, shape in SHAPES.items():
         took = seconds_of(name)
         shared = took["forwards"] + took["moments"]
-        print(f"| {name} | {shared:.1f} | {took['rest']:.1f} | {shape.sums() / 1e9:.1f} | {shape.values() / 1e9:.1f} |")
+        print(f"| {name} | {shared:.1f} | {took['rest']:.1f} | {sums(shape) / 1e9:.1f} | {values(shape) / 1e9:.1f} |")
     print()
     print("| minutes of a model | " + " | ".join(f"{ranks} GPU{'s' * (ranks > 1)}" for ranks in RANKS) + " |")
     print("|---|" + "---:|" * len(RANKS))
@@ -109,7 +98,7 @@ def main() -> None:
         for network, bandwidth in NETWORKS.items():
             cells = []
             for ranks in RANKS:
-                passed = 0.0 if ranks == 1 else (2 * shape.sums() * (ranks - 1) / ranks + shape.values()) / bandwidth
+                passed = 0.0 if ranks == 1 else (2 * sums(shape) * (ranks - 1) / ranks + values(shape)) / bandwidth
                 cells.append(f"{shape.blocks * (shared / ranks + took['rest'] + passed) / 60:,.1f}")
             print(f"| {name}, {network} | {' | '.join(cells)} |")
 

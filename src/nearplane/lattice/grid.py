@@ -7,8 +7,8 @@ codes; solvers treat all alike. Steps are chosen in `scale.py`; codes are stored
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, NamedTuple, Self, cast
 
 import torch
@@ -258,20 +258,6 @@ class QuantizedMatrix(Generic[G]):
     def same_as(self, other: QuantizedMatrix) -> bool:
         """Return whether another matrix has the same integers on the same grid."""
         return torch.equal(self.codes, other.codes.to(torch.int32)) and self.grid.same_as(other.grid)
-
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return all tensors by name, and all other parts of the grid, for sending to another process."""
-        parts = {each.name: getattr(self.grid, each.name) for each in fields(self.grid) if each.init}
-        tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
-        others = {name: part for name, part in parts.items() if name not in tensors}
-        return {"codes": self.codes} | tensors, {"kind": type(self.grid)} | others
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> QuantizedMatrix[G]:
-        """Return the matrix with these parts, which `tensors` returned."""
-        parts = {**tensors, **plain}
-        codes, kind = parts.pop("codes"), parts.pop("kind")
-        return cls(codes=codes, grid=kind(**parts))
 
     def to(self, device: torch.device | str) -> QuantizedMatrix[G]:
         """Return the matrix on another device; to the CPU, codes go in the narrowest dtype that holds them."""

@@ -127,13 +127,9 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("kind", GRIDS)
-def test_a_matrix_is_sent_as_tensors_and_little_else(kind: str) -> None:
+def test_a_matrix_is_the_same_in_another_process(kind: str) -> None:
     matrix = QuantizedMatrix(codes=torch.arange(16).view(2, 8).int() % 4, grid=GRIDS[kind])
-    tensors, plain = matrix.tensors()
-    assert all(isinstance(part, torch.Tensor) for part in tensors.values())
-    sent = {name: part.clone() for name, part in tensors.items()}
-    found = QuantizedMatrix.of_tensors(sent, pickle.loads(pickle.dumps(plain)))
+    found = pickle.loads(pickle.dumps(matrix))
     assert type(found.grid) is type(matrix.grid)
     assert found.same_as(matrix)
     assert torch.equal(found.decode(), matrix.decode())
-    assert len(pickle.dumps(plain)) < 300
