@@ -1,6 +1,6 @@
 """Whole passes in Triton compiled for several cards, none of which needs to be there: `python passes_compiled.py`.
 
-It prints lines of JSON as `triton_compiled.py` does: for numbers of rows that are multiples of 16 and for all others.
+It prints lines of JSON as `triton_compiled.py` does, for a few numbers of rows, some of them no multiple of 16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nearplane.lattice import passes_triton
-from nearplane.lattice.kernels_triton import ROWS
 from triton_compiled import CARDS, LEVELS, usage_of
 
 NUMBERS = {"low", "high", "least", "largest", "divisor"}
@@ -23,7 +22,9 @@ COUNTS = {"last", "out", "n", "count"}
 TYPES = {
     "group": "*i64", "codes": "*i32", "outside": "*i32", "starts": "*i32", "spans": "*i32", "moved": "*i8"
 }  # fmt: skip
-SIZES = {"T": passes_triton.TILE, "R": ROWS, "OFFSET": tl.int32}
+SIZES = {"T": passes_triton.TILE, "OFFSET": tl.int32}
+# grids, and rows of a matrix, which decide the sizes of a program
+CASES = (("integers", 4096), ("E4M3", 4096), ("integers", 4095), ("integers", 8192), ("integers", 14336), ("integers", 14335))
 # what odd numbers of rows make odd
 ODD = {"out", "W_stride", "E_stride", "codes_stride", "scale_stride", "zero_stride"}
 
@@ -57,14 +58,15 @@ def table() -> Iterator[dict[str, Any]]:
         for name, kernel, constants in (
             ("sweep pass", passes_triton._solve, {}),
             ("descent pass with fit", passes_triton._descend, fits),
-            ("descent pass with trials", passes_triton._descend, fits | {"MANTISSA": 0, "R": passes_triton.TRIED_ROWS}),
+            ("descent pass with trials", passes_triton._descend, fits | {"MANTISSA": 0}),
             ("descent pass", passes_triton._descend, fits | {"fits": False}),
         ):
-            for grid, even in (("integers", True), ("E4M3", True), ("integers", False)):
+            tries = constants.get("MANTISSA") == 0
+            for grid, rows in CASES[: 3 if tries else None]:
                 asked = SIZES | constants | {"BITS": max(LEVELS[grid] - 1, 0).bit_length()}
-                asked |= passes_triton._products(16 if even else 1)
-                row = {"kernel": name, "grid": grid, "rows": "multiple of 16" if even else "any", "card": card}
-                yield row | compiled(kernel, card, asked, even)
+                asked |= passes_triton._sizes(rows, tries)
+                row = {"kernel": name, "grid": grid, "rows": rows, "card": card}
+                yield row | compiled(kernel, card, asked, rows % 16 == 0)
 
 
 if __name__ == "__main__":

@@ -264,6 +264,6 @@ def solved(asked: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def small_tiles() -> Iterator[None]:
     """Let small problems have several strips, blocks, tiles and spans."""
-    sizes = {"ROWS": 8, "BLOCK": 8, "TILE": 4, "INNER": 4}
+    sizes = {"ROWS": 8, "BLOCK": 8, "TILE": 4, "INNER": 4, "PROGRAMS": 1}  # nine rows are those of a larger program
     with mock.patch.multiple(passes_triton, **sizes), mock.patch.object(polish, "SPAN", 8):
         yield

@@ -16,7 +16,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import Tensor
 
-from nearplane.lattice import kernels_torch, kernels_triton
+from nearplane.lattice import exact_sum_torch, exact_sum_triton, kernels_torch, kernels_triton
 from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.kernels_torch import Columns, Tally
 from nearplane.lattice.number_formats import E2M1
@@ -110,9 +110,23 @@ def searched(asked: dict[str, Any]) -> dict[str, Any]:
     return {"excess": float((error.gather(0, best[None])[0] / error.amin(0) - 1).max())}
 
 
+def added(asked: dict[str, Any]) -> dict[str, Any]:
+    """Add a product to integers in views of larger matrices; return how many differ from those of the torch form."""
+    draw, shape = torch.Generator().manual_seed(asked["seed"] + 2), (asked["rows"], 40 * asked["columns"])
+    product = torch.randn(*shape, generator=draw, dtype=torch.float64).to(getattr(torch, asked["dtype"]))
+    product *= torch.exp2(torch.randint(-60, 38, shape, generator=draw))
+    wide = torch.randint(-(2**60), 2**60, (2, shape[0] + 3, shape[1] + 5), generator=draw)
+    found, unit = wide.clone(), torch.tensor([2.0**20]).double()
+    peaks = [
+        add(product, sums[0, 3:, 2:-3], sums[1, :-3, 5:], unit)
+        for add, sums in ((exact_sum_triton.add_exactly, found), (exact_sum_torch.add_exactly, wide))
+    ]
+    return {"unlike_sums": int((found != wide).sum()) + int(peaks[0] != peaks[1])}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with interpreted():
         for seed in range(int(sys.argv[1])):
             asked = problem(seed)
-            print(json.dumps(asked | swept(asked) | searched(asked)))
+            print(json.dumps(asked | swept(asked) | searched(asked) | added(asked)))

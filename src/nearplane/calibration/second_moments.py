@@ -20,7 +20,7 @@ from nearplane.calibration.watch import ExpertRows, InParts, RoutedRows, Rows
 from nearplane.calibration.windows import EXTRA_TOKENS
 from nearplane.errors import CalibrationError, RankError
 from nearplane.lattice.exact_sum import unit_of
-from nearplane.lattice.moments import ExtraRows, Moments, MomentSums, MomentTotals, sum_dtype
+from nearplane.lattice.moments import ExtraRows, Moments, MomentSums, MomentTotals, sum_dtype, wide_product
 from nearplane.matrix.inputs import Inputs
 from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
@@ -380,7 +380,11 @@ def _lost_outputs(rows: Rows, group: tuple[Layer, ...]) -> dict[str, Tensor]:
     alone = len(group) == 1 and group[0].shape[0] <= group[0].shape[1]
     dtype = sum_dtype(rows.X, rows.X_hat)  # 16 bits do not hold a difference
     difference = rows.X.to(dtype) - rows.X_hat.to(dtype)
-    outputs = {layer.name: difference @ layer.read().to(difference.dtype).T for layer in group if layer.adds or alone}
+    outputs = {
+        layer.name: wide_product(difference, layer.matrix().detach().contiguous().T)
+        for layer in group
+        if layer.adds or alone
+    }
     for name, residual in rows.residual.items():
         outputs[name] += residual
     return outputs

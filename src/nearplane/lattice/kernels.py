@@ -85,7 +85,8 @@ def _triton() -> Kernels:
         raise RecipeError(
             "triton is not installed, which compiles what runs on a CUDA device. Run pip install triton, or use --device cpu."
         )
-    from nearplane.lattice import beam_triton, kernels_triton, passes_triton, superblocks_triton, superfit_triton
+    from nearplane.lattice import beam_triton, exact_sum_triton, kernels_triton, passes_triton
+    from nearplane.lattice import superblocks_triton, superfit_triton
 
     return replace(
         torch_kernels(),
@@ -95,6 +96,7 @@ def _triton() -> Kernels:
         descend_pass=passes_triton.descend_pass,
         beam=beam_triton.beam_paths,
         blocks=superblocks_triton.search,
+        add_exactly=exact_sum_triton.add_exactly,
         beam_block=beam_triton.BLOCK,
         fit_columns=superfit_triton.fit_columns,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial, reduce
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from torch import Tensor
 from nearplane.lattice.exact_sum import ExactSum, unit_of
 from nearplane.lattice.factor import Factor, read, strips, total
 
-SPAN = 256  # columns of a block of `X^T X`; only blocks on and above the diagonal are formed
+# columns of a block of `X^T X`; only blocks on and above the diagonal are formed; a GPU takes long to start a product
+SPAN, GPU_SPAN = 256, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +117,10 @@ class MomentSums:
             return
         self.tokens, self.dtype = self.tokens + len(X_hat), sum_dtype(X_hat)
         unit = self.unit = unit_of(X_hat) if self.unit is None else self.unit
-        n = X_hat.shape[1]
-        self.H = self.H or ExactSum(unit, (n, n), SPAN)
-        for a in range(0, n, SPAN):
-            self.H.add(cross_product(X_hat[:, a : a + SPAN], X_hat[:, a:]), a)
+        n, span = X_hat.shape[1], span_of(X_hat.device)
+        self.H = self.H or ExactSum(unit, (n, n), span)
+        for a in range(0, n, span):
+            self.H.add(cross_product(X_hat[:, a : a + span], X_hat[:, a:]), a)
         if X is not None:
             if crossed:
                 self.C = self.C or ExactSum(unit, (n, n))
@@ -273,22 +274,49 @@ def weighted_difference(whole: Tensor, tokens: int, part: Tensor, part_tokens: i
     return (whole * (tokens / remaining)).sub_(part, alpha=part_tokens / remaining)
 
 
+def span_of(device: torch.device) -> int:
+    """Return the columns of a block of `X^T X` on a device."""
+    return SPAN if device.type == "cpu" else GPU_SPAN
+
+
 def sum_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the dtype in which products of tensors are summed: float32, or float64 if one has that dtype."""
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
 def cross_product(A: Tensor, B: Tensor) -> Tensor:
-    """Return (a, b) `A^T B` of rows (rows, a) and (rows, b), with exact products of 16-bit floats and sums in float32.
+    """Return (a, b) `A^T B` of rows (rows, a) and (rows, b); see `wide_product`."""
+    return wide_product(A.T, B)
+
+
+def wide_product(A: Tensor, B: Tensor) -> Tensor:
+    """Return (a, b) `A B` of (a, n) and (n, b), with sums in float32, and exact products where B has 16 bits.
 
     Float32 holds every product of two bfloat16 or float16 numbers. Where the device multiplies them with such sums
-    (tensor cores of GPUs), it does; elsewhere rows are widened first, which gives the same products in another order.
-    Rows of float32 are multiplied in float32, rows of float64 in float64.
+    (tensor cores of GPUs), it does; elsewhere both are widened first, which gives the same products in another order.
+    A of float32 is there the sum of three bfloat16 matrices, so that three fast products take the place of a slow one.
+    Two matrices of float32 are multiplied in float32, of float64 in float64.
     """
     dtype = sum_dtype(A, B)
-    if A.dtype == B.dtype != dtype and sums_in_float32(A.device, A.dtype):
-        return torch.mm(A.T, B, out_dtype=dtype)
-    return A.to(dtype).T @ B.to(dtype)
+    if B.dtype != dtype and sums_in_float32(B.device, B.dtype):
+        if A.dtype == B.dtype:
+            return torch.mm(A, B, out_dtype=dtype)
+        if A.dtype == torch.float32 and B.dtype == torch.bfloat16:
+            least, *others = (partial(torch.mm, part, B, out_dtype=dtype) for part in reversed(bfloat16_parts(A)))
+            return reduce(lambda sums, part: sums.add_(part()), others, least())
+    return A.to(dtype) @ B.to(dtype)
+
+
+def bfloat16_parts(A: Tensor) -> list[Tensor]:
+    """Return three bfloat16 tensors whose sum is a float32 tensor, the largest first: each holds 8 of its 24 bits.
+
+    What is below 2^-133 is lost, and numbers from 2^128 - 2^119 on become infinite.
+    """
+    parts, rest = [], A
+    for _ in range(3):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1]
+    return parts
 
 
 @cache
@@ -304,8 +332,9 @@ def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _mirrored(H: Tensor) -> Tensor:
     """Fill in the blocks below the diagonal in place."""
-    for a in range(0, len(H), SPAN):
-        H[a + SPAN :, a : a + SPAN] = H[a : a + SPAN, a + SPAN :].T
+    span = span_of(H.device)
+    for a in range(0, len(H), span):
+        H[a + span :, a : a + span] = H[a : a + span, a + span :].T
     return H
 
 

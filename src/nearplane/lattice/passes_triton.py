@@ -15,14 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from nearplane.lattice.kernels_torch import Columns, Descent, Tally
-from nearplane.lattice.kernels_triton import ROWS, _device_of, _levels, _limits, _nearest, _quotient
+from nearplane.lattice.kernels_triton import _device_of, _levels, _limits, _nearest, _quotient
 
-BLOCK = 64  # columns of a product with the errors of all earlier columns, or of all columns
+ROWS, MOST_ROWS = 16, 64  # of a program
+PROGRAMS = 264  # as many run at a time on a card with 132 multiprocessors
+BLOCK = 128  # columns of a product with the errors of all earlier columns, or of all columns
 TILE = 32  # columns whose targets are in registers at a time
 INNER = 32  # columns whose errors one product takes
 STAGES = 3  # products whose operands are loaded at the same time
-WARPS = 8  # of a program
-TRIED_ROWS = 16  # of a program that tries steps; with 32 its registers do not suffice
+WARPS = 4  # of a program
 
 
 def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally) -> None:
@@ -42,11 +43,12 @@ def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tal
     levels, middles = _levels(codebook, W)
     sums = torch.empty(BLOCK, out, dtype=W.dtype, device=W.device)
     strides = W.stride(0), codes.stride(0), E.stride(0), scale.stride(0), zero.stride(0), U.stride(0), U.stride(1)
+    sizes = _sizes(out)
     with _device_of(W):
-        _solve[(triton.cdiv(out, ROWS),)](
+        _solve[(triton.cdiv(out, sizes["R"]),)](
             W, scale, zero, group, U, codes, E, sums, tally.d.to(W.dtype), tally.loss, tally.outside,
             levels, middles, len(middles), out, n, *strides, *_limits(codebook), *codebook.limits,
-            BITS=len(middles).bit_length(), T=TILE, R=ROWS, **_products(out),
+            BITS=len(middles).bit_length(), T=TILE, **sizes,
             OFFSET=_offset_type(W, U), num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -59,23 +61,28 @@ def descend_pass(descent: Descent) -> None:
     sums, before = torch.empty(2, descent.longest, out, dtype=W.dtype, device=W.device)
     strides = *W.stride(), H.stride(0), codes.stride(0), E.stride(0), scale.stride(0), zero.stride(0)
     mantissa, *numbers = descent.rounding or (-1, 1.0, 1.0, 1.0)
-    rows = TRIED_ROWS if mantissa == 0 else ROWS
+    sizes = _sizes(out, tries=mantissa == 0)
     with _device_of(W):
-        _descend[(triton.cdiv(out, rows),)](
+        _descend[(triton.cdiv(out, sizes["R"]),)](
             W, scale, zero, descent.group, H, descent.diagonal, descent.starts, descent.spans, codes, E, sums, before,
             descent.gained, descent.fitted, descent.moved.view(torch.int8), levels, middles, len(middles), out, n,
             len(descent.spans) - 1, *strides, *_limits(descent.codebook), *numbers,
             BITS=len(middles).bit_length(), MANTISSA=mantissa, fits=descent.rounding is not None, begins=descent.begins,
-            T=TILE, R=rows, **_products(out), OFFSET=_offset_type(W, H),
+            T=TILE, **sizes, OFFSET=_offset_type(W, H),
             num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def _products(out: int) -> dict[str, int]:
-    """Return the sizes of products: smaller where rows are not aligned, as registers are scarce then."""
-    if out % 16 == 0:
-        return {"B": BLOCK, "K": INNER, "STAGES": STAGES}
-    return {"B": BLOCK, "K": 16, "STAGES": 2}
+def _sizes(out: int, tries: bool = False) -> dict[str, int]:
+    """Return the sizes of a program and its products, for a number of rows.
+
+    More rows a program take longer a column, but fewer programs follow each other. Products are smaller where registers
+    are scarce: for more rows, and where rows are not aligned. If it tries steps, registers suffice for the fewest rows.
+    """
+    rows = ROWS if tries else min(MOST_ROWS, max(ROWS, triton.next_power_of_2(triton.cdiv(out, PROGRAMS))))
+    aligned = out % 16 == 0
+    block = BLOCK if aligned and rows == ROWS else BLOCK // 2
+    return {"R": rows, "B": block, "K": INNER if aligned else 16, "STAGES": STAGES if aligned else 2}
 
 
 def _offset_type(*tensors: Tensor) -> tl.dtype:
@@ -131,6 +138,20 @@ def _passed_on(
 
 
 @triton.jit
+def _row(
+    W, scale, zero, group, U, j, n, columns, r, here, W_stride, scale_stride, zero_stride, U_stride, U_column_stride,
+    OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Return scales, zeros and weights of column j, and its row of U; they are read while another column is rounded."""
+    j = tl.minimum(j, n - 1).to(OFFSET)
+    g = tl.load(group + j)
+    s = tl.load(scale + g * scale_stride + r, mask=here, other=1.0)
+    z = tl.load(zero + g * zero_stride + r, mask=here, other=0.0)
+    w = tl.load(W + j * W_stride + r, mask=here, other=0.0)
+    return s, z, w, tl.load(U + j * U_stride + columns * U_column_stride, mask=columns < n, other=0.0)
+
+
+@triton.jit
 def _solve(
     W, scale, zero, group, U, codes, E, sums, d, loss, outside, levels, middles,
     last, out, n, W_stride, codes_stride, E_stride, scale_stride, zero_stride, U_stride, U_column_stride,
@@ -165,12 +186,15 @@ def _solve(
                 t, U, E, columns, n, start, first, r, here, U_column_stride, U_stride, E_stride, K, 1, OFFSET
             )
             lost_here = tl.zeros((R,), W.dtype.element_ty)
+            s, z, w, u = _row(W, scale, zero, group, U, first, n, columns, r, here, W_stride, scale_stride, zero_stride,
+                              U_stride, U_column_stride, OFFSET)  # fmt: skip
             for i in range(tl.minimum(T, n - first)):
                 j = origin + first + i
-                g = tl.load(group + j)
-                s = tl.load(scale + g * scale_stride + r, mask=here, other=1.0)
-                z = tl.load(zero + g * zero_stride + r, mask=here, other=0.0)
-                w = tl.load(W + j * W_stride + r, mask=here, other=0.0)
+                next_s, next_z, next_w, next_u = _row(
+                    W, scale, zero, group, U, first + i + 1, n, columns, r, here, W_stride, scale_stride, zero_stride,
+                    U_stride, U_column_stride, OFFSET,
+                )  # fmt: skip
+                length = tl.load(d + j)
                 tj = tl.sum(tl.where((c == i)[:, None], t, 0.0), 0)
                 position = _quotient(tj, s) + z
                 code, nearest = _nearest(position, levels, middles, last, low, high, BITS)
@@ -178,11 +202,12 @@ def _solve(
                 tl.debug_barrier()  # codes may share the memory of weights, which all have read
                 tl.store(codes + j * codes_stride + r, code, mask=here)
                 tl.store(E + j * E_stride + r, e, mask=here)
-                u = tl.load(U + j * U_stride + columns * U_column_stride, mask=(c > i) & inside, other=0.0)
-                t = tl.fma(tl.broadcast_to(u[:, None], (T, R)), tl.broadcast_to(e[None, :], (T, R)), t)
+                later = tl.where(c > i, u, 0.0)
+                t = tl.fma(tl.broadcast_to(later[:, None], (T, R)), tl.broadcast_to(e[None, :], (T, R)), t)
                 miss = tj - w + e
-                lost_here += tl.load(d + j) * miss * miss
+                lost_here += length * miss * miss
                 clipped += ((position < least) | (position > largest)).to(tl.int32)
+                s, z, w, u = next_s, next_z, next_w, next_u
             lost += lost_here
             tl.debug_barrier()  # later tiles read E
     tl.store(loss + r, tl.load(loss + r, mask=here, other=0.0) + lost, mask=here)
@@ -253,6 +278,21 @@ def _updated(
 
 
 @triton.jit
+def _code(
+    H, diagonal, scale, zero, group, codes, levels, j, columns, end, r, here,
+    H_stride, codes_stride, scale_stride, zero_stride, BITS: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Return scales, zeros and values of column j, and its row and diagonal of H; see `_row`."""
+    j = tl.minimum(j, end - 1).to(OFFSET)
+    g = tl.load(group + j)
+    s = tl.load(scale + g * scale_stride + r, mask=here, other=1.0)
+    z = tl.load(zero + g * zero_stride + r, mask=here, other=0.0)
+    code = tl.load(codes + j * codes_stride + r, mask=here, other=0)
+    h = tl.load(H + j * H_stride + columns, mask=columns < end, other=0.0)
+    return s, z, s * (_position(code, levels, s, BITS) - z), h, tl.load(diagonal + j)
+
+
+@triton.jit
 def _moved(
     misses, squares, H, diagonal, scale, zero, group, codes, levels, middles, last, first, end, r, here, kept, step,
     H_stride, codes_stride, scale_stride, zero_stride, low, high,
@@ -267,13 +307,14 @@ def _moved(
     columns = (first + c).to(OFFSET)
     won = tl.zeros((R,), misses.dtype)
     moves = tl.zeros((R,), tl.int32)
+    s, z, value, h, d = _code(H, diagonal, scale, zero, group, codes, levels, first, columns, end, r, here,
+                              H_stride, codes_stride, scale_stride, zero_stride, BITS, OFFSET)  # fmt: skip
     for i in range(tl.minimum(T, end - first)):
         j = origin + first + i
-        g = tl.load(group + j)
-        s = tl.load(scale + g * scale_stride + r, mask=here, other=1.0)
-        z = tl.load(zero + g * zero_stride + r, mask=here, other=0.0)
-        then = tl.load(codes + j * codes_stride + r, mask=here, other=0)
-        value = s * (_position(then, levels, s, BITS) - z)
+        next_s, next_z, next_value, next_h, next_d = _code(
+            H, diagonal, scale, zero, group, codes, levels, first + i + 1, columns, end, r, here,
+            H_stride, codes_stride, scale_stride, zero_stride, BITS, OFFSET,
+        )  # fmt: skip
         if tries:
             s = step
         miss = tl.sum(tl.where((c == i)[:, None], misses, 0.0), 0)
@@ -281,12 +322,11 @@ def _moved(
         e = value - s * (nearest - z)
         tl.debug_barrier()  # all have read the old code
         tl.store(codes + j * codes_stride + r, code, mask=kept)
-        h = tl.load(H + j * H_stride + columns, mask=(c > i) & (columns < end), other=0.0)
-        u = _quotient(h, squares)
+        u = _quotient(tl.where(c > i, h, 0.0), squares)
         misses = tl.fma(tl.broadcast_to(u[:, None], (T, R)), tl.broadcast_to(e[None, :], (T, R)), misses)
-        d = tl.load(diagonal + j)
         won += tl.where(d == float("inf"), 0.0, d) * e * (miss + miss + e)
         moves = moves | (e != 0).to(tl.int32)
+        s, z, value, h, d = next_s, next_z, next_value, next_h, next_d
     return won, moves
 
 

@@ -20,7 +20,7 @@ from nearplane.lattice import kernels_torch
 from nearplane.lattice.bounds import BLOCK_COLUMNS
 from nearplane.lattice.exact_sum_torch import GPU_AT_ONCE
 from nearplane.lattice.factor import GPU_NUMBERS_AT_ONCE
-from nearplane.lattice.moments import SPAN
+from nearplane.lattice.moments import GPU_SPAN, SPAN
 from nearplane.planning.probe import COMPARED_LOGITS, Extent
 from nearplane.record.record import MAX_CERTIFIED_INPUTS
 
@@ -32,6 +32,7 @@ CORRECTED_BYTES = 20  # per weight while its target is corrected: W, lost output
 BEAM_COLUMNS = 128  # that a beam sweeps together; a kernel of CUDA sweeps 256 and takes a third of the memory of `GPU`
 LOGITS_COPIES = 6  # of a window's logits in the backward pass: logits, probabilities, gradients, each with a temporary
 COMPARED_COPIES = 5  # of logits when predictions are compared: both log-probabilities, exp, difference, product
+PART_COPIES = 3  # of the input of a layer on a GPU: three parts in 16 bits of its difference, and what is left of it
 ROUNDING_COPIES = 5  # of the input of a layer, while it is rounded
 READ_BLOCKS = 2  # blocks in memory of a GPU's host: the one that is sent, and the next one
 PACKED_BYTES = 16  # per weight of a layer, while its codes are packed and compared on a GPU's host
@@ -301,7 +302,7 @@ def _states(shapes: Shapes, setting: MemorySetting) -> tuple[int, int]:
 
 def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:
     on_cpu = setting.device.on_cpu
-    costs = CPU if on_cpu else GPU
+    costs, span = (CPU, SPAN) if on_cpu else (GPU, GPU_SPAN)
     width, window = SINGLE * shapes.hidden, shapes.seqlen
     head = SINGLE * (shapes.embeddings + shapes.hidden * shapes.vocabulary)
     block = SINGLE * max(kind.weights for kind in shapes.blocks)
@@ -316,7 +317,7 @@ def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[
         tokens = shapes.probe.batch
         groups = [group for kind in shapes.blocks for group in kind.groups]
         solved = costs.solved if shapes.beam == 1 else CPU.solved  # no steps are searched for entropy-coded weights
-        squares = [[n * (n + min(SPAN, n)) for n in [group.inputs for group in kind.groups]] for kind in shapes.blocks]
+        squares = [[n * (n + min(span, n)) for n in [group.inputs for group in kind.groups]] for kind in shapes.blocks]
         sums = DOUBLE * max(map(sum, squares))
         solving = max(2 * DOUBLE * group.inputs**2 + solved * _largest(group) for group in groups)
         inputs = max(sum(group.inputs for group in kind.groups) for kind in shapes.blocks)  # of all layers of a block
@@ -343,7 +344,7 @@ def _states_of_the_probe(shapes: Shapes, extent: Extent, setting: MemorySetting)
 
 def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterator[Moment]:
     streams, split, windows = shapes.streams, shapes.streams - 1, shapes.all_windows
-    costs, cut_at_once = (CPU, 0) if setting.device.on_cpu else (GPU, GPU_AT_ONCE)
+    costs, cut_at_once, span = (CPU, 0, SPAN) if setting.device.on_cpu else (GPU, GPU_AT_ONCE, GPU_SPAN)
     block, held = shapes.number * kind.weights * streams, waits(shapes, kind, setting)
     all_paused = len(held) == len(kind.groups)
     states = 0 if all_paused else streams * _states(shapes, setting)[0]
@@ -358,13 +359,14 @@ def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterato
         running = setting.batch * (max(0, group.alive - before) if paused else streams * group.alive)
         row, widest = SINGLE * setting.batch * shapes.seqlen, max((out for out, _ in group.lost), default=0)
         copied = split * last if paused else streams  # passes that wait hold their inputs
-        rows = row * (n * (copied + split + ROUNDING_COPIES * shapes.rounded) + 4 * split * widest)
+        parts = PART_COPIES * split if shapes.number < SINGLE and not setting.device.on_cpu else 0  # see `wide_product`
+        rows = row * (n * (copied + split + parts + ROUNDING_COPIES * shapes.rounded) + 4 * split * widest)
         lost, crossed = split * sum(out * columns for out, columns in group.lost), split * _crossed(group)
         summed = n * n * (streams + 2 * crossed) + 2 * lost
-        sums = DOUBLE * (summed + 2 * crossed * n * n + 2 * lost + streams * min(SPAN, n) * n)  # see `exact_sum.py`
+        sums = DOUBLE * (summed + 2 * crossed * n * n + 2 * lost + streams * min(span, n) * n)  # see `exact_sum.py`
         largest_product = max(crossed * n * n, lost)
         products = SINGLE * largest_product + SINGLE * split * _largest(group)
-        products += 2 * DOUBLE * min(cut_at_once, max(largest_product, min(SPAN, n) * n))
+        products += 2 * DOUBLE * min(cut_at_once, max(largest_product, min(span, n) * n))
         extra = streams * SINGLE * _extra_rows(shapes) * n  # no product is formed of them
         means = DOUBLE * summed + SINGLE * split * n * n + extra  # held-out ones in float32, and squares of extra rows
         waiting_first = held[stage] if paused else waiting_now

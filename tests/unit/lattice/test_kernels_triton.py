@@ -26,6 +26,7 @@ def check(problems: list[dict[str, Any]], count: int) -> None:
         assert each["off_boundary"] <= 1e-5, each
         assert each["loss"] <= 1e-6, each
         assert each["excess"] <= 1e-6, each
+        assert each["unlike_sums"] == 0, each
 
 
 @triton_runs_here
