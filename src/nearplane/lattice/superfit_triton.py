@@ -18,7 +18,8 @@ from nearplane.lattice.number_formats import BlockFormat
 from nearplane.lattice.superblocks_triton import STORED, _short, _stored
 
 ROWS = 8  # of a program
-PIECE = 8  # columns of the Hessian in registers at a time
+# columns of the Hessian in registers at a time; Triton before 3.8 multiplies no fewer, which spills some on sm_100
+PIECE = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else 16
 WARPS = 8
 
 
