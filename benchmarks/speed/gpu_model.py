@@ -111,10 +111,10 @@ CARDS = {
     ),
 }  # fmt: skip
 INTRODUCTION = """\
-Written by `python benchmarks/speed/gpu_model.py`, which says how. **Every second on this page is modelled: no card has
-measured one.** Launches, waits and copied bytes are counted, multiplications and bytes on the card are computed from
-the shapes. `python benchmarks/gpu.py` measures the same parts under the same names, and its first table corrects the
-constants below.
+Written by `python benchmarks/speed/gpu_model.py`, which says how. **Every second on this page is modelled**;
+[gpu-measured.md](gpu-measured.md) has what an H200 took, before and after changes that came later than this count.
+Launches, waits and copied bytes are counted, multiplications and bytes on the card are computed from the shapes.
+`python benchmarks/gpu.py` measures the same parts under the same names.
 
 "Before" has no kernels for loops over columns, and float32 products for the moments, as at commit 54f0fdf; all else is
 as in "now", which is commit {commit}. A run has 256 windows of 2,048 tokens. A thread reads blocks ahead, so that
