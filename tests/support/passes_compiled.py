@@ -24,7 +24,14 @@ TYPES = {
 }  # fmt: skip
 SIZES = {"T": passes_triton.TILE, "OFFSET": tl.int32}
 # grids, and rows of a matrix, which decide the sizes of a program
-CASES = (("integers", 4096), ("E4M3", 4096), ("integers", 4095), ("integers", 8192), ("integers", 14336), ("integers", 14335))
+CASES = (
+    ("integers", 4096),
+    ("E4M3", 4096),
+    ("integers", 4095),
+    ("integers", 8192),
+    ("integers", 14336),
+    ("integers", 14335),
+)
 # what odd numbers of rows make odd
 ODD = {"out", "W_stride", "E_stride", "codes_stride", "scale_stride", "zero_stride"}
 

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 from torch import Tensor

@@ -85,8 +85,14 @@ def _triton() -> Kernels:
         raise RecipeError(
             "triton is not installed, which compiles what runs on a CUDA device. Run pip install triton, or use --device cpu."
         )
-    from nearplane.lattice import beam_triton, exact_sum_triton, kernels_triton, passes_triton
-    from nearplane.lattice import superblocks_triton, superfit_triton
+    from nearplane.lattice import (
+        beam_triton,
+        exact_sum_triton,
+        kernels_triton,
+        passes_triton,
+        superblocks_triton,
+        superfit_triton,
+    )
 
     return replace(
         torch_kernels(),
