@@ -46,6 +46,7 @@ from nearplane.recipe.sizes import Limits, size_text
 from nearplane.system.device import Device, divided
 from nearplane.system.memory import free_memory, release_all, resident
 from nearplane.system.progress import duration
+from nearplane.system.ranks import current
 
 log = logging.getLogger(__name__)
 ROWS, COLUMNS, SIDE = 128, 512, 1024  # shape of the layer that loads the libraries, size of the timed matrices
@@ -239,6 +240,7 @@ def shapes_of(
         rounded=recipe.activations != "none",
         number=device.compute_dtype(model.dtype).itemsize,
         heads=getattr(model.config.get_text_config(), "num_attention_heads", 0),
+        ranks=current().world,
     )
 
 

@@ -104,6 +104,7 @@ class Shapes:
         rounded: Whether the quantized network rounds the inputs of its layers.
         number: Bytes of a number of weights and hidden states in the network that runs.
         heads: Attention heads of a block.
+        ranks: Processes of the run, among which the windows are dealt.
     """
 
     blocks: tuple[Blocks, ...]
@@ -122,11 +123,21 @@ class Shapes:
     rounded: bool = False
     number: int = SINGLE
     heads: int = 0
+    ranks: int = 1
 
     @property
     def all_windows(self) -> int:
         """Number of windows that pass through the network."""
         return self.windows + self.extra
+
+    def most_windows(self, batch: int) -> int:
+        """Return at least the windows of the rank that has most, in batches of so many; see `Dealt.among`."""
+        if self.ranks == 1:
+            return self.all_windows
+        fitted, extra = (-(-count // batch) for count in (self.windows - 1, self.extra))
+        extra += self.ranks  # texts of a mix, too, begin with batches of their own
+        share = 1 + batch * -(-fitted // self.ranks), batch * -(-extra // self.ranks)
+        return min(self.windows, share[0]) + min(self.extra, share[1])
 
     @property
     def state(self) -> int:
@@ -242,7 +253,7 @@ def waits(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> list[int]:
     for stage, group in enumerate(kind.groups if kind.pauses else ()):
         last = stage == len(kind.groups) - 1 and group.experts == 1
         before = kind.groups[stage - 1].alive if stage else shapes.state
-        needed = shapes.all_windows * paused_bytes(group.alive, before, shapes.state, shapes.streams, last=last)
+        needed = shapes.most_windows(setting.batch) * paused_bytes(group.alive, before, shapes.state, shapes.streams, last=last)
         if needed > setting.room:
             break
         waiting_bytes.append(needed)
@@ -292,10 +303,11 @@ def _moments(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:
 
 def _states(shapes: Shapes, setting: MemorySetting) -> tuple[int, int]:
     """Return the bytes of one network's hidden states where the run computes, and those moved aside to the host."""
+    windows = shapes.most_windows(setting.batch)
     if setting.states == "device":
-        return shapes.all_windows * shapes.state, 0
+        return windows * shapes.state, 0
     if setting.states == "host":
-        pinned = -(-shapes.all_windows // setting.batch) * pinned_bytes(setting.batch * shapes.state)
+        pinned = -(-windows // setting.batch) * pinned_bytes(setting.batch * shapes.state)
         return SENT_STATES * setting.batch * shapes.state, pinned
     return setting.batch * shapes.state, 0
 
@@ -343,7 +355,7 @@ def _states_of_the_probe(shapes: Shapes, extent: Extent, setting: MemorySetting)
 
 
 def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterator[Moment]:
-    streams, split, windows = shapes.streams, shapes.streams - 1, shapes.all_windows
+    streams, split, windows = shapes.streams, shapes.streams - 1, shapes.most_windows(setting.batch)
     costs, cut_at_once, span = (CPU, 0, SPAN) if setting.device.on_cpu else (GPU, GPU_AT_ONCE, GPU_SPAN)
     block, held = shapes.number * kind.weights * streams, waits(shapes, kind, setting)
     all_paused = len(held) == len(kind.groups)

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from nearplane.calibration.dealt import Dealt
 from nearplane.calibration.one_forward import MemorySetting
 from nearplane.planning.memory_bound import (
     ALLOCATOR_FACTOR,
@@ -22,6 +25,7 @@ from nearplane.planning.memory_bound import (
 )
 from nearplane.planning.probe import Extent
 from nearplane.system.device import Device
+from nearplane.system.ranks import Ranks
 
 MB = 1 << 20
 GROUPS = (
@@ -116,6 +120,24 @@ def test_on_a_gpu_hidden_states_move_to_the_host_before_the_disk() -> None:
     assert on_gpu[0] - on_gpu[1] > states / 2
     assert on_host[1] - on_host[0] >= states
     assert on_host[2] == on_host[0]
+
+
+@given(st.integers(1, 70), st.integers(0, 30), st.integers(1, 9), st.integers(1, 6))
+def test_a_rank_has_no_more_windows_than_are_counted_for_it(windows: int, extra: int, batch: int, world: int) -> None:
+    """And its hidden states take the less memory the more ranks there are."""
+    fitted = [1, *(min(batch, windows - a) for a in range(1, windows, batch))]
+    others = [min(batch, extra - a) for a in range(0, extra, batch)]
+    shapes = replace(SHAPES, windows=windows, extra=extra, ranks=world)
+    ranks = Ranks()
+    ranks.world = world
+    most = Dealt.among(ranks, fitted, others, []).most
+    assert most <= shapes.most_windows(batch) <= most + 2 * batch
+    assert shapes.most_windows(batch) <= replace(shapes, ranks=1).most_windows(batch) == windows + extra
+
+
+def test_what_a_rank_holds_falls_with_the_number_of_ranks() -> None:
+    one, four = (bound(replace(SHAPES, windows=300, ranks=ranks), FREE, 0).live for ranks in (1, 4))
+    assert four < one / 2
 
 
 def test_a_setting_must_keep_within_both_limits() -> None:
