@@ -253,7 +253,9 @@ def waits(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> list[int]:
     for stage, group in enumerate(kind.groups if kind.pauses else ()):
         last = stage == len(kind.groups) - 1 and group.experts == 1
         before = kind.groups[stage - 1].alive if stage else shapes.state
-        needed = shapes.most_windows(setting.batch) * paused_bytes(group.alive, before, shapes.state, shapes.streams, last=last)
+        needed = shapes.most_windows(setting.batch) * paused_bytes(
+            group.alive, before, shapes.state, shapes.streams, last=last
+        )
         if needed > setting.room:
             break
         waiting_bytes.append(needed)

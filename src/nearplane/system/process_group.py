@@ -33,6 +33,7 @@ WEEK = timedelta(days=7)  # no collective ends by a timeout of torch: the heartb
 LONGEST_PAUSE = 0.002  # seconds between two looks whether a collective is done
 STOPPED = "was stopped by a signal."
 GONE = 5.0  # seconds that rank 0 waits for the others at the end, as they are connected through it
+NCCL = "cuda"  # type of the devices whose tensors nccl passes on, without a copy on the CPU
 _joined = count()  # a process may take part in several runs
 
 
@@ -88,12 +89,12 @@ class ProcessGroup(Ranks):
             self.send(None if tensor is None else (tensor.shape, tensor.dtype, tensor.device.type))
             if tensor is None:
                 return None
-            sent = (tensor if tensor.device.type == "cuda" else tensor.cpu()).contiguous()
+            sent = (tensor if tensor.device.type == NCCL else tensor.cpu()).contiguous()
         else:
             if (form := self.receive()) is None:
                 return None
             shape, dtype, kind = form
-            sent = torch.empty(shape, dtype=dtype, device=f"cuda:{self.gpu}" if kind == "cuda" else "cpu")
+            sent = torch.empty(shape, dtype=dtype, device=f"{NCCL}:{self.gpu}" if kind == NCCL else "cpu")
         if sent.numel():
             self._exchange(self._group_of(sent).broadcast, [_bytes(sent)])
         return tensor if self.leads else sent
@@ -110,17 +111,16 @@ class ProcessGroup(Ranks):
         return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, lengths, strict=True)]
 
     def sum(self, integers: Tensor) -> Tensor:
-        reduced = integers if integers.device.type == "cuda" else integers.cpu()
+        reduced = integers if integers.device.type == NCCL else integers.cpu()
         self._exchange(self._group_of(reduced).allreduce, [reduced])
         return integers if reduced is integers else integers.copy_(reduced)
 
     def _group_of(self, tensor: Tensor) -> Any:
         """Return the group that passes a tensor on where it lies."""
-        if tensor.device.type != "cuda":
+        if tensor.device.type != NCCL:
             return self._group
         if self._of_gpus is None:  # at the same exchange on all ranks
-            store, options = dist.PrefixStore("gpus", self._store), dist.ProcessGroupNCCL.Options()
-            self._of_gpus = dist.ProcessGroupNCCL(store, self.rank, self.world, options)
+            self._of_gpus = _nccl(dist.PrefixStore("gpus", self._store), self)
         return self._of_gpus
 
     def start(self, request: Callable[[Any], None]) -> None:
@@ -170,6 +170,11 @@ class ProcessGroup(Ranks):
             self._heartbeat.check()
             time.sleep(0.1)
         return RankError(f"The connection to another rank broke ({first_line(error)}). Repeat the command.")
+
+
+def _nccl(store: Any, ranks: Ranks) -> Any:
+    """Return a group of the ranks for tensors on GPUs."""
+    return dist.ProcessGroupNCCL(store, ranks.rank, ranks.world, dist.ProcessGroupNCCL.Options())
 
 
 def _bytes(tensor: Tensor) -> Tensor:
