@@ -32,7 +32,7 @@ from nearplane.system.process_group import joined
 from nearplane.system.progress import Progress, logged, silent
 from nearplane.system.ranks import current
 from nearplane.verbs.early_checks import Protocol, check_evaluate
-from nearplane.verbs.evaluate_networks import Network, Outline, opened, windows_at_a_time
+from nearplane.verbs.evaluate_networks import Network, Outline, batches_here, opened
 from nearplane.verbs.evaluate_protocols import (
     LlamaCppFigure,
     LmEvalFigures,
@@ -355,7 +355,7 @@ def _measured(
     names, windows = [network.outline.name for network in networks], len(scored.tokens)
     seqlen = scored.tokens.shape[1] if networks[0].outline.vocabulary else 1
     with running(networks, scored.tokens) as batches:
-        total = -(-windows // windows_at_a_time(networks, scored.tokens))
+        total = len(batches_here(networks, scored.tokens))
         compared = progress(logged(batches, "evaluating", total), "evaluating", total)
         if networks[0].outline.embeds:
             alike = cosines(compared, names)

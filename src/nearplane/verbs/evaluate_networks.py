@@ -333,13 +333,17 @@ def windows_at_a_time(networks: Sequence[Network], windows: Tensor) -> int:
     return max(1, BATCH_TOKENS // windows.shape[1]) if text else OTHER_BATCH
 
 
+def batches_here(networks: Sequence[Network], windows: Tensor) -> range:
+    """Return the numbers of the batches of windows that this process passes through the networks, of several ranks."""
+    return current().share(-(-len(windows) // windows_at_a_time(networks, windows)))
+
+
 def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[slice, list[Readout]]]:
     """Yield for each batch of windows (windows, seqlen) its place in them and a readout of every network.
 
     On several ranks, each runs a share of the batches. Autograd is the caller's to switch off.
     """
-    batch = windows_at_a_time(networks, windows)
-    own = current().share(-(-len(windows) // batch))
+    batch, own = windows_at_a_time(networks, windows), batches_here(networks, windows)
     begin = own.start * batch
     for chunk in windows[begin : own.stop * batch].split(_chunk(networks, windows.shape[1], batch)):
         with ExitStack() as stack:
