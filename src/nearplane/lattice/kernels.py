@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
+from subprocess import CalledProcessError
 
+import torch
 from torch import Tensor
 
-from nearplane.errors import RecipeError
+from nearplane.errors import RecipeError, first_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,8 @@ def _triton() -> Kernels:
         raise RecipeError(
             "triton is not installed, which compiles what runs on a CUDA device. Run pip install triton, or use --device cpu."
         )
+    if torch.cuda.is_available():
+        _check_triton()
     from nearplane.lattice import (
         beam_triton,
         exact_sum_triton,
@@ -106,6 +110,23 @@ def _triton() -> Kernels:
         beam_block=beam_triton.BLOCK,
         fit_columns=superfit_triton.fit_columns,
     )
+
+
+def _check_triton() -> None:
+    """Let Triton start its own library for the GPU, which it compiles when it is first used.
+
+    Raises:
+        RecipeError: It cannot.
+    """
+    from triton.runtime import driver
+
+    try:
+        driver.active.get_current_target()
+    except (RuntimeError, OSError, AssertionError, CalledProcessError) as error:
+        raise RecipeError(
+            f"triton does not start on the CUDA device: {first_line(error)} It needs a C compiler and the headers of Python, "
+            f"for example by apt install gcc python3-dev. Or use --device cpu."
+        ) from error
 
 
 KERNELS: dict[str, Callable[[], Kernels]] = {"cpu": _numba, "cuda": _triton}

@@ -22,6 +22,7 @@ from nearplane.calibration.windows import Windows
 from nearplane.coding.blob import Contents, size
 from nearplane.errors import RecipeError
 from nearplane.lattice.grid import ProductGrid
+from nearplane.lattice.kernels import kernels_of
 from nearplane.matrix.on_grid import quantize_matrix
 from nearplane.models.experts import by_expert
 from nearplane.models.kinds import InputKind, input_kind
@@ -157,6 +158,7 @@ def within_limits(
     if shapes is None:
         return None
     load_libraries(recipe.scheme)
+    kernels_of(torch.empty(0, device=device.place))  # refused before the run, not at its first layer
     release_all()
     usual, start = MemorySetting.usual(windows.seqlen, device, batch), resident() or 0
     allowed = {HOST: limits.host or inf}
