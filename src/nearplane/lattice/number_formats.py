@@ -153,6 +153,7 @@ class BlockType(BlockFormat):
         return 8 * self.bytes / self.columns
 
 
+IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # denser around 0
 TYPES: dict[str, BlockType] = {
     kind.name: kind
     for kind in (
@@ -160,6 +161,7 @@ TYPES: dict[str, BlockType] = {
         BlockType(name="q4_1", number=3, columns=32, bytes=20, bits=4, symmetric=False, group=32, m=1),
         BlockType(name="q5_0", number=6, columns=32, bytes=22, bits=5, symmetric=True, group=32),
         BlockType(name="q5_1", number=7, columns=32, bytes=24, bits=5, symmetric=False, group=32, m=1),
+        BlockType(name="iq4_nl", number=20, columns=32, bytes=18, bits=4, group=32, levels=IQ4_NL, fit="plain"),
         BlockType(name="q8_0", number=8, columns=32, bytes=34, bits=8, symmetric=True, group=32),
         BlockType(
             name="q2_k", number=10, columns=256, bytes=84, bits=2, symmetric=False, group=16, sc=(0, 15), m=15,

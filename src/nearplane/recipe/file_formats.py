@@ -21,7 +21,11 @@ MLX_BITS = (2, 3, 4, 5, 6, 8)
 MLX_GROUP_SIZES = (32, 64, 128)
 COMPRESSED_TENSORS_BITS = (2, 3, 4, 5, 6, 7, 8)
 COMPRESSED_TENSORS_FLOATS = (MXFP4, NVFP4, FP8, FP8_BLOCK, MXFP8)
-GGUF_INTEGERS = {integers(kind.bits, kind.group): kind for kind in TYPES.values() if kind.symmetric and kind.single}
+GGUF_INTEGERS = {
+    integers(kind.bits, kind.group): kind
+    for kind in TYPES.values()
+    if kind.symmetric and kind.single and kind.levels is None
+}
 
 
 def _compressed_tensors(format: NumberFormat) -> str | None:

@@ -100,7 +100,11 @@ class Checkpoint:
 
 
 TUNED_TYPES: Mapping[type, Callable[[LayerRecord, Any, torch.dtype, bool], TunedLayer]] = {
-    Grid: lambda layer, matrix, storage, codes: TunedMatrix(layer.name, matrix, storage, codes=codes),
+    Grid: lambda layer, matrix, storage, codes: (
+        TunedMatrix(layer.name, matrix, storage, codes=codes)
+        if matrix.grid.levels is None
+        else TunedLevels(matrix, codes=codes)
+    ),
     SharedGrid: lambda _, matrix, __, codes: TunedLevels(matrix, codes=codes),
     OctaveGrid: lambda _, matrix, __, codes: TunedLevels(matrix, codes=codes),
     SuperGrid: lambda _, matrix, storage, codes: TunedBlocks(matrix, storage, codes=codes),
@@ -196,7 +200,7 @@ def _may_move(recipe: Recipe, name: str) -> bool:
     """Return whether codes of a layer may be trained later; true for all layers if widths are chosen by measuring."""
     scheme = recipe.scheme_of(name)
     if isinstance(scheme, BlockScheme):
-        return scheme.measured or scheme.number_format.bits <= CODE_BITS
+        return scheme.measured or scheme.number_format.bits <= CODE_BITS or scheme.number_format.levels is not None
     return (
         not isinstance(scheme, GridScheme)
         or recipe.allocate == "slope"

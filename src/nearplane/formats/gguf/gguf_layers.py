@@ -24,7 +24,7 @@ from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.formats.gguf.kquants import KQUANTS, Fields, joined, split
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import ConfigFile, Held, LayerFormat, Quantized
-from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import TYPES, BlockType, NumberFormat
 from nearplane.lattice.superblock import SuperGrid, in_blocks, on_two_levels
 from nearplane.recipe.file_formats import FILE_FORMATS, GGUF_INTEGERS
@@ -61,7 +61,7 @@ class Blocks(LayerFormat):
         Minima of types of 32 are 16-bit numbers, which products of steps and zeros rarely are; those types are left out.
         """
         for kind in () if isinstance(format, BlockType) or format.levels else TYPES.values():
-            same = (kind.bits, kind.symmetric) == (format.bits, format.symmetric)
+            same = (kind.bits, kind.symmetric, kind.levels) == (format.bits, format.symmetric, None)
             if (
                 same
                 and not (format.group or matrix.codes.shape[1]) % kind.columns
@@ -137,10 +137,15 @@ def block_type(name: str, format: NumberFormat) -> BlockType:
 
 def _with_blocks(name: str, matrix: QuantizedMatrix[Any]) -> tuple[BlockType, QuantizedMatrix[SuperGrid]]:
     """Return the block type that stores a matrix, and the matrix on its grid."""
+    levels = getattr(matrix.grid, "levels", None)
+    for kind in TYPES.values():
+        if levels is not None and kind.levels == tuple(levels.tolist()):
+            return kind, matrix
     if (on_grid := on_two_levels(matrix)) is not None:
         columns = matrix.codes.shape[1] // on_grid.grid.d.shape[1]
         for kind in TYPES.values():
-            if (kind.low, kind.high, kind.columns) == (on_grid.grid.low, on_grid.grid.high, columns):
+            same = (kind.low, kind.high, kind.columns) == (on_grid.grid.low, on_grid.grid.high, columns)
+            if same and kind.levels is None:
                 return kind, on_grid
     grid = matrix.grid
     raise FormatError(
@@ -161,12 +166,14 @@ def pack(kind: BlockType, matrix: QuantizedMatrix) -> Tensor:
 
     Args:
         kind: Type of the blocks.
-        matrix: Codes, and a `SuperGrid` whose groups and blocks are runs of neighbours.
+        matrix: Codes, and a `SuperGrid` whose groups and blocks are runs of neighbours; of a type with levels, a `Grid`.
 
     Raises:
         FormatError: The type cannot store the matrix exactly.
     """
     grid, codes = matrix.grid, matrix.codes
+    if kind.levels is not None:
+        return _pack(kind, _on_levels(kind, matrix)).reshape(len(codes), -1)
     if not isinstance(grid, SuperGrid):
         raise FormatError(f"{kind.name}: the matrix is on a {type(grid).__name__}, expected a SuperGrid of that type.")
     out, columns = codes.shape
@@ -198,7 +205,33 @@ def pack(kind: BlockType, matrix: QuantizedMatrix) -> Tensor:
     return (KQUANTS[kind.name].pack(fields) if kind.name in KQUANTS else _pack(kind, fields)).reshape(out, -1)
 
 
-def unpack(kind: BlockType, raw: Tensor, columns: int) -> QuantizedMatrix[SuperGrid]:
+def _on_levels(kind: BlockType, matrix: QuantizedMatrix[Any]) -> Fields:
+    """Return the fields of blocks with levels and one step each.
+
+    Raises:
+        FormatError: The type cannot store the matrix exactly.
+    """
+    grid, (out, columns) = matrix.grid, matrix.codes.shape
+    runs = torch.arange(columns, device=matrix.codes.device) // kind.group
+    if (
+        columns % kind.columns
+        or grid.levels is None
+        or tuple(grid.levels.tolist()) != kind.levels
+        or grid.scale.shape != (out, columns // kind.columns)
+        or bool(grid.zero.any())
+        or not torch.equal(grid.group, runs)
+    ):
+        raise FormatError(
+            f"{kind.name}: {tuple(grid.scale.shape)} steps of {columns} inputs found, expected one for each {kind.columns} "
+            f"neighbours, the type's levels, and no zeros."
+        )
+    _within(kind, "codes", matrix.codes, (kind.low, kind.high))
+    d = _halves(f"{kind.name}: a step (d)", grid.scale.reshape(-1))
+    codes = matrix.codes.reshape(-1, kind.columns).to(torch.uint8)
+    return Fields(codes=codes, d=d, dmin=d[:, :0], sc=d[:, :0], m=d[:, :0])
+
+
+def unpack(kind: BlockType, raw: Tensor, columns: int) -> QuantizedMatrix[Any]:
     """Return the matrix whose blocks are `raw`, with steps in float32.
 
     Args:
@@ -218,16 +251,24 @@ def unpack(kind: BlockType, raw: Tensor, columns: int) -> QuantizedMatrix[SuperG
     out = len(raw)
     blocks = raw.reshape(-1, kind.bytes)
     fields = KQUANTS[kind.name].unpack(blocks) if kind.name in KQUANTS else _unpack(kind, blocks)
+    group, codes = torch.arange(columns, device=raw.device) // kind.group, fields.codes.to(torch.int32) + kind.low
+    if kind.levels is not None:
+        scale = _halves_of(fields.d).view(out, -1)
+        levels = torch.tensor(kind.levels, dtype=torch.float64)
+        plain = Grid(
+            scale=scale, zero=torch.zeros_like(scale), group=group, low=kind.low, high=kind.high, levels=levels
+        )
+        return QuantizedMatrix(codes=codes.view(out, columns), grid=plain)
     grid = SuperGrid(
         d=_halves_of(fields.d).view(out, -1),
         sc=fields.sc.to(torch.int32).view(out, -1),
         dmin=_halves_of(fields.dmin).view(out, -1) if kind.m else None,
         m=fields.m.to(torch.int32).view(out, -1) if kind.m else None,
-        group=torch.arange(columns, device=raw.device) // kind.group,
+        group=group,
         low=kind.low,
         high=kind.high,
     )
-    return QuantizedMatrix(codes=(fields.codes.to(torch.int32) + kind.low).view(out, columns), grid=grid)
+    return QuantizedMatrix(codes=codes.view(out, columns), grid=grid)
 
 
 def _within(kind: BlockType, what: str, integers: Tensor, limits: tuple[int, int]) -> None:

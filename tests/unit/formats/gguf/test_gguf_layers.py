@@ -16,7 +16,7 @@ from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import TYPES, BlockType
 
 KINDS = pytest.mark.parametrize("kind", TYPES.values(), ids=TYPES)
-NUMBERS = {"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,)} | {  # where a block's halves begin
+NUMBERS = {"q4_0": (0,), "q4_1": (0, 2), "iq4_nl": (0,), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,)} | {  # where a block's halves begin
     "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
 }  # fmt: skip
 
@@ -77,7 +77,21 @@ def test_values_that_gguf_quantized_pack_to_its_own_bytes(kind: BlockType) -> No
     assert torch.equal(pack(kind, unpack(kind, raw, 96)), raw)
 
 
-@KINDS
+def test_what_a_type_with_levels_cannot_hold_is_refused() -> None:
+    kind = TYPES["iq4_nl"]
+    matrix = unpack(kind, blocks(kind, 2, 2), 64)
+    grid = matrix.grid
+    with pytest.raises(FormatError, match="iq4_nl: codes from 0 to 16"):
+        pack(kind, replace(matrix, codes=matrix.codes.clone().fill_(0).index_fill_(1, torch.tensor(3), 16)))
+    with pytest.raises(FormatError, match=r"a step \(d\) is not exact in float16"):
+        pack(kind, replace(matrix, grid=replace(grid, scale=grid.scale + 1e-4 * torch.pi)))
+    others = {"levels": grid.levels + 1, "zero": grid.zero + 1, "group": grid.group.flip(0), "scale": grid.scale[:, :1]}
+    for name, other in others.items():
+        with pytest.raises(FormatError, match="expected one for each 32 neighbours, the type's levels, and no zeros"):
+            pack(kind, replace(matrix, grid=replace(grid, **{name: other})))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TYPES.values() if kind.levels is None], ids=lambda kind: kind.name)
 def test_what_a_type_cannot_hold_is_refused(kind: BlockType) -> None:
     matrix = unpack(kind, blocks(kind, 2, 1), kind.columns)
     grid = matrix.grid
