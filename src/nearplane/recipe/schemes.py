@@ -186,8 +186,8 @@ class BlockScheme(Scheme):
     Args:
         grid: Name of a number format, for example int4-g128, int8, int3-g64-asym, nvfp4, mxfp4, fp8, fp8-block or mxfp8. In
             a GGUF it may be a type of llama.cpp (q4_0, q4_1, iq4_nl, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k) or one of its
-            mixes (q2_k_m, q3_k_m, q4_k_m, q5_k_m). It may also be a number of bits per weight including steps, for example 4.5: types
-            of layers are then chosen by measuring. Rows that blocks of 256 do not divide get the type that llama.cpp uses
+            mixes (q2_k_m, q3_k_m, q4_k_m, q5_k_m). It may also be a number of bits per weight including steps, for example 4.5:
+            types of layers are then chosen by measuring. Rows that blocks of 256 do not divide get the type that llama.cpp uses
             instead.
         size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used
             instead of --rate. With --format gguf, each layer gets a type of llama.cpp, chosen by measuring.
