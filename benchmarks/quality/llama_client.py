@@ -38,7 +38,7 @@ from nearplane.lattice.number_formats import TYPES
 from nearplane.verbs.evaluate import load_dense
 
 FILE_TYPES = {
-    "q4_0": 2, "q4_1": 3, "iq4_nl": 25, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q6_k": 18,
+    "q4_0": 2, "q4_1": 3, "iq4_nl": 25, "iq4_xs": 30, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q6_k": 18,
     "q2_k_m": 10, "q3_k_m": 12, "q4_k_m": 15, "q5_k_m": 17,
 }  # fmt: skip
 SILENT = llama_cpp.llama_log_callback(lambda level, text, data: None)

@@ -94,7 +94,8 @@ def test_transformers_reads_what_we_read(mixed: tuple[Path, str]) -> None:
     ("words", "token_embd", "output", "down"),
     [
         pytest.param({"grid": "q3_k"}, "Q3_K", "Q6_K", "Q4_0", marks=pytest.mark.nightly),
-        ({"grid": "iq4_nl"}, "IQ4_NL", "Q6_K", "IQ4_NL"),
+        ({"grid": "iq4_xs"}, "IQ4_XS", "Q6_K", "IQ4_NL"),  # 256 does not divide the inputs of down
+        pytest.param({"grid": "iq4_nl"}, "IQ4_NL", "Q6_K", "IQ4_NL", marks=pytest.mark.nightly),
         ({"grid": "q8_0", "embeddings": "q4_1", "solver": "round-to-nearest"}, "Q4_1", "Q4_1", "Q8_0"),
         pytest.param(
             {"grid": "q4_0", "embeddings": "bf16", "solver": "round-to-nearest"},

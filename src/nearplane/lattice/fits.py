@@ -11,6 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from nearplane.lattice.grid import Grid
+from nearplane.lattice.multiples import multiples
 from nearplane.lattice.number_formats import BlockFormat
 from nearplane.lattice.octaves import octaves
 from nearplane.lattice.polish import Fit, PlainFit
@@ -39,5 +40,5 @@ def blocks(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Call
 
 
 FITS: Mapping[str, GridFit] = {
-    "plain": plain, "blocks": blocks, "shared": shared, "octaves": octaves, "tiles": tiles
+    "plain": plain, "blocks": blocks, "shared": shared, "octaves": octaves, "tiles": tiles, "multiples": multiples
 }  # fmt: skip

@@ -162,6 +162,10 @@ TYPES: dict[str, BlockType] = {
         BlockType(name="q5_0", number=6, columns=32, bytes=22, bits=5, symmetric=True, group=32),
         BlockType(name="q5_1", number=7, columns=32, bytes=24, bits=5, symmetric=False, group=32, m=1),
         BlockType(name="iq4_nl", number=20, columns=32, bytes=18, bits=4, group=32, levels=IQ4_NL, fit="plain"),
+        BlockType(
+            name="iq4_xs", number=23, columns=256, bytes=136, bits=4, group=32, levels=IQ4_NL, sc=(-32, 31),
+            fit="multiples", fallback="iq4_nl",
+        ),
         BlockType(name="q8_0", number=8, columns=32, bytes=34, bits=8, symmetric=True, group=32),
         BlockType(
             name="q2_k", number=10, columns=256, bytes=84, bits=2, symmetric=False, group=16, sc=(0, 15), m=15,

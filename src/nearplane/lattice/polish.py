@@ -100,12 +100,18 @@ class PlainFit:
     def __init__(self, storage: torch.dtype) -> None:
         self.storage = storage
 
-    def stored(self, steps: Tensor) -> Tensor:
-        """Round steps to those that the file holds, in their dtype."""
+    def stored(self, steps: Tensor, group: int) -> Tensor:
+        """Round the steps (out,) of a group to those that the file holds, in their dtype."""
+        del group
         return to_storage(steps, self.storage)  # all below `largest`
 
     @property
-    def rounding(self) -> Rounding:
+    def largest(self) -> float:
+        """Largest step."""
+        return torch.finfo(self.storage).max
+
+    @property
+    def rounding(self) -> Rounding | None:
         """Return the rounding of `stored`."""
         info = torch.finfo(self.storage)
         mantissa = -round(math.log2(info.eps))
@@ -120,8 +126,8 @@ class PlainFit:
             energy, product = (v * vH[inner]).sum(0), (v * EH[inner]).sum(0)  # (out,) each
             old = state.scale[g]
             new = torch.where(energy > 0, old + product / energy, old)
-            valid = (new > old / 3) & (new < (old * 3).clamp(max=self.rounding.largest))
-            move = self.stored(torch.where(valid, new, old)) - old
+            valid = (new > old / 3) & (new < (old * 3).clamp(max=self.largest))
+            move = self.stored(torch.where(valid, new, old), g) - old
             change = move * (move * energy - 2 * product)
             move = torch.where(valid & (change < 0), move, 0)
             state.fitted += torch.where(move == 0, 0, change)

@@ -119,14 +119,19 @@ class SharedFit(PlainFit):
     def __init__(self, divisor: float) -> None:
         self.divisor = divisor  # exact in float32
 
-    def stored(self, steps: Tensor) -> Tensor:
+    def stored(self, steps: Tensor, group: int) -> Tensor:
         """Round steps to those that the file holds, in their dtype."""
         return divided(self._blocks(steps), self.divisor).to(steps.dtype)
 
     @property
+    def largest(self) -> float:
+        """Largest step."""
+        return LARGEST / self.divisor
+
+    @property
     def rounding(self) -> Rounding:
         """Return the rounding of `stored`: E4M3 has three bits behind the point."""
-        return Rounding(3, SMALLEST, self.divisor, LARGEST / self.divisor)
+        return Rounding(3, SMALLEST, self.divisor, self.largest)
 
     def grid(self, state: State, start: Grid) -> Grid:
         """Return the grid `start` with the fitted steps."""

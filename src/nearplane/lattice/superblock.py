@@ -23,7 +23,7 @@ MIN_HALF = 2.0**-24  # smallest positive number of 16-bit floating point
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuperGrid(Grid):
-    """A grid whose steps and offsets are integers times numbers shared by a block of groups.
+    """A grid whose steps and offsets are integers times numbers shared by a block of groups; with levels, no offsets.
 
     Args:
         d: (out, blocks) step of every block, exact in 16-bit floating point; may be negative.
@@ -64,7 +64,8 @@ class SuperGrid(Grid):
 
         `d * sc * code` and `dmin * m` have at most 24 bits, so that only the subtraction rounds.
         """
-        values = self.scale[:, self.group] * codes
+        places = codes if self.levels is None else self.codebook.position(codes, self.scale.dtype)
+        values = self.scale[:, self.group] * places
         offset = self.offset
         return values if offset is None else values.sub_(offset[:, self.group])
 
@@ -87,6 +88,7 @@ class SuperGrid(Grid):
         return (
             torch.equal(self.group, other.group.to(torch.int64))
             and ours.keys() == theirs.keys()
+            and (self.levels is None) == (other.levels is None)
             and all(
                 ours[name].shape == part.shape and bool((ours[name] == part).all()) for name, part in theirs.items()
             )

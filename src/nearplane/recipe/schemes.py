@@ -40,7 +40,7 @@ from nearplane.system.arguments import check_fields, whole, within
 Scale = Literal["minmax", "mse"]
 Rows = Literal["sensitivity", "equal"]
 BlockName = Literal[  # of llama.cpp
-    "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"
+    "q4_0", "q4_1", "iq4_nl", "iq4_xs", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"
 ]  # fmt: skip
 GridName = Literal[BlockName, "q2_k_m", "q3_k_m", "q4_k_m", "q5_k_m"]  # with llama.cpp's mixes of types
 Dense = Literal["f32", "f16", "bf16"]
@@ -185,8 +185,8 @@ class BlockScheme(Scheme):
 
     Args:
         grid: Name of a number format, for example int4-g128, int8, int3-g64-asym, nvfp4, mxfp4, fp8, fp8-block or mxfp8. In
-            a GGUF it may be a type of llama.cpp (q4_0, q4_1, iq4_nl, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k) or one of its
-            mixes (q2_k_m, q3_k_m, q4_k_m, q5_k_m). It may also be a number of bits per weight including steps, for example 4.5:
+            a GGUF it may be a type of llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs) or one
+            of its mixes (q2_k_m, q3_k_m, q4_k_m, q5_k_m). It may also be a number of bits per weight with steps, for example 4.5:
             types of layers are then chosen by measuring. Rows that blocks of 256 do not divide get the type that llama.cpp uses
             instead.
         size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used

@@ -107,7 +107,9 @@ TUNED_TYPES: Mapping[type, Callable[[LayerRecord, Any, torch.dtype, bool], Tuned
     ),
     SharedGrid: lambda _, matrix, __, codes: TunedLevels(matrix, codes=codes),
     OctaveGrid: lambda _, matrix, __, codes: TunedLevels(matrix, codes=codes),
-    SuperGrid: lambda _, matrix, storage, codes: TunedBlocks(matrix, storage, codes=codes),
+    SuperGrid: lambda _, matrix, storage, codes: (
+        TunedBlocks(matrix, storage, codes=codes) if matrix.grid.levels is None else TunedLevels(matrix, codes=codes)
+    ),
     ProductGrid: lambda layer, matrix, _, codes: TunedLadders(matrix, layer.rate, codes=codes),
 }  # by type of grid: from a layer's record, its matrix, the dtype of steps and whether codes are trained
 

@@ -137,10 +137,11 @@ def block_type(name: str, format: NumberFormat) -> BlockType:
 
 def _with_blocks(name: str, matrix: QuantizedMatrix[Any]) -> tuple[BlockType, QuantizedMatrix[SuperGrid]]:
     """Return the block type that stores a matrix, and the matrix on its grid."""
-    levels = getattr(matrix.grid, "levels", None)
-    for kind in TYPES.values():
-        if levels is not None and kind.levels == tuple(levels.tolist()):
-            return kind, matrix
+    if (levels := getattr(matrix.grid, "levels", None)) is not None:
+        single = not isinstance(matrix.grid, SuperGrid)
+        for kind in TYPES.values():
+            if kind.levels == tuple(levels.tolist()) and kind.single == single:
+                return kind, matrix
     if (on_grid := on_two_levels(matrix)) is not None:
         columns = matrix.codes.shape[1] // on_grid.grid.d.shape[1]
         for kind in TYPES.values():
@@ -172,7 +173,7 @@ def pack(kind: BlockType, matrix: QuantizedMatrix) -> Tensor:
         FormatError: The type cannot store the matrix exactly.
     """
     grid, codes = matrix.grid, matrix.codes
-    if kind.levels is not None:
+    if kind.levels is not None and kind.single:
         return _pack(kind, _on_levels(kind, matrix)).reshape(len(codes), -1)
     if not isinstance(grid, SuperGrid):
         raise FormatError(f"{kind.name}: the matrix is on a {type(grid).__name__}, expected a SuperGrid of that type.")
@@ -252,9 +253,9 @@ def unpack(kind: BlockType, raw: Tensor, columns: int) -> QuantizedMatrix[Any]:
     blocks = raw.reshape(-1, kind.bytes)
     fields = KQUANTS[kind.name].unpack(blocks) if kind.name in KQUANTS else _unpack(kind, blocks)
     group, codes = torch.arange(columns, device=raw.device) // kind.group, fields.codes.to(torch.int32) + kind.low
-    if kind.levels is not None:
+    levels = None if kind.levels is None else torch.tensor(kind.levels, dtype=torch.float64)
+    if levels is not None and kind.single:
         scale = _halves_of(fields.d).view(out, -1)
-        levels = torch.tensor(kind.levels, dtype=torch.float64)
         plain = Grid(
             scale=scale, zero=torch.zeros_like(scale), group=group, low=kind.low, high=kind.high, levels=levels
         )
@@ -267,6 +268,7 @@ def unpack(kind: BlockType, raw: Tensor, columns: int) -> QuantizedMatrix[Any]:
         group=group,
         low=kind.low,
         high=kind.high,
+        levels=levels,
     )
     return QuantizedMatrix(codes=codes.view(out, columns), grid=grid)
 

@@ -97,6 +97,22 @@ def unpack_q6_k(raw: Tensor) -> Fields:
     return Fields(codes=codes, d=d, dmin=d[:, :0], sc=scales.contiguous().view(torch.int8).short(), m=d[:, :0])
 
 
+def pack_iq4_xs(f: Fields) -> Tensor:
+    """Return (blocks, 136) bytes: d, 2 of the upper two bits of sc + 32, 4 of its lower four bits, 128 of codes."""
+    sc = (f.sc + 32).to(torch.uint8)  # (blocks, 8)
+    high, low = joined((sc >> 4).view(-1, 2, 4).mT, 2), joined((sc & 15).view(-1, 4, 2).mT, 4)
+    codes = joined(f.codes.reshape(-1, 2, 16), 4)  # of 32 columns, the first 16 in the lower halves
+    return torch.cat([f.d, high, low, codes.view(-1, 128)], 1)
+
+
+def unpack_iq4_xs(raw: Tensor) -> Fields:
+    """Return the fields of (blocks, 136) bytes."""
+    d, high, low, qs = raw.split([2, 2, 4, 128], 1)
+    sc = split(low, 4).mT.reshape(-1, 8) | split(high, 2).mT.reshape(-1, 8) << 4
+    codes = split(qs.reshape(-1, 16), 4).reshape(-1, 256)
+    return Fields(codes=codes, d=d, dmin=d[:, :0], sc=sc.short() - 32, m=d[:, :0])
+
+
 def _packed(codes: Tensor, bits: int) -> Tensor:
     """Return (blocks, 32 * bits) bytes; the codes in one byte are 32 columns apart, the first in the lowest bits."""
     return joined(codes.reshape(-1, 8 // bits, 32), bits).view(-1, 32 * bits)
@@ -149,4 +165,5 @@ KQUANTS: Mapping[str, Layout] = {
     "q4_k": Layout(pack_q4_k, unpack_q4_k),
     "q5_k": Layout(pack_q5_k, unpack_q5_k),
     "q6_k": Layout(pack_q6_k, unpack_q6_k),
+    "iq4_xs": Layout(pack_iq4_xs, unpack_iq4_xs),
 }

@@ -18,7 +18,7 @@ from nearplane.lattice.number_formats import TYPES, BlockType
 KINDS = pytest.mark.parametrize("kind", TYPES.values(), ids=TYPES)
 NUMBERS = {  # where a block's halves begin
     "q4_0": (0,), "q4_1": (0, 2), "iq4_nl": (0,), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,),
-    "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
+    "iq4_xs": (0,), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
 }  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def test_keys_and_values_that_many_queries_share_get_more() -> None:
 
 def test_rows_that_256_does_not_divide_get_blocks_of_32() -> None:
     assert types("q4_k_m", 5, 32) == {"q5_0": 31, "q8_0": 4}
-    fallbacks = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+    fallbacks = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl"}
     assert {name: type_of(name, "other", 0, 96, network(5)).name for name in fallbacks} == fallbacks
     assert type_of("q4_0", "other", 0, 96, network(5)).name == "q4_0"
 
@@ -91,6 +91,6 @@ def test_layers_are_told_apart_by_their_names(name: str, role: str) -> None:
 
 def test_rates_count_steps_and_all() -> None:
     assert {name: kind.rate for name, kind in TYPES.items()} == {
-        "q4_0": 4.5, "q4_1": 5.0, "iq4_nl": 4.5, "q5_0": 5.5, "q5_1": 6.0, "q8_0": 8.5,
+        "q4_0": 4.5, "q4_1": 5.0, "iq4_nl": 4.5, "iq4_xs": 4.25, "q5_0": 5.5, "q5_1": 6.0, "q8_0": 8.5,
         "q2_k": 2.625, "q3_k": 3.4375, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625,
     }  # fmt: skip
