@@ -376,12 +376,12 @@ def generate(
     Args:
         model: Folder that nearplane wrote, in any format, a .gguf file, or folder or hub id that transformers loads.
         prompt: Text to continue, or message to answer.
-        compare: Another model, for example the original. It gets the same prompt once MODEL has left the memory. Its text
-            is printed below, and where the two texts first differ.
+        compare: Another model, for example the original, whose text is printed below, and where the two first differ.
+            It is loaded once MODEL has left the memory.
         tokens: Largest number of new tokens.
         temperature: Sampling temperature; 0 takes the most likely token each time.
         seed: Random seed of the sampling.
-        ignore_chat_template: Continue PROMPT as it is. Some base models have a chat template although they do not answer.
+        ignore_chat_template: Continue PROMPT as it is, for base models whose tokenizer has a chat template.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoint.
     """

@@ -105,15 +105,7 @@ def generate(
         for name in reader.names():
             reader.read([name])  # compares hashes, which llama.cpp does not
     else:
-        place = Device.named(device, in_float64=False).place
-        model = load(folder, device=place, trust_remote_code=trust_remote_code)
-        if not has_head(model) or input_kind(model) is not InputKind.TEXT:
-            why = (
-                "an encoder, which predicts no tokens"
-                if not has_head(model)
-                else f"which continues {input_kind(model)}"
-            )
-            raise RecipeError(f"{folder} contains a {type(model).__name__}, {why}. Pass a language model.")
+        model = _language_model(folder, device, trust_remote_code)
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
     chat = not ignore_chat_template and getattr(tokenizer, "chat_template", None) is not None
     text = _chat(folder, tokenizer, prompt) if chat else prompt
@@ -142,8 +134,22 @@ class _Request:
     seed: int
 
 
+def _language_model(folder: Path, device: str, trust_remote_code: bool) -> PreTrainedModel:
+    """Load a model that writes text behind text.
+
+    Raises:
+        RecipeError: It takes something else, or predicts no tokens.
+    """
+    place = Device.named(device, in_float64=False).place
+    model = load(folder, device=place, trust_remote_code=trust_remote_code)
+    if not has_head(model) or input_kind(model) is not InputKind.TEXT:
+        why = "an encoder, which predicts no tokens" if not has_head(model) else f"which continues {input_kind(model)}"
+        raise RecipeError(f"{folder} contains a {type(model).__name__}, {why}. Pass a language model.")
+    return model
+
+
 def _chat(folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    """Return the prompt as the message of a user, in the chat template of a tokenizer, up to where the answer begins."""
+    """Return the prompt as a user's message in the chat template of a tokenizer, up to where the answer begins."""
     with as_model_error(f"{folder} has a chat template that cannot be applied to a prompt; try --ignore-chat-template"):
         messages = [{"role": "user", "content": prompt}]
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
@@ -152,10 +158,9 @@ def _chat(folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
 def _by_transformers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ask: _Request, say: Say
 ) -> Continuation:
-    """Let a loaded model go on; keys and values of earlier tokens are kept, whatever its generation_config.json says."""
-    ids = torch.tensor(
-        [tokenizer(ask.text, add_special_tokens=not ask.chat)["input_ids"]], dtype=torch.int64, device=model.device
-    )
+    """Let a loaded model go on; keys and values of earlier tokens are kept even if its files say `use_cache: false`."""
+    encoded = tokenizer(ask.text, add_special_tokens=not ask.chat)["input_ids"]
+    ids = torch.tensor([encoded], dtype=torch.int64, device=model.device)  # (1, tokens)
     two_stacks, positions = has_two_stacks(model), positions_of(model.config)
     tokens = _room(ids.shape[1], positions, ask.tokens)
     if two_stacks:  # the decoder has positions of its own
