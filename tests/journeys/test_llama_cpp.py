@@ -190,6 +190,20 @@ def test_the_demo_says_in_llama_cpp_what_it_says_in_transformers(demo: Path, tmp
     assert nearplane.generate(plain, prompt, tokens=16, say=pieces.append) == "".join(pieces) == wanted
 
 
+def test_a_chat_is_answered_in_llama_cpp_as_in_transformers(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = shutil.copytree(demo, tmp_path / "plain")
+    converted(demo / FILE, plain / FILE, 0)
+    (plain / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}Return {{ m.content }}{% endfor %}"
+    )
+    answer = nearplane.generate(plain, "the number of", tokens=16)
+    assert answer.weight_bytes > 0
+    monkeypatch.setattr("nearplane.verbs.generate.runs_in_llama_cpp", lambda folder: False)
+    assert nearplane.generate(plain, "the number of", tokens=16) == answer
+
+
 def tokens_agree(source: Path, text: str, scratch: Path, **words: Any) -> int:
     """Compare the tokens of a text by the file with those of the original's tokenizer; return how many there are."""
     nearplane.quantize(source, scratch / "out", grid="q8_0", embeddings="f16", **(QUICK | words))

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from nearplane.cli.evaluate_command import evaluate
-from nearplane.cli.printing import as_json, comparison, opening, print_piece, say, table
+from nearplane.cli.printing import as_json, comparison, first_difference, log_speed, opening, print_piece, say, table
 from nearplane.cli.terminal import bar, one_line_a_step
 from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration, Way
@@ -363,20 +363,25 @@ def generate(
     tokens: int = 200,
     temperature: float = 0.0,
     seed: int = 0,
+    ignore_chat_template: Switch = False,
     device: str = "auto",
     trust_remote_code: Switch = False,
 ) -> None:
-    """Continue the text PROMPT with MODEL, and print the new text piece by piece.
+    """Continue the text PROMPT with MODEL, or let a chat model answer it, and print the new text piece by piece.
 
+    If the tokenizer of MODEL has a chat template, PROMPT is the message of a user; else it is continued as it is.
+    Afterwards the error stream says the time to the first token, the tokens per second, and the memory of the weights.
     A GGUF runs in llama.cpp if llama-cpp-python is installed, else in transformers, as all other models do.
 
     Args:
         model: Folder that nearplane wrote, in any format, a .gguf file, or folder or hub id that transformers loads.
-        prompt: Text to continue.
-        compare: Another model, for example the original, whose text is printed below.
+        prompt: Text to continue, or message to answer.
+        compare: Another model, for example the original, whose text is printed below, and where the two first differ.
+            It is loaded once MODEL has left the memory.
         tokens: Largest number of new tokens.
         temperature: Sampling temperature; 0 takes the most likely token each time.
         seed: Random seed of the sampling.
+        ignore_chat_template: Continue PROMPT as it is, for base models whose tokenizer has a chat template.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
@@ -385,19 +390,25 @@ def generate(
     opening(model)
     from nearplane import generate as run
 
+    texts = []
     for name in [model] if compare is None else [model, compare]:
         before = prompt if compare is None else f"── {name}\n{prompt}"
-        run(
+        text = run(
             name,
             prompt,
             tokens=tokens,
             temperature=temperature,
             seed=seed,
-            say=partial(print_piece, before),
+            ignore_chat_template=ignore_chat_template,
+            say=partial(print_piece, iter([before])),
             device=device,
             trust_remote_code=trust_remote_code,
         )
-        print()
+        print(flush=True)
+        log_speed(text)
+        texts.append(text)
+    if compare is not None:
+        print(first_difference(*texts))
 
 
 COMMANDS = (evaluate, compare, geometry, demo, inspect, verify, report, card, export, tune, generate)

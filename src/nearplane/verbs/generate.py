@@ -1,4 +1,4 @@
-"""generate(): continues a text with a model, piece by piece, for a look at the quality of a quantized model.
+"""generate(): continues a text with a model, or lets it answer, piece by piece, for a look at its quality.
 
 A GGUF runs in llama.cpp if llama-cpp-python is installed; all else, and a GGUF without it, in transformers.
 """
@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from nearplane.errors import RecipeError
-from nearplane.formats.gguf.gguf_header import FILE
+from nearplane.formats.gguf.gguf_header import FILE, read_header
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.loading.from_pretrained import load
 from nearplane.loading.source_folder import source_folder
-from nearplane.models.kinds import InputKind, has_head, input_kind
+from nearplane.models.kinds import InputKind, has_head, has_two_stacks, input_kind
 from nearplane.models.model import positions_of
 from nearplane.models.pretrained import as_model_error, tokenizer_of
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
@@ -34,6 +37,30 @@ Say = Callable[[str], object]
 LLAMA = "llama_cpp"  # the module of llama-cpp-python
 UNFINISHED = "\ufffd"  # incomplete bytes of a letter decode to this
 MAX_SPECIAL_TOKENS = 16  # that a tokenizer puts before a prompt, whose own tokens are at most its bytes
+ANSWERS = "\n\n"  # between a prompt and a text that answers it
+
+
+class Continuation(str):
+    """Text that a model generated, without the prompt.
+
+    Attributes:
+        first_token_seconds: Time to the first new token; loading is not part of it.
+        tokens_per_second: New tokens per second after the first one; None if it was the only one.
+        weight_bytes: Memory that the weights take, also packed ones.
+    """
+
+    first_token_seconds: float
+    tokens_per_second: float | None
+    weight_bytes: int
+
+    @classmethod
+    def timed(cls, text: str, *, begin: float, first: float, end: float, tokens: int, weight_bytes: int) -> Self:
+        """Return a text with its speed, from the times of its begin, its first token and its end in seconds."""
+        made = cls(text)
+        made.first_token_seconds = first - begin
+        made.tokens_per_second = (tokens - 1) / max(end - first, 1e-9) if tokens > 1 else None
+        made.weight_bytes = weight_bytes
+        return made
 
 
 @checked()
@@ -44,18 +71,22 @@ def generate(
     tokens: int = 200,
     temperature: float = 0.0,
     seed: int = 0,
+    ignore_chat_template: bool = False,
     say: Say = lambda piece: None,
     device: str = "auto",
     trust_remote_code: bool = False,
-) -> str:
-    """Continue a text with a model.
+) -> Continuation:
+    """Continue a text with a model, or let a chat model answer it.
 
     Args:
         source: Folder that `quantize` wrote in any format, a .gguf file, or folder or hub id that transformers loads.
-        prompt: Text to continue; the tokenizer adds its special tokens.
+        prompt: What a user says, if the tokenizer has a chat template; else a text to continue, to which the tokenizer
+            adds its special tokens. An encoder with a decoder reads it in the encoder.
         tokens: Largest number of new tokens; fewer if the model ends or has no positions left.
         temperature, seed: Sampling temperature and random seed; temperature 0 takes the most likely token each time.
-        say: Callback for every new piece of text. It gets an empty text first, once all checks have passed.
+        ignore_chat_template: Whether to continue the prompt as it is even if there is a chat template.
+        say: Callback for every new piece of text. Once all checks have passed, it first gets what stands between the
+            prompt and the text: nothing, or an empty line if the model answers.
         device: Device to compute on; llama.cpp chooses its own.
         trust_remote_code: Whether to run model code that comes with the checkpoint.
 
@@ -64,33 +95,25 @@ def generate(
 
     Raises:
         RecipeError: A number is out of range, or the prompt is empty or too long.
-        ModelError, FormatError: The model or its tokenizer cannot be loaded.
+        ModelError, FormatError: The model, its tokenizer or its chat template cannot be used.
     """
     check_generate(tokens, temperature)
     folder = source_folder(source, trust_remote_code=trust_remote_code)
-    if runs_in_llama_cpp(folder):
+    if in_llama_cpp := runs_in_llama_cpp(folder):
         check_hashes(folder, weights=False)
         reader = reader_of(folder)
         for name in reader.names():
             reader.read([name])  # compares hashes, which llama.cpp does not
-        return _by_llama_cpp(folder, prompt, tokens, temperature, seed, say)
-    place = Device.named(device, in_float64=False).place
-    model = load(folder, device=place, trust_remote_code=trust_remote_code)
-    if not has_head(model) or input_kind(model) is not InputKind.TEXT:
-        why = "an encoder, which predicts no tokens" if not has_head(model) else f"which continues {input_kind(model)}"
-        raise RecipeError(f"{folder} contains a {type(model).__name__}, {why}. Pass a language model.")
+    else:
+        model = _language_model(folder, device, trust_remote_code)
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
+    chat = not ignore_chat_template and getattr(tokenizer, "chat_template", None) is not None
+    text = _chat(folder, tokenizer, prompt) if chat else prompt
+    ask = _Request(text=text, chat=chat, tokens=tokens, temperature=temperature, seed=seed)
+    if in_llama_cpp:
+        return _by_llama_cpp(folder, ask, say)
     with as_model_error(f"{folder} does not generate text"):
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]], dtype=torch.int64, device=place)
-        tokens = _room(ids.shape[1], positions_of(model.config), tokens)
-        pieces = _Pieces(tokenizer, say)
-        sampling: dict[str, Any] = {"do_sample": temperature > 0, "num_beams": 1, "repetition_penalty": 1.0}
-        if temperature:  # the model's generation_config.json has no effect, as in llama.cpp
-            sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
-        with torch.random.fork_rng(), torch.inference_mode():
-            torch.manual_seed(seed)
-            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, streamer=pieces, **sampling)
-    return pieces.text
+        return _by_transformers(model, tokenizer, ask, say)
 
 
 def runs_in_llama_cpp(folder: Path) -> bool:
@@ -100,21 +123,89 @@ def runs_in_llama_cpp(folder: Path) -> bool:
     return isinstance(method, str) and FILE_FORMATS.get(method, FileFormat()).for_llama_cpp and installed
 
 
-class _Pieces(BaseStreamer):  # type: ignore[misc]
-    """Streamer of the text behind a prompt; both are decoded together, as a space between them is part of a token."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What a model is asked for: the text that it reads, whether that is a chat, and the arguments of `generate`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Say) -> None:
-        self.text, self._say, self._tokenizer = "", say, tokenizer
+    text: str
+    chat: bool
+    tokens: int
+    temperature: float
+    seed: int
+
+
+def _language_model(folder: Path, device: str, trust_remote_code: bool) -> PreTrainedModel:
+    """Load a model that writes text behind text.
+
+    Raises:
+        RecipeError: It takes something else, or predicts no tokens.
+    """
+    place = Device.named(device, in_float64=False).place
+    model = load(folder, device=place, trust_remote_code=trust_remote_code)
+    if not has_head(model) or input_kind(model) is not InputKind.TEXT:
+        why = "an encoder, which predicts no tokens" if not has_head(model) else f"which continues {input_kind(model)}"
+        raise RecipeError(f"{folder} contains a {type(model).__name__}, {why}. Pass a language model.")
+    return model
+
+
+def _chat(folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    """Return the prompt as a user's message in the chat template of a tokenizer, up to where the answer begins."""
+    with as_model_error(f"{folder} has a chat template that cannot be applied to a prompt; try --ignore-chat-template"):
+        messages = [{"role": "user", "content": prompt}]
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _by_transformers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ask: _Request, say: Say
+) -> Continuation:
+    """Let a loaded model go on; keys and values of earlier tokens are kept even if its files say `use_cache: false`."""
+    encoded = tokenizer(ask.text, add_special_tokens=not ask.chat)["input_ids"]
+    ids = torch.tensor([encoded], dtype=torch.int64, device=model.device)  # (1, tokens)
+    two_stacks, positions = has_two_stacks(model), positions_of(model.config)
+    tokens = _room(ids.shape[1], positions, ask.tokens)
+    if two_stacks:  # the decoder has positions of its own
+        tokens = min(ask.tokens, positions or ask.tokens)
+    pieces = _Pieces(tokenizer, say, ANSWERS if ask.chat or two_stacks else "")
+    sampling: dict[str, Any] = {"do_sample": ask.temperature > 0, "num_beams": 1, "repetition_penalty": 1.0}
+    if ask.temperature:  # the model's generation_config.json has no effect, as in llama.cpp
+        sampling |= {"temperature": ask.temperature, "top_k": 0, "top_p": 1.0}
+    with torch.random.fork_rng(), torch.inference_mode():
+        torch.manual_seed(ask.seed)
+        mask = torch.ones_like(ids)
+        model.generate(ids, attention_mask=mask, max_new_tokens=tokens, streamer=pieces, use_cache=True, **sampling)
+    storages = [x.untyped_storage() for x in chain(model.parameters(), model.buffers())]
+    return Continuation.timed(
+        pieces.text,
+        begin=pieces.times[0],
+        first=pieces.times[1],
+        end=pieces.times[-1],
+        tokens=len(pieces.times) - 1,
+        weight_bytes=sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()),
+    )
+
+
+class _Pieces(BaseStreamer):  # type: ignore[misc]
+    """Streamer of the text behind a prompt; both are decoded together, as a space between them is part of a token.
+
+    Attributes:
+        text: The text so far.
+        times: When the prompt and every token came, in seconds.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Say, separator: str) -> None:
+        self.text, self._say, self._tokenizer, self._separator = "", say, tokenizer, separator
+        self.times: list[float] = []
         self._ids: list[int] = []
         self._prompt = 0  # letters of the prompt
 
     def put(self, value: Tensor) -> None:
         """Receive the prompt at first, then one token after the other."""
+        self.times.append(perf_counter())
         first = not self._ids
         self._ids += value.reshape(-1).tolist()
         if first:
             self._prompt = len(self._decoded())
-            self._say("")
+            self._say(self._separator)
         elif not (text := self._decoded()).endswith(UNFINISHED):
             self._tell(text)
 
@@ -146,24 +237,36 @@ def _room(prompt: int, positions: int | None, tokens: int) -> int:
     return tokens if positions is None else min(tokens, positions - prompt)
 
 
-def _by_llama_cpp(folder: Path, prompt: str, tokens: int, temperature: float, seed: int, say: Say) -> str:
-    """Continue the prompt with the GGUF in llama.cpp."""
+def _by_llama_cpp(folder: Path, ask: _Request, say: Say) -> Continuation:
+    """Let the GGUF go on in llama.cpp."""
     import llama_cpp
 
-    with as_model_error(f"llama.cpp does not run {folder / FILE}"):
-        context = len(prompt.encode()) + MAX_SPECIAL_TOKENS + tokens  # llama.cpp allocates memory for all of it at once
-        model = llama_cpp.Llama(str(folder / FILE), n_ctx=context, seed=seed, verbose=False)
-        ids = model.tokenize(prompt.encode(), add_bos=True)
+    file, read = folder / FILE, ask.text.encode()
+    with as_model_error(f"llama.cpp does not run {file}"):
+        context = len(read) + MAX_SPECIAL_TOKENS + ask.tokens  # llama.cpp allocates memory for all of it at once
+        model = llama_cpp.Llama(str(file), n_ctx=context, seed=ask.seed, verbose=False)
+        ids = model.tokenize(read, add_bos=not ask.chat, special=ask.chat)  # a template writes special tokens as text
         positions = model.metadata.get(f"{model.metadata.get('general.architecture')}.context_length")
-        tokens = _room(len(ids), None if positions is None else int(positions), tokens)
-        say("")
-        text, sampling = "", dict(top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0, seed=seed, stream=True)
+        tokens = _room(len(ids), None if positions is None else int(positions), ask.tokens)
+        say(ANSWERS if ask.chat else "")
+        sampling = dict(top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0, seed=ask.seed, stream=True)
+        text, times = "", [perf_counter()]
         try:
-            for part in model.create_completion(ids, max_tokens=tokens, temperature=temperature, **sampling):
+            for part in model.create_completion(ids, max_tokens=tokens, temperature=ask.temperature, **sampling):
+                times.append(perf_counter())
                 piece = part["choices"][0]["text"]
                 if piece:
                     text += piece
                     say(piece)
+            times.append(perf_counter())
+            made = model.n_tokens - len(ids) + 1  # the last token is sampled, but not read
         finally:
             model.close()
-    return text
+    return Continuation.timed(
+        text,
+        begin=times[0],
+        first=times[1],
+        end=times[-1],
+        tokens=made,
+        weight_bytes=sum(info.size for info in read_header(file).tensors),
+    )

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import os
+import re
+import shutil
+import sys
+import weakref
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import nearplane
+from children import Child, command
 from families import config_of, random_model
-from nearplane import NearplaneError, RecipeError
-from nearplane.cli.app import app
+from nearplane import ModelError, NearplaneError, RecipeError
+from nearplane.cli.app import app, main
+from nearplane.cli.printing import first_difference
 from nearplane.demo import CALIBRATION, MODEL
+from nearplane.verbs import generate as module
 from nearplane.verbs.evaluate import load_dense
 from nearplane.verbs.generate import UNFINISHED
 from tokenizers_of_kinds import of_pieces, saved
+from translating import BART, KINDS, save_translating
 
 PROMPT = "Return the number of"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}Return{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +44,18 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def likeliest(folder: Path, tokens: int) -> str:
+@pytest.fixture
+def chat(tmp_path: Path) -> Path:
+    """Return the demo model with a chat template."""
+    folder = shutil.copytree(MODEL, tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def likeliest(folder: Path, tokens: int, prompt: str = PROMPT) -> str:
     """Return what follows the prompt, one whole forward a token."""
     network, tokenizer = load_dense(folder, torch.device("cpu"))
-    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     begin = ids.shape[1]
     with torch.inference_mode():
         for _ in range(tokens):
@@ -72,12 +97,131 @@ def test_draws_repeat_and_leave_the_global_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_command_shows_both(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        app(["generate", str(out), PROMPT, "--compare", str(MODEL), "--tokens", "4"])
-    assert ended.value.code in (0, None)
-    said = capsys.readouterr().out
-    assert said == f"── {out}\n{PROMPT}{likeliest(out, 4)}\n── {MODEL}\n{PROMPT}{likeliest(MODEL, 4)}\n"
+def test_the_command_shows_both_their_speed_and_where_they_differ(out: Path) -> None:
+    code, said, beside = command("generate", out, PROMPT, "--compare", MODEL, "--tokens", 4).ended()
+    first, second = likeliest(out, 4), likeliest(MODEL, 4)
+    assert said == (f"── {out}\n{PROMPT}{first}\n── {MODEL}\n{PROMPT}{second}\n{first_difference(first, second)}\n")
+    speed = r"first token after \d+\.\d\d s, then \d+\.\d tokens per second; weights take {}\n"
+    assert code == 0
+    assert re.fullmatch(rf"opening .*\n{speed.format('[0-9.]+ MB')}{speed.format('8.39 MB')}", beside)
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "said"),
+    [
+        (" a list.", " a list.", "── both texts are the same"),
+        (" a list", " a line", "── the same for 5 letters, then 'list' instead of 'line'"),
+        (" a list", " a list of", "── the same for 7 letters, then 'list' instead of 'list of'"),
+        ("a\x1b", "b", "── the same for 0 letters, then 'a\\x1b' instead of 'b'"),
+    ],
+)
+def test_the_first_difference_is_shown_from_the_beginning_of_its_word(text: str, other: str, said: str) -> None:
+    assert first_difference(text, other) == said
+
+
+def test_pieces_pass_a_pipe_before_the_text_is_finished() -> None:
+    """The reader leaves after one letter, which ends the command; a whole text at the end would end it with 0."""
+    reader, writer = os.pipe()
+
+    def run() -> None:
+        os.close(reader)
+        os.dup2(writer, 1)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.argv = ["nearplane", "generate", str(MODEL), PROMPT, "--tokens", "400"]
+        main()
+
+    child = Child(run)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        begin = pipe.read(len(PROMPT) + 1)
+    assert begin.decode().startswith(PROMPT)
+    assert child.ended()[0] == 141
+
+
+def test_one_model_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    models, alive = [], []
+
+    def load(*given: object, **options: object) -> nn.Module:
+        alive.append([model() is not None for model in models])
+        model = nearplane.load(*given, **options)  # type: ignore[arg-type]
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(module, "load", load)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(SystemExit):
+            app(["generate", str(MODEL), PROMPT, "--compare", str(MODEL), "--tokens", "2", "--device", "cpu"])
+    finally:
+        gc.enable()
+    assert alive == [[], [False]]
+
+
+def test_a_token_is_read_once_whatever_the_folder_says_of_the_cache(tmp_path: Path) -> None:
+    """Folders saved after a training often say `use_cache: false`; a text of 200 tokens took thirteen times as long."""
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(settings | {"use_cache": False}))
+    read: list[int] = []
+    hook = register_module_forward_pre_hook(
+        lambda layer, inputs: read.append(inputs[0].numel()) if isinstance(layer, nn.Embedding) else None
+    )
+    try:
+        text = nearplane.generate(folder, PROMPT, tokens=5, device="cpu")
+    finally:
+        hook.remove()
+    assert read[1:] == [1] * 4
+    assert text == likeliest(MODEL, 5)
+
+
+def test_the_speed_counts_tokens_after_the_first_and_weights_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nearplane.load(MODEL, device="cpu")
+    weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    ticks = count(100, 2)
+    monkeypatch.setattr(module, "perf_counter", lambda: float(next(ticks)))
+    text = nearplane.generate(MODEL, PROMPT, tokens=5, device="cpu")
+    assert (text.first_token_seconds, text.tokens_per_second, text.weight_bytes) == (2.0, 0.5, weights)
+    assert nearplane.generate(MODEL, PROMPT, tokens=1, device="cpu").tokens_per_second is None
+
+
+def test_a_chat_model_answers_a_user(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = likeliest(MODEL, 6, f"user: {PROMPT}\nReturn")
+    pieces: list[str] = []
+    assert nearplane.generate(chat, PROMPT, tokens=6, say=pieces.append) == answer
+    assert "".join(pieces) == f"\n\n{answer}"
+    assert nearplane.generate(chat, PROMPT, tokens=6, ignore_chat_template=True) == likeliest(MODEL, 6)
+    for words, said in (((), f"\n\n{answer}"), (("--ignore-chat-template",), likeliest(MODEL, 6))):
+        with pytest.raises(SystemExit):
+            app(["generate", str(chat), PROMPT, "--tokens", "6", *words])
+        assert capsys.readouterr().out == f"{PROMPT}{said}\n"
+
+
+def test_a_chat_template_that_cannot_be_applied_is_one_sentence(chat: Path) -> None:
+    (chat / "chat_template.jinja").write_text("{{ raise_exception('no users') }}")
+    with pytest.raises(ModelError, match=r"chat template .* try --ignore-chat-template \(TemplateError: no users\)"):
+        nearplane.generate(chat, PROMPT)
+
+
+def test_a_model_with_an_encoder_answers_with_all_positions_of_its_decoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, "bart", BART | dict(vocab_size=1024, eos_token_id=None))
+    folder = save_translating(tmp_path, "bart")
+    with pytest.raises(ModelError, match=r"has no tokenizer; expected merges\.txt or tokenizer\.json or vocab\.json\."):
+        nearplane.generate(folder, PROMPT)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder / name)
+    network, tokenizer = load_dense(folder, torch.device("cpu"))
+    prompt = PROMPT * 14
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    assert 44 < ids.shape[1] < 64
+    expected = network.generate(ids, max_new_tokens=20, do_sample=False)[0]
+    pieces: list[str] = []
+    text = nearplane.generate(folder, prompt, tokens=20, say=pieces.append)
+    assert pieces[0] == "\n\n"
+    assert text == tokenizer.decode(expected, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize(
