@@ -134,7 +134,8 @@ def on_one_level(matrix: QuantizedMatrix[Any]) -> QuantizedMatrix[Any]:
     grid = matrix.grid
     if not isinstance(grid, SuperGrid):
         return matrix
-    plain = Grid(scale=grid.scale, zero=grid.zero, group=grid.group, low=grid.low, high=grid.high)
+    ends = {"low": grid.low, "high": grid.high, "levels": grid.levels}
+    plain = Grid(scale=grid.scale, zero=grid.zero, group=grid.group, **ends)
     return QuantizedMatrix(codes=matrix.codes, grid=plain)
 
 

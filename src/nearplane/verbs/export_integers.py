@@ -226,7 +226,10 @@ def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mappin
             formats[each.name] == each.number_format for each in record.layers
         ):
             return replace(base, format=cast(Format, format))
-    blocks = any(isinstance(each, BlockType) and not (each.single and each.symmetric) for each in formats.values())
+    blocks = any(
+        isinstance(each, BlockType) and not (each.single and each.symmetric and each.levels is None)
+        for each in formats.values()
+    )
 
     def storing(scheme: AnyScheme, number_format: NumberFormat) -> AnyScheme:
         """Return the scheme with another number format: one of llama.cpp's, or integers."""
