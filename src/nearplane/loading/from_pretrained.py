@@ -111,14 +111,23 @@ def load(
     grid_format = isinstance(method, str) and method in FORMATS and method != METHOD  # a list in a damaged config
     two_stacks = config.get("is_encoder_decoder") is True  # called part by part, so that nothing can stay packed
     if dtype == "auto":
-        compute_dtype = getattr(torch, str(config.get("dtype")), None)
+        compute_dtype = getattr(torch, str(config.get("dtype", config.get("torch_dtype"))), None)
     if compute_dtype == torch.float64 and place.type in WITHOUT_FLOAT64:
         raise RecipeError(f"dtype is float64, which {place} does not have. Pass another dtype, or use --device cpu.")
+    on_kernels = packed and not activations and place.type == "cpu" and compute_dtype == torch.bfloat16
+    if grid_format and packed and place.type == "cpu" and compute_dtype == torch.float32:
+        logger.info(
+            "%s is in float32: grids are decoded. With dtype=torch.bfloat16 the CPU multiplies packed weights", folder
+        )
     dense = grid_format and (
-        activations or two_stacks or not FORMATS[str(method)].layers.stays_packed(quantization, compute_dtype)
+        on_kernels
+        or activations
+        or two_stacks
+        or not FORMATS[str(method)].layers.stays_packed(quantization, compute_dtype)
     )
     if dense:
-        model = dense_network(folder, dtype=dtype, device=place, check=check, trust_remote_code=trust_remote_code)
+        options = {"check": check, "trust_remote_code": trust_remote_code, "packed": on_kernels}
+        model = dense_network(folder, dtype=dtype, device=place, **options)
     else:
         empty = empty_network(folder, trust_remote_code=trust_remote_code)
         if check:
