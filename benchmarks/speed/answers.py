@@ -2,9 +2,9 @@
 
 python benchmarks/speed/answers.py [--hidden 1024] [--intermediate 2816] [--blocks 8] [--vocabulary 4096] [--rows]
 
-The model is random. Both networks take turns in one process on one thread, and seconds are those of the CPU, which other
-processes do not lengthen. With --rows, layers alone are timed by the kernel and by decoded strips for more and more rows of
-inputs: `MAX_ROWS` of `loading/kernel_linear.py` is from this table.
+The model is random. Both networks take turns in one process on one thread, and seconds are those of the CPU. With
+--rows, layers alone are timed by the kernel and by decoded strips for more and more rows of inputs: `MAX_ROWS` of
+`loading/kernel_linear.py` is from this table.
 """
 
 from __future__ import annotations

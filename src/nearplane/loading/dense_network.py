@@ -124,14 +124,14 @@ def dense_network(
     packed: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load the language model of a folder with its weights decoded, without the packages of the format's reader.
+    """Load the language model of a folder with weights decoded or packed, without the packages of the format's reader.
 
     Args:
         folder: A folder that is quantized in a format that nearplane reads, or not quantized.
         dtype: Dtype of the weights; "auto" is the dtype in config.json.
         device: Device of the weights, to which each is sent as it is decoded.
         check: Whether files are compared with the run record, if there is one.
-        packed: Whether layers stay packed that the CPU can multiply so, see `kernel_linear.py`; for bfloat16 on the CPU.
+        packed: Whether layers stay packed where kernels take them, see `kernel_linear.py`; for bfloat16 on the CPU.
         trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
@@ -143,7 +143,7 @@ def dense_network(
     if quantization_of(folder) is None:
         return network_of(folder, dtype=dtype, device=device, empty=empty, trust_remote_code=trust_remote_code)
     floats: torch.dtype | None = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, empty.dtype)
-    grids = PackedGrids(empty, Stored(folder).names()) if packed and not isinstance(reader, WidenedReader) else None
+    grids = PackedGrids(empty, Stored(folder).names()) if packed else None
     if isinstance(reader, WidenedReader):
         tensors: Iterator[tuple[str, Tensor]] = ((name, reader.read([name])[name]) for name in reader.names())
     else:

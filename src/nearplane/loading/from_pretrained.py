@@ -81,15 +81,18 @@ def load(
 ) -> PreTrainedModel:
     """Load a model: a checkpoint of nearplane in any format, or any folder of safetensors that transformers loads.
 
-    Grids are decoded to `dtype`. Those of compressed-tensors stay packed if transformers decodes them to `dtype` and
-    the model is not an encoder with a decoder. Where runtimes round the inputs of layers (`quantize --activations`), the
-    weights alone are loaded and inputs are not rounded, unless `activations` asks for it.
+    In bfloat16 on the CPU, layers on grids stay packed and are multiplied by torch's kernels, where these take the
+    grid, see `kernel_linear.py`; all others are decoded. The log says how many. In another dtype, or on another device,
+    grids are decoded to `dtype`. Those of compressed-tensors then stay packed until the first call, if transformers
+    decodes them to `dtype` and the model is not an encoder with a decoder. Where runtimes round the inputs of layers
+    (`quantize --activations`), the weights alone are loaded and inputs are not rounded, unless `activations` asks for
+    it.
 
     Args:
         source: A folder, a hub id, or a .gguf file of an architecture that nearplane writes.
         dtype: Dtype of the computation; "auto" is the dtype in config.json.
         device: Device as in `Device.named`; "auto" is the GPU if there is one. Each weight is sent to it as it is read.
-        packed: Whether native weights stay packed, half a byte or a byte each; else they are decoded to `dtype`.
+        packed: Whether weights stay packed where they can, half a byte or a byte each; else they are decoded.
         check: Whether the files are compared with the hashes in the run record, if there is one.
         activations: Whether the network rounds the inputs of its layers as runtimes do.
         trust_remote_code: Whether code that comes with the model may run.
@@ -117,7 +120,7 @@ def load(
     on_kernels = packed and not activations and place.type == "cpu" and compute_dtype == torch.bfloat16
     if grid_format and packed and place.type == "cpu" and compute_dtype == torch.float32:
         logger.info(
-            "%s is in float32: grids are decoded. With dtype=torch.bfloat16 the CPU multiplies packed weights", folder
+            "%s is in float32: grids are decoded. With dtype=torch.bfloat16 they stay packed on the CPU", folder
         )
     dense = grid_format and (
         on_kernels

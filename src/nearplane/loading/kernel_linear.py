@@ -1,12 +1,13 @@
 """Linear layers of integer codes that torch's kernels for bfloat16 multiply on the CPU without decoding them.
 
-| codes | steps | kernel | dtype of steps and offsets |
+| codes | steps | kernel of torch | held as |
 |---|---|---|---|
-| 2 to 4 bits | groups of a multiple of 32 inputs, or one step per row | `aten::_weight_int4pack_mm_for_cpu` | bfloat16 |
-| 5 to 8 bits, symmetric | one step per row | `aten::_weight_int8pack_mm` | bfloat16 |
+| 2 to 4 bits | groups of a multiple of 32 inputs, or one step per row | `_weight_int4pack_mm_for_cpu` | 4 bits |
+| 5 to 8 bits, symmetric | one step per row | `_weight_int8pack_mm` | 8 bits |
 
-Weights are `step * (code - middle) + offset`. Steps that are bfloat16 in the file are unchanged, others are rounded. Offsets
-are 0 on symmetric grids, else rounded once. Inputs of another dtype, and many rows of inputs, are multiplied by decoded strips.
+Weights are `step * (code - middle) + offset`. With 4 bits, steps that are bfloat16 in the file are unchanged, others are
+rounded to it. Offsets are 0 on symmetric grids, else rounded once. With 8 bits, steps are exact. Inputs of another
+dtype, and many rows of inputs, are multiplied by decoded strips.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ def dense_dtype() -> torch.dtype:
 
 @cache
 def block_rows() -> Tensor:
-    """Return the rows that torch packs together, (rows of a block,): those in low nibbles first, then those in high ones.
+    """Return the rows that torch packs together, (rows of a block,): those in low nibbles, then those in high ones.
 
-    A block holds column after column, each with two rows in a byte. Which rows these are depends on the machine, so they are
-    read off a packed matrix of row numbers.
+    A block holds column after column, each with two rows in a byte. Which rows these are depends on the machine, so
+    they are read off a packed matrix of row numbers.
     """
     rows = torch.arange(128, dtype=torch.int32)[:, None].repeat(1, 2)
     digits = [torch.ops.aten._convert_weight_to_int4pack_for_cpu(part, 1).flatten() for part in (rows % 16, rows // 16)]
@@ -61,7 +62,8 @@ class KernelLinear(nn.Module):
         KERNEL: Name of the kernel.
         MAX_ROWS: With more rows of inputs, codes are decoded first; measured in docs/results/answers.md.
         codes: The codes as the kernel reads them.
-        step_bits: Steps, and offsets where there are some: bfloat16 seen as int16, so that no cast of the module rounds them.
+        step_bits: Steps, and offsets where there are some: bfloat16 seen as int16, or float32 seen as int32, so that no
+            cast of the module rounds them.
         column_order: (in,) int32 column of x at each position; None where columns are in their order.
     """
 
@@ -82,7 +84,8 @@ class KernelLinear(nn.Module):
         codes = matrix.codes if order is None else matrix.codes.index_select(1, order)
         stored, steps = self.packed(codes, matrix.grid)
         self.register_buffer("codes", stored, persistent=False)
-        self.register_buffer("step_bits", steps.to(torch.bfloat16).contiguous().view(torch.int16), persistent=False)
+        bits = steps.contiguous().view(torch.int16 if steps.dtype == torch.bfloat16 else torch.int32)
+        self.register_buffer("step_bits", bits, persistent=False)
         self.register_buffer("column_order", order, persistent=False)
 
     @classmethod
@@ -92,7 +95,7 @@ class KernelLinear(nn.Module):
 
     @abstractmethod
     def packed(self, codes: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-        """Return (out, in) codes, sorted by group, as the kernel reads them, and steps and offsets."""
+        """Return (out, in) codes, sorted by group, as the kernel reads them, and steps and offsets as they are held."""
 
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
@@ -118,7 +121,7 @@ class KernelLinear(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def by_strips(self, x: Tensor) -> Tensor:
-        """Return the product (rows, out) of inputs of any dtype, on any device, by strips that are decoded one by one."""
+        """Return the product (rows, out) of inputs of any dtype, on any device, by strips decoded one by one."""
         dtype = dense_dtype() if x.dtype == torch.bfloat16 and x.device.type == "cpu" else x.dtype
         dense = x.to(dtype)
         y = torch.cat([dense @ strip.to(dtype) for strip in self.strips()], dim=1)
@@ -140,7 +143,7 @@ class KernelLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _steps(self) -> Tensor:
-        return self.step_bits.view(torch.bfloat16)
+        return self.step_bits.view(torch.bfloat16 if self.step_bits.dtype == torch.int16 else torch.float32)
 
 
 class Int4Linear(KernelLinear):
@@ -150,7 +153,7 @@ class Int4Linear(KernelLinear):
     """
 
     KERNEL = "_weight_int4pack_mm_for_cpu"
-    MAX_ROWS = 256
+    MAX_ROWS = 192
 
     @classmethod
     def fits(cls, grid: Grid) -> bool:
@@ -173,7 +176,7 @@ class Int4Linear(KernelLinear):
             part = codes[a : a + most] + shift
             part = nn.functional.pad(part, (0, 0, 0, min(most, outputs - a) - len(part)), value=MIDDLE)
             packed[a : a + most] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(part, 1)
-        return packed, nn.functional.pad(steps, (0, 0, 0, outputs - self.out_features))
+        return packed, nn.functional.pad(steps, (0, 0, 0, outputs - self.out_features)).to(torch.bfloat16)
 
     def product(self, x: Tensor) -> Tensor:
         """Return the product (rows, outputs)."""
@@ -207,7 +210,10 @@ class Int4Linear(KernelLinear):
 
 
 class Int8Linear(KernelLinear):
-    """Codes of 5 to 8 bits with one step per row; `step_bits` is (out,)."""
+    """Codes of 5 to 8 bits with one step per row; `step_bits` is (out,).
+
+    Steps that bfloat16 does not hold are multiplied behind the kernel: rounded ones would cost about as much as 8 bits.
+    """
 
     KERNEL = "_weight_int8pack_mm"
     MAX_ROWS = 96
@@ -219,12 +225,17 @@ class Int8Linear(KernelLinear):
 
     def packed(self, codes: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
         """Return the codes (out, in) int8, and steps."""
-        return codes.to(torch.int8), grid.scale[:, 0].expand(self.out_features)
+        steps = grid.scale[:, 0].expand(self.out_features)
+        short = steps.to(torch.bfloat16)
+        return codes.to(torch.int8), short if torch.equal(short.to(steps.dtype), steps) else steps.float()
 
     def product(self, x: Tensor) -> Tensor:
         """Return the product (rows, out)."""
-        y: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.codes, self._steps())
-        return y
+        steps = self._steps()
+        exact = steps.dtype == torch.bfloat16
+        factors = steps if exact else torch.ones_like(steps, dtype=torch.bfloat16)
+        y: Tensor = torch.ops.aten._weight_int8pack_mm(x, self.codes, factors)
+        return y if exact else (y * steps).to(torch.bfloat16)
 
     def strips(self) -> Iterator[Tensor]:
         """Yield decoded (in, outputs) float32 values."""

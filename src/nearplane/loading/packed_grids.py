@@ -1,4 +1,4 @@
-"""The layers of a checkpoint on grids that stay packed for the kernels of the CPU, collected while the others are decoded."""
+"""Layers on grids that stay packed for kernels of the CPU, collected while the others of a checkpoint are decoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that torch's kernels multiply compute with the values of their grids, and only grids that the kernels take fit."""
+"""Layers that torch's kernels multiply compute with the values of their grids; other grids have no such layers."""
 
 from __future__ import annotations
 
@@ -69,6 +69,19 @@ def test_products_are_those_of_the_values(case: str, rows: int) -> None:
     assert y.dtype == torch.bfloat16
     assert y.shape == (1, rows, layer.out_features)
     assert (y[0].double() - expected).norm() <= ROUNDING * expected.norm()
+
+
+def test_steps_of_8_bits_are_exact_in_float32() -> None:
+    """Their rounding to bfloat16 would change weights by as much as codes of 8 bits do."""
+    matrix = random_matrix(40, COLUMNS, bits=8, group_size=None, symmetric=True, dtype=torch.float32)
+    layer = kernel_linear(matrix)
+    assert layer is not None
+    assert torch.equal(next(layer.strips()).T, matrix.decode())
+    x, steps = inputs(layer.MAX_ROWS), matrix.grid.scale[:, 0]
+    expected = x.double() @ matrix.decode().double().T
+    slopes = (layer(x).double() * expected).sum(0) / expected.square().sum(0)  # roundings of outputs cancel out
+    by_rounded_steps = (steps.to(torch.bfloat16).double() / steps.double() - 1).abs().amax()
+    assert (slopes - 1).abs().amax() < by_rounded_steps / 4
 
 
 @pytest.mark.parametrize("case", ["4 bits, asymmetric, permuted", "8 bits"])

@@ -76,7 +76,7 @@ def test_only_bfloat16_networks_of_plain_inputs_stay_packed(
         model = nearplane.load(tmp_path / "out", device="cpu", **options)
         assert not any(isinstance(module, KernelLinear) for module in model.modules())
     assert [each for each in caplog.messages if "grids are decoded" in each] == [
-        f"{tmp_path / 'out'} is in float32: grids are decoded. With dtype=torch.bfloat16 the CPU multiplies packed weights"
+        f"{tmp_path / 'out'} is in float32: grids are decoded. With dtype=torch.bfloat16 they stay packed on the CPU"
     ]
 
 
