@@ -5,8 +5,8 @@
 | 2 to 4 bits | groups of a multiple of 32 inputs, or one step per row | `_weight_int4pack_mm_for_cpu` | 4 bits |
 | 5 to 8 bits, symmetric | one step per row | `_weight_int8pack_mm` | 8 bits |
 
-Weights are `step * (code - middle) + offset`. With 4 bits, steps that are bfloat16 in the file are unchanged, others are
-rounded to it. Offsets are 0 on symmetric grids, else rounded once. With 8 bits, steps are exact. Inputs of another
+Weights are `step * (code - middle) + offset`. With 4 bits, steps that are bfloat16 in the file stay as they are; others
+are rounded. Offsets are 0 on symmetric grids, else rounded once. With 8 bits, steps are exact. Inputs of another
 dtype, and many rows of inputs, are multiplied by decoded strips.
 """
 
