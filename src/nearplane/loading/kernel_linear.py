@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.superblock import on_one_level
+from nearplane.lattice.superblock import SuperGrid
 
 GROUPS = (256, 128, 64, 32)  # group sizes of the kernel for 4 bits
 MIDDLE = 8  # the stored code of 4 bits that stands for 0
@@ -166,7 +166,10 @@ class Int4Linear(KernelLinear):
         assert run is not None, "see `fits`"
         low = 0 if grid.low is None else grid.low
         scale = grid.scale.to(torch.bfloat16).to(grid.scale.dtype)
-        steps = torch.stack([scale, scale * (low + half - grid.zero)], dim=2).transpose(0, 1)  # (groups, out, 2)
+        minus = scale * grid.zero
+        if isinstance(grid, SuperGrid) and (offset := grid.offset) is not None:
+            minus = torch.where(scale == 0, offset, minus)
+        steps = torch.stack([scale, scale * (low + half) - minus], dim=2).transpose(0, 1)  # (groups, out, 2)
         steps = steps.repeat_interleave(self.in_features // len(steps) // run, dim=0)
         block, shift = len(block_rows()), MIDDLE - half - low
         outputs = self.out_features + -self.out_features % block
@@ -246,9 +249,8 @@ class Int8Linear(KernelLinear):
 
 def kernel_linear(matrix: QuantizedMatrix[Any]) -> KernelLinear | None:
     """Return the layer of a quantized matrix on the CPU, without a bias; None where no kernel takes its grid."""
-    matrix = on_one_level(matrix)
     grid = matrix.grid
-    if type(grid) is not Grid or grid.levels is not None or grid.low is None:
+    if not isinstance(grid, Grid) or grid.levels is not None or grid.low is None:
         return None
     return next((kind(matrix) for kind in (Int4Linear, Int8Linear) if kind.fits(grid)), None)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from checkpoints import random_matrix
 from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.superblock import SuperGrid
 from nearplane.loading import kernel_linear as module
 from nearplane.loading.kernel_linear import Int4Linear, Int8Linear, KernelLinear, block_rows, kernel_linear
 
@@ -118,6 +119,21 @@ def test_the_state_dict_is_that_of_a_linear_layer(case: str) -> None:
     dense.load_state_dict(layer.state_dict())
     assert torch.equal(dense.weight, layer.weight)
     assert torch.equal(dense.bias, layer.bias)
+
+
+def test_minima_of_blocks_are_offsets_also_where_the_step_is_0() -> None:
+    """Blocks of GGUF and MLX: a constant group has no step, only its minimum."""
+    grid = SuperGrid(
+        d=torch.tensor([[0.5], [0.25]]), sc=torch.tensor([[1, 0], [2, 3]], dtype=torch.int32),
+        dmin=torch.tensor([[0.125], [-0.5]]), m=torch.tensor([[5, 3], [0, 1]], dtype=torch.int32),
+        group=torch.arange(64) // 32, low=0, high=15,
+    )  # fmt: skip
+    codes = torch.randint(0, 16, (2, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    layer = kernel_linear(QuantizedMatrix(codes=codes, grid=grid))
+    assert layer is not None
+    assert torch.equal(layer.weight.float(), grid.decode(codes))
+    x = torch.eye(64, dtype=torch.bfloat16)
+    assert torch.equal(layer(x).T.float(), grid.decode(codes))
 
 
 def test_grids_that_no_kernel_takes_have_no_layer() -> None:
