@@ -27,7 +27,18 @@ from nearplane.system.safetensors_files import ShardReader
 
 BATCH = 8
 TYPES = {"q2_k": "Q2_K", "q2_k_m": "Q2_K"} | {f"q{bits}_k": f"Q{bits}_K_S" for bits in (3, 4, 5)}  # llama.cpp's names
-PURE = ("q4_0", "iq4_nl", "iq4_xs", "q5_0", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")  # the same type in every layer
+PURE = (
+    "q4_0",
+    "iq4_nl",
+    "iq4_xs",
+    "q5_0",
+    "q8_0",
+    "q2_k",
+    "q3_k",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+)  # the same type in every layer
 
 
 class Original:

@@ -71,7 +71,7 @@ class Integers:
         dtype = torch.promote_types(self.scale.dtype, torch.float32)
         zero = self.zeros.to(dtype) + low
         grid = Grid(scale=self.scale.to(dtype), zero=zero, group=self.group, low=low, high=high)
-        return QuantizedMatrix(codes=self.codes.to(torch.int32) + low, grid=grid)
+        return QuantizedMatrix(codes=self.codes.to(torch.int32, copy=True).add_(low), grid=grid)
 
 
 def consecutive(columns: int, group_size: int | None, device: torch.device | None = None) -> Tensor:

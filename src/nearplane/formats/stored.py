@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
@@ -198,6 +198,7 @@ def read_dense(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     stacks: Mapping[str, Stack] | None = None,
     device: torch.device = CPU,
+    decode: Callable[[str, QuantizedMatrix], Tensor] = lambda name, matrix: matrix.decode(),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (parameter name, dense tensor) of a folder, one in memory at a time.
 
@@ -210,6 +211,7 @@ def read_dense(
         shapes: Shapes of all parameters of the model, see `read_matrices`.
         stacks: Parameters assembled from several matrices, by name, see `stacks_of`.
         device: The device that tensors are for; those that are decoded there lie there already, all others on the CPU.
+        decode: Function from the name of a layer and its matrix to its (out, in) values.
 
     Raises:
         FormatError: A layer contradicts its format or the model, or nearplane does not read the format.
@@ -222,7 +224,7 @@ def read_dense(
     parameter_of = {name: parameter for parameter, stack in stacks.items() for name in stack.names}
     waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, matrix in read_matrices(folder, shapes=shapes, device=device):
-        values = matrix.decode()
+        values = decode(name, matrix)
         if (parameter := parameter_of.get(name)) is None:
             yield f"{name}.weight", values.T.contiguous() if f"{name}.weight" in transposed else values
             continue

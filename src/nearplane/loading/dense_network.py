@@ -26,7 +26,8 @@ from nearplane.coding.on_device import Blob, Decoded, decoded, decoder_of
 from nearplane.coding.packed_matrix import PackedMatrix
 from nearplane.errors import FormatError
 from nearplane.formats.native import Native, matrix_of, matrix_on_device
-from nearplane.formats.stored import Stack, quantization_of, read_dense, reader_of
+from nearplane.formats.stored import Stack, Stored, quantization_of, read_dense, reader_of
+from nearplane.loading.packed_grids import PackedGrids
 from nearplane.loading.packed_linear import PackedLinear
 from nearplane.models.conversion import Names, names_apart, patterns_apart
 from nearplane.models.experts import ExpertLayer, is_stack, stacked_layers
@@ -93,7 +94,7 @@ def stacks_of(model: nn.Module) -> dict[str, Stack]:
 
 
 def decoded_tensors(
-    folder: Path, empty: nn.Module, *, check: bool = True, device: torch.device = CPU
+    folder: Path, empty: nn.Module, *, check: bool = True, device: torch.device = CPU, packed: PackedGrids | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Return an iterator of (parameter name, decoded tensor) of a quantized folder; see `read_dense`.
 
@@ -102,6 +103,7 @@ def decoded_tensors(
         empty: The network that its config.json describes, on the meta device.
         check: Whether files are compared with the run record, if there is one.
         device: The device that tensors are for; those that are decoded there lie there already.
+        packed: Collection of the layers that stay packed; None: all are decoded.
 
     Raises:
         FormatError: A file differs from the run record.
@@ -109,7 +111,8 @@ def decoded_tensors(
     if check:
         check_hashes(folder, weights=reader_of(folder).checksums is None)  # else tensors are checked as they are read
     transposed, shapes, stacks = stored_transposed(empty), weight_shapes(empty), stacks_of(empty)
-    return read_dense(folder, transposed=transposed, shapes=shapes, stacks=stacks, device=device)
+    options: dict[str, Any] = {} if packed is None else {"decode": packed.take}
+    return read_dense(folder, transposed=transposed, shapes=shapes, stacks=stacks, device=device, **options)
 
 
 def dense_network(
@@ -118,15 +121,17 @@ def dense_network(
     dtype: torch.dtype | str = torch.float32,
     device: torch.device = CPU,
     check: bool = True,
+    packed: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load the language model of a folder with every weight decoded, without the packages of the format's reader.
+    """Load the language model of a folder with weights decoded or packed, without the packages of the format's reader.
 
     Args:
         folder: A folder that is quantized in a format that nearplane reads, or not quantized.
         dtype: Dtype of the weights; "auto" is the dtype in config.json.
         device: Device of the weights, to which each is sent as it is decoded.
         check: Whether files are compared with the run record, if there is one.
+        packed: Whether layers stay packed where kernels take them, see `kernel_linear.py`; for bfloat16 on the CPU.
         trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
@@ -138,14 +143,18 @@ def dense_network(
     if quantization_of(folder) is None:
         return network_of(folder, dtype=dtype, device=device, empty=empty, trust_remote_code=trust_remote_code)
     floats: torch.dtype | None = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, empty.dtype)
+    grids = PackedGrids(empty, Stored(folder).names()) if packed else None
     if isinstance(reader, WidenedReader):
         tensors: Iterator[tuple[str, Tensor]] = ((name, reader.read([name])[name]) for name in reader.names())
     else:
-        tensors = decoded_tensors(folder, empty, check=check, device=device)
+        tensors = decoded_tensors(folder, empty, check=check, device=device, packed=grids)
     weights = {name: values.to(device, floats if values.is_floating_point() else None) for name, values in tensors}
-    return network_of(
+    model = network_of(
         folder, dtype=empty.dtype if floats is None else floats, device=device, weights=weights, empty=empty
     )
+    if grids is not None:
+        grids.put_into(model)
+    return model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,15 +81,18 @@ def load(
 ) -> PreTrainedModel:
     """Load a model: a checkpoint of nearplane in any format, or any folder of safetensors that transformers loads.
 
-    Grids are decoded to `dtype`. Those of compressed-tensors stay packed if transformers decodes them to `dtype` and
-    the model is not an encoder with a decoder. Where runtimes round the inputs of layers (`quantize --activations`), the
-    weights alone are loaded and inputs are not rounded, unless `activations` asks for it.
+    In bfloat16 on the CPU, layers on grids stay packed and are multiplied by torch's kernels, where these take the
+    grid, see `kernel_linear.py`; all others are decoded. The log says how many. In another dtype, or on another device,
+    grids are decoded to `dtype`. Those of compressed-tensors then stay packed until the first call, if transformers
+    decodes them to `dtype` and the model is not an encoder with a decoder. Where runtimes round the inputs of layers
+    (`quantize --activations`), the weights alone are loaded and inputs are not rounded, unless `activations` asks for
+    it.
 
     Args:
         source: A folder, a hub id, or a .gguf file of an architecture that nearplane writes.
         dtype: Dtype of the computation; "auto" is the dtype in config.json.
         device: Device as in `Device.named`; "auto" is the GPU if there is one. Each weight is sent to it as it is read.
-        packed: Whether native weights stay packed, half a byte or a byte each; else they are decoded to `dtype`.
+        packed: Whether weights stay packed where they can, half a byte or a byte each; else they are decoded.
         check: Whether the files are compared with the hashes in the run record, if there is one.
         activations: Whether the network rounds the inputs of its layers as runtimes do.
         trust_remote_code: Whether code that comes with the model may run.
@@ -111,14 +114,23 @@ def load(
     grid_format = isinstance(method, str) and method in FORMATS and method != METHOD  # a list in a damaged config
     two_stacks = config.get("is_encoder_decoder") is True  # called part by part, so that nothing can stay packed
     if dtype == "auto":
-        compute_dtype = getattr(torch, str(config.get("dtype")), None)
+        compute_dtype = getattr(torch, str(config.get("dtype", config.get("torch_dtype"))), None)
     if compute_dtype == torch.float64 and place.type in WITHOUT_FLOAT64:
         raise RecipeError(f"dtype is float64, which {place} does not have. Pass another dtype, or use --device cpu.")
+    on_kernels = packed and not activations and place.type == "cpu" and compute_dtype == torch.bfloat16
+    if grid_format and packed and place.type == "cpu" and compute_dtype == torch.float32:
+        logger.info(
+            "%s is in float32: grids are decoded. With dtype=torch.bfloat16 they stay packed on the CPU", folder
+        )
     dense = grid_format and (
-        activations or two_stacks or not FORMATS[str(method)].layers.stays_packed(quantization, compute_dtype)
+        on_kernels
+        or activations
+        or two_stacks
+        or not FORMATS[str(method)].layers.stays_packed(quantization, compute_dtype)
     )
     if dense:
-        model = dense_network(folder, dtype=dtype, device=place, check=check, trust_remote_code=trust_remote_code)
+        options = {"check": check, "trust_remote_code": trust_remote_code, "packed": on_kernels}
+        model = dense_network(folder, dtype=dtype, device=place, **options)
     else:
         empty = empty_network(folder, trust_remote_code=trust_remote_code)
         if check:

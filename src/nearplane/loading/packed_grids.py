@@ -1,0 +1,61 @@
+"""Layers on grids that stay packed for kernels of the CPU, collected while the others of a checkpoint are decoded."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.loading.kernel_linear import KernelLinear, kernel_linear
+from nearplane.models.conversion import renamed
+from nearplane.models.layers import is_linear
+
+logger = logging.getLogger(__name__)
+
+
+class PackedGrids:
+    """Collection of packed layers.
+
+    Args:
+        empty: The network without weights.
+        names: Names of the quantized layers in the checkpoint.
+    """
+
+    def __init__(self, empty: PreTrainedModel, names: Iterable[str]) -> None:
+        tied = {*empty.all_tied_weights_keys, *empty.all_tied_weights_keys.values()}
+        modules = {f"{path}.weight": path for path, module in empty.named_modules() if is_linear(module)}
+        places = renamed(empty, (f"{name}.weight" for name in names))
+        self._path_of = {
+            name.removesuffix(".weight"): modules[place]
+            for name, place in places.items()
+            if place in modules and place not in tied
+        }
+        self._layers: dict[str, KernelLinear] = {}
+        self._decoded = 0
+
+    def take(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        """Return the (out, in) values of a layer of the checkpoint; without memory of their own if it stays packed."""
+        path = self._path_of.get(name)
+        layer = None if path is None else kernel_linear(matrix)
+        if path is None or layer is None:
+            self._decoded += 1
+            return matrix.decode()
+        self._layers[path] = layer
+        return torch.zeros(1, dtype=torch.bfloat16).expand(layer.out_features, layer.in_features)
+
+    def put_into(self, model: nn.Module) -> None:
+        """Replace the linear layers of the loaded network, and log how many layers each kernel multiplies."""
+        for path, layer in self._layers.items():
+            replaced = model.get_submodule(path)
+            assert isinstance(replaced, nn.Linear), "see `is_linear`"
+            layer.bias = replaced.bias
+            model.set_submodule(path, layer)
+        counts = Counter(layer.KERNEL for layer in self._layers.values())
+        parts = [f"{count} layers multiplied by torch's {kernel}" for kernel, count in counts.items()]
+        parts += [f"{self._decoded} decoded"] if self._decoded or not parts else []
+        logger.info("packed weights in bfloat16: %s", ", ".join(parts))

@@ -1,0 +1,93 @@
+"""Checkpoints on grids load packed for the CPU where their kernels fit, and answer as the decoded ones do."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import nearplane
+from checkpoints import random_matrix, tiny_llama, write_folder
+from families import config_of
+from nearplane.loading.kernel_linear import Int4Linear, Int8Linear, KernelLinear
+from nearplane.loading.packed_grids import PackedGrids
+
+TOKENS = torch.tensor([[5, 9, 11, 40, 7, 3, 60, 22]])
+FORMATS = {  # format, bits, group size, symmetric, class of the layers
+    "compressed-tensors": ("compressed-tensors", 4, 32, True, Int4Linear),
+    "compressed-tensors, 8 bits": ("compressed-tensors", 8, None, True, Int8Linear),
+    "gptq_v2": ("gptq_v2", 4, 32, False, Int4Linear),
+    "awq": ("awq", 4, 32, False, Int4Linear),
+    "compressed-tensors, groups of 8 bits": ("compressed-tensors", 8, 32, True, nn.Linear),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    tiny_llama().to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_layers_stay_packed_and_answer_as_decoded(
+    source: Path, tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    format, bits, group_size, symmetric, kind = FORMATS[case]
+    out = tmp_path / "out"
+    written = write_folder(out, source, format, bits=bits, group_size=group_size, symmetric=symmetric)
+    caplog.set_level(logging.INFO, "nearplane")
+    packed = nearplane.load(out, device="cpu")
+    counts = f"{len(written)} layers multiplied by torch's {kind.KERNEL}" if kind is not nn.Linear else "14 decoded"
+    assert f"packed weights in bfloat16: {counts}" in caplog.messages
+    assert {type(packed.get_submodule(name)) for name in written} == {kind}
+    assert type(packed.lm_head) is nn.Linear
+    exact = nearplane.load(out, device="cpu", dtype=torch.float32, packed=False)
+    dense = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
+    dense.load_state_dict(packed.state_dict())
+    with torch.no_grad():
+        expected = exact(TOKENS).logits
+        ours, theirs = ((part(TOKENS).logits - expected).norm() for part in (packed, dense))
+    assert 0 < ours < 1.2 * theirs
+    assert packed.generate(TOKENS, max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (1, 12)
+
+
+def test_a_packed_network_saves_as_a_dense_one(source: Path, tmp_path: Path) -> None:
+    write_folder(tmp_path / "out", source, "compressed-tensors", bits=4, group_size=32)
+    packed = nearplane.load(tmp_path / "out", device="cpu")
+    packed.save_pretrained(tmp_path / "dense")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").state_dict()
+    expected = packed.state_dict()
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+
+
+def test_only_bfloat16_networks_of_plain_inputs_stay_packed(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernels take no other dtype; a network in float32 says so."""
+    caplog.set_level(logging.INFO, "nearplane")
+    write_folder(tmp_path / "out", source, "gptq_v2", bits=4, group_size=32)
+    for options in ({"dtype": torch.float32}, {"packed": False}, {"dtype": "float16"}):
+        model = nearplane.load(tmp_path / "out", device="cpu", **options)
+        assert not any(isinstance(module, KernelLinear) for module in model.modules())
+    assert [each for each in caplog.messages if "grids are decoded" in each] == [
+        f"{tmp_path / 'out'} is in float32: grids are decoded. With dtype=torch.bfloat16 they stay packed on the CPU"
+    ]
+
+
+def test_tied_weights_and_unknown_layers_are_decoded() -> None:
+    """The embeddings need the weight that the head shares with them."""
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config_of("qwen3"))
+    grids = PackedGrids(network, ["lm_head", "model.layers.0.mlp.up_proj", "elsewhere"])
+    matrix = random_matrix(64, 32, bits=4, group_size=32, symmetric=True, dtype=torch.bfloat16)
+    for name in ("lm_head", "elsewhere"):
+        assert torch.equal(grids.take(name, matrix), matrix.decode())
+    taken = grids.take("model.layers.0.mlp.up_proj", matrix)
+    assert taken.shape == (64, 32)
+    assert taken.untyped_storage().nbytes() == 2
