@@ -15,7 +15,8 @@ from nearplane.lattice import superblocks_torch, superblocks_triton
 from nearplane.lattice.number_formats import TYPES, BlockFormat, integers
 from nearplane.lattice.superblocks_torch import error_of
 
-FORMATS: dict[str, BlockFormat] = {**TYPES, "int3-g24-min": integers(3, 24, minimum=True)}
+FORMATS: dict[str, BlockFormat] = {name: kind for name, kind in TYPES.items() if kind.fit == "blocks"}
+FORMATS["int3-g24-min"] = integers(3, 24, minimum=True)
 SIZES = {"usual": 0.02, "huge": 2.0**8, "tiny": 2.0**-40, "zero": 0.0}
 
 

@@ -17,7 +17,8 @@ from nearplane.lattice.superblock_fit import SuperFit
 from nearplane.lattice.superblock_search import fit_blocks
 from nearplane.lattice.superfit_triton import fit_columns
 
-FORMATS: dict[str, BlockFormat] = {**TYPES, "int3-g24-min": integers(3, 24, minimum=True)}
+FORMATS: dict[str, BlockFormat] = {name: kind for name, kind in TYPES.items() if kind.fit == "blocks"}
+FORMATS["int3-g24-min"] = integers(3, 24, minimum=True)
 
 
 def problem(seed: int) -> dict[str, Any]:

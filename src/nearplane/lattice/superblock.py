@@ -134,8 +134,7 @@ def on_one_level(matrix: QuantizedMatrix[Any]) -> QuantizedMatrix[Any]:
     grid = matrix.grid
     if not isinstance(grid, SuperGrid):
         return matrix
-    ends = {"low": grid.low, "high": grid.high, "levels": grid.levels}
-    plain = Grid(scale=grid.scale, zero=grid.zero, group=grid.group, **ends)
+    plain = Grid(scale=grid.scale, zero=grid.zero, group=grid.group, low=grid.low, high=grid.high, levels=grid.levels)
     return QuantizedMatrix(codes=matrix.codes, grid=plain)
 
 

@@ -56,6 +56,6 @@ class PackedGrids:
             layer.bias = replaced.bias
             model.set_submodule(path, layer)
         counts = Counter(layer.KERNEL for layer in self._layers.values())
-        parts = [f"{count} layers multiplied by torch's {kernel}" for kernel, count in counts.items()]
-        parts += [f"{self._decoded} decoded"] if self._decoded or not parts else []
-        logger.info("packed weights in bfloat16: %s", ", ".join(parts))
+        parts = [f"{count} stay packed (torch's {kernel})" for kernel, count in counts.items()]
+        parts += [f"{self._decoded} are decoded"] if self._decoded or not parts else []
+        logger.info("of the quantized layers %s", ", ".join(parts))

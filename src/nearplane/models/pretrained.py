@@ -198,7 +198,7 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrained
     with as_model_error(f"{folder} has no tokenizer that transformers can load"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         files = {*tokenizer.vocab_files_names.values()}
-        if files and not any((folder / name).is_file() for name in (*files, *OTHER_TOKENIZERS)):
+        if files and not any((folder / name).is_file() for name in (TOKENIZER, *files, *OTHER_TOKENIZERS)):
             raise ModelError(  # transformers made an empty one of the class in config.json
                 f"{folder} has no tokenizer; expected {' or '.join(sorted(files))}. Copy them from the original model."
             )

@@ -11,7 +11,10 @@ from triton_processes import DAILY, NIGHTLY, problems, triton_runs_here
 def check(counts: dict[str, int]) -> None:
     """Compare what random problems find with what the torch form finds."""
     found = problems("superblock_problems", counts)
-    assert {each["kind"] for each in found} == {*TYPES, "int3-g24-min"}
+    assert {each["kind"] for each in found} == {
+        *(name for name, kind in TYPES.items() if kind.fit == "blocks"),
+        "int3-g24-min",
+    }
     for each in found:
         assert each["names"], each
         assert each["unstored"] == each["zeros"] == 0, each
