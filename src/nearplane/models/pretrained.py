@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*")
 MAX_QUOTED_LETTERS = 400  # letters of a message of transformers that an error quotes
 TOKENIZER, PIECES = "tokenizer.json", "tokenizer.model"
+GENERATION = "generation_config.json"  # tokens that end a text, among other settings
 OTHER_TOKENIZERS = (PIECES, "tokenizer_config.json", "vocab.json", "vocab.txt")  # alternatives to tokenizer.json
 READERS = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # {package to read PIECES: its module}
 CPU = torch.device("cpu")
@@ -174,6 +175,8 @@ def network_of(
             model, report = _builder(empty.config).from_pretrained(folder, **options)
         else:
             model, report = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, **options)
+            if model.can_generate() and (folder / GENERATION).is_file():  # transformers looks beside weight files alone
+                model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     missing = sorted({*report["missing_keys"], *(str(name) for name, *_ in report["mismatched_keys"])})
     if missing:
         raise ModelError(
