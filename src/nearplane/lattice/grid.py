@@ -138,10 +138,15 @@ class Grid:
             and (self.low, self.high) == (other.low, other.high)
             and torch.equal(self.group, other.group.to(torch.int64))
             and self.scale.shape[1] == other.scale.shape[1]
-            and (self.levels is None) == (other.levels is None)
-            and (self.levels is None or other.levels is None or torch.equal(self.levels, other.levels))
+            and self.same_levels(other)
             and bool((self.scale == other.scale).all() and (self.zero == other.zero).all())
         )
+
+    def same_levels(self, other: Grid) -> bool:
+        """Return whether another grid has the same levels, or none as well."""
+        if self.levels is None or other.levels is None:
+            return self.levels is other.levels
+        return torch.equal(self.levels, other.levels)
 
     def to(self, target: torch.dtype | torch.device | str) -> Self:
         """Return the grid with steps and offsets in another dtype, or the whole grid on another device."""

@@ -250,22 +250,8 @@ def _fitted(old, energy, product, least, divisor, largest, MANTISSA: tl.constexp
 
 @triton.jit
 def _updated(
-    EH,
-    H,
-    E,
-    before,
-    columns,
-    inside,
-    start,
-    end,
-    r,
-    here,
-    out,
-    H_stride,
-    E_stride,
-    K: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
+    EH, H, E, before, columns, inside, start, end, r, here, out, H_stride, E_stride, K: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
     """Add to (E H)^T of some columns what changed in E of the columns from `start` to `end` since the span began."""
     for other in range(start, end, K):
         k = (other + tl.arange(0, K)).to(OFFSET)
@@ -376,11 +362,8 @@ def _descend(
                 if MANTISSA == 0:
                     columns = (a + c).to(OFFSET)
                     inside = columns < b
-                    EH = tl.load(
-                        sums + (columns - start)[:, None] * out + r[None, :],
-                        mask=inside[:, None] & here[None, :],
-                        other=0.0,
-                    )
+                    tile = inside[:, None] & here[None, :]
+                    EH = tl.load(sums + (columns - start)[:, None] * out + r[None, :], mask=tile, other=0.0)
                     EH = _updated(
                         EH, H, E, before, columns, inside, start, a, r, here, out, H_stride, E_stride, K, OFFSET
                     )

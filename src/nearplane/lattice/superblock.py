@@ -88,7 +88,7 @@ class SuperGrid(Grid):
         return (
             torch.equal(self.group, other.group.to(torch.int64))
             and ours.keys() == theirs.keys()
-            and (self.levels is None) == (other.levels is None)
+            and self.same_levels(other)
             and all(
                 ours[name].shape == part.shape and bool((ours[name] == part).all()) for name, part in theirs.items()
             )

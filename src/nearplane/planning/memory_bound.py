@@ -135,7 +135,7 @@ class Shapes:
         if self.ranks == 1:
             return self.all_windows
         fitted, extra = (-(-count // batch) for count in (self.windows - 1, self.extra))
-        extra += self.ranks  # texts of a mix, too, begin with batches of their own
+        extra += self.ranks  # each text of a mix begins with a batch of its own; up to so many texts are counted
         share = 1 + batch * -(-fitted // self.ranks), batch * -(-extra // self.ranks)
         return min(self.windows, share[0]) + min(self.extra, share[1])
 

@@ -135,7 +135,7 @@ def block_type(name: str, format: NumberFormat) -> BlockType:
     return TYPES.get(format.name) or GGUF_INTEGERS[format]
 
 
-def _with_blocks(name: str, matrix: QuantizedMatrix[Any]) -> tuple[BlockType, QuantizedMatrix[SuperGrid]]:
+def _with_blocks(name: str, matrix: QuantizedMatrix[Any]) -> tuple[BlockType, QuantizedMatrix[Any]]:
     """Return the block type that stores a matrix, and the matrix on its grid."""
     if (levels := getattr(matrix.grid, "levels", None)) is not None:
         single = not isinstance(matrix.grid, SuperGrid)
@@ -167,7 +167,8 @@ def pack(kind: BlockType, matrix: QuantizedMatrix) -> Tensor:
 
     Args:
         kind: Type of the blocks.
-        matrix: Codes, and a `SuperGrid` whose groups and blocks are runs of neighbours; of a type with levels, a `Grid`.
+        matrix: Codes, and a `SuperGrid` whose groups and blocks are runs of neighbours; of a type with levels and one
+            step a block, a `Grid`.
 
     Raises:
         FormatError: The type cannot store the matrix exactly.
