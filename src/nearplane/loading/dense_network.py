@@ -131,7 +131,7 @@ def dense_network(
         dtype: Dtype of the weights; "auto" is the dtype in config.json.
         device: Device of the weights, to which each is sent as it is decoded.
         check: Whether files are compared with the run record, if there is one.
-        packed: Whether layers stay packed where kernels take them, see `kernel_linear.py`; for bfloat16 on the CPU.
+        packed: Whether layers stay packed where their grids can, see `kernel_linear.py`; on the CPU.
         trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
@@ -143,12 +143,16 @@ def dense_network(
     if quantization_of(folder) is None:
         return network_of(folder, dtype=dtype, device=device, empty=empty, trust_remote_code=trust_remote_code)
     floats: torch.dtype | None = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, empty.dtype)
-    grids = PackedGrids(empty, Stored(folder).names()) if packed else None
+    grids = PackedGrids(empty, Stored(folder).names(), floats or empty.dtype) if packed else None
     if isinstance(reader, WidenedReader):
         tensors: Iterator[tuple[str, Tensor]] = ((name, reader.read([name])[name]) for name in reader.names())
     else:
         tensors = decoded_tensors(folder, empty, check=check, device=device, packed=grids)
-    weights = {name: values.to(device, floats if values.is_floating_point() else None) for name, values in tensors}
+    weights: dict[str, Tensor] = {}
+    for name, values in tensors:
+        if name.endswith(".weight"):
+            check_stored_floats(f"{folder}: {name}", values)
+        weights[name] = values.to(device, floats if values.is_floating_point() else None)
     model = network_of(
         folder, dtype=empty.dtype if floats is None else floats, device=device, weights=weights, empty=empty
     )
@@ -408,6 +412,21 @@ def fill(place: Place | StackPlace, module: nn.Module, dtype: torch.dtype, matri
     values = matrix.values().to(dtype)
     values = values.T.contiguous() if type(place.module) is Conv1D else values
     module.weight = nn.Parameter(values.to(device))
+
+
+def check_stored_floats(label: str, weight: Tensor) -> None:
+    """Refuse integers in the place of a weight that is not quantized.
+
+    Args:
+        label: Folder and tensor.
+        weight: The tensor.
+
+    Raises:
+        FormatError: It contains integers.
+    """
+    if not weight.is_floating_point():
+        kind = str(weight.dtype).removeprefix("torch.")
+        raise FormatError(f"{label} is stored as {kind}, expected a weight. Fetch the folder again.")
 
 
 def check_stored_shape(label: str, shape: tuple[int, ...], expected: tuple[int, int]) -> None:

@@ -41,6 +41,7 @@ from nearplane.loading.dense_network import (
     Place,
     SingleBlob,
     StackPlace,
+    check_stored_floats,
     check_stored_shape,
     dense_network,
     fill_all,
@@ -81,18 +82,17 @@ def load(
 ) -> PreTrainedModel:
     """Load a model: a checkpoint of nearplane in any format, or any folder of safetensors that transformers loads.
 
-    In bfloat16 on the CPU, layers on grids stay packed and are multiplied by torch's kernels, where these take the
-    grid, see `kernel_linear.py`; all others are decoded. The log says how many. In another dtype, or on another device,
-    grids are decoded to `dtype`. Those of compressed-tensors then stay packed until the first call, if transformers
-    decodes them to `dtype` and the model is not an encoder with a decoder. Where runtimes round the inputs of layers
-    (`quantize --activations`), the weights alone are loaded and inputs are not rounded, unless `activations` asks for
-    it.
+    On the CPU, layers on grids stay packed and are multiplied without decoding them, where `kernel_linear.py` takes the
+    grid; all others are decoded. The log says how many. On another device, grids are decoded to `dtype`. Those of
+    compressed-tensors then stay packed until the first call, if transformers decodes them to `dtype` and the model is
+    not an encoder with a decoder. Where runtimes round the inputs of layers (`quantize --activations`), the weights
+    alone are loaded and inputs are not rounded, unless `activations` asks for it.
 
     Args:
         source: A folder, a hub id, or a .gguf file of an architecture that nearplane writes.
         dtype: Dtype of the computation; "auto" is the dtype in config.json.
         device: Device as in `Device.named`; "auto" is the GPU if there is one. Each weight is sent to it as it is read.
-        packed: Whether weights stay packed where they can, half a byte or a byte each; else they are decoded.
+        packed: Whether weights stay packed where they can, in 2, 4 or 8 bits each; else they are decoded.
         check: Whether the files are compared with the hashes in the run record, if there is one.
         activations: Whether the network rounds the inputs of its layers as runtimes do.
         trust_remote_code: Whether code that comes with the model may run.
@@ -117,11 +117,7 @@ def load(
         compute_dtype = getattr(torch, str(config.get("dtype", config.get("torch_dtype"))), None)
     if compute_dtype == torch.float64 and place.type in WITHOUT_FLOAT64:
         raise RecipeError(f"dtype is float64, which {place} does not have. Pass another dtype, or use --device cpu.")
-    on_kernels = packed and not activations and place.type == "cpu" and compute_dtype == torch.bfloat16
-    if grid_format and packed and place.type == "cpu" and compute_dtype == torch.float32:
-        logger.info(
-            "%s is in float32: grids are decoded. With dtype=torch.bfloat16 they stay packed on the CPU", folder
-        )
+    on_kernels = packed and not activations and place.type == "cpu" and compute_dtype != torch.float64
     dense = grid_format and (
         on_kernels
         or activations
@@ -156,9 +152,8 @@ def _check_packed(model: PreTrainedModel, folder: Path) -> None:
             shape = (module.out_features, module.in_features)
             check_stored_shape(f"{folder}: {path}.weight_shape", tuple(stored.tolist()), shape)
         for name, parameter in module.named_parameters(path, recurse=False):
-            if not (parameter.is_floating_point() or hasattr(module, "quantization_scheme")):
-                kind = str(parameter.dtype).removeprefix("torch.")
-                raise FormatError(f"{folder}: {name} is stored as {kind}, expected a weight. Fetch the folder again.")
+            if not hasattr(module, "quantization_scheme"):
+                check_stored_floats(f"{folder}: {name}", parameter)
 
 
 class NearplaneConfig(QuantizationConfigMixin):

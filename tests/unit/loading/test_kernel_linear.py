@@ -1,4 +1,4 @@
-"""Layers that torch's kernels multiply compute with the values of their grids; other grids have no such layers."""
+"""Layers of packed codes compute with the values of their grids; grids that do not fit in words have no such layers."""
 
 from __future__ import annotations
 
@@ -9,113 +9,120 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints import random_matrix
-from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.loading import kernel_linear as module
-from nearplane.loading.kernel_linear import Int4Linear, Int8Linear, KernelLinear, block_rows, kernel_linear
+from nearplane.loading import product_cpu
+from nearplane.loading.kernel_linear import MAX_ROWS, KernelLinear, kernel_linear
+from nearplane.loading.product_cpu import BLOCK
 
-ROUNDING = 2**-8  # largest relative error of one rounding to bfloat16
-CASES = {  # bits, group size, symmetric, permuted columns, outputs
-    "4 bits": (4, 32, True, False, 64),
-    "4 bits, groups of 128": (4, 128, True, False, 64),
-    "4 bits, groups of 512, which the kernel does not have": (4, 512, True, False, 64),
-    "4 bits, a step per row, 40 outputs": (4, None, True, False, 40),
-    "4 bits, asymmetric, 7 outputs": (4, 64, False, False, 7),
-    "4 bits, asymmetric, permuted": (4, 32, False, True, 96),
-    "3 bits": (3, 128, True, False, 64),
-    "2 bits, asymmetric, permuted": (2, 256, False, True, 33),
-    "8 bits": (8, None, True, False, 40),
-    "5 bits": (5, None, True, False, 64),
+EXACT = 2**-20  # largest relative error of float32 sums of COLUMNS products, with offsets that are rounded once
+CASES = {  # bits, group size, symmetric, permuted columns, outputs, bits of a field
+    "4 bits": (4, 32, True, False, 64, 4),
+    "4 bits, groups of 8": (4, 8, True, False, 64, 4),
+    "4 bits, a step per row, 40 outputs": (4, None, True, False, 40, 4),
+    "4 bits, asymmetric, 7 outputs": (4, 64, False, False, 7, 4),
+    "4 bits, asymmetric, permuted": (4, 32, False, True, 96, 4),
+    "3 bits": (3, 128, True, False, 64, 4),
+    "2 bits, symmetric": (2, 64, True, False, 130, 2),
+    "2 bits, asymmetric, permuted": (2, 256, False, True, 33, 2),
+    "8 bits": (8, None, True, False, 40, 8),
+    "8 bits, asymmetric": (8, 32, False, False, 64, 8),
+    "5 bits, groups of 4": (5, 4, True, False, 64, 8),
 }
 COLUMNS = 512
 
 
-def made(case: str) -> tuple[QuantizedMatrix, KernelLinear]:
-    """Return the matrix of a case, with steps that bfloat16 holds, and its layer with a bias."""
-    bits, group_size, symmetric, permuted, out = CASES[case]
+def made(case: str, dtype: torch.dtype = torch.float32) -> tuple[QuantizedMatrix, KernelLinear]:
+    """Return the matrix of a case, and its layer with a bias."""
+    bits, group_size, symmetric, permuted, out, field = CASES[case]
     matrix = random_matrix(
-        out, COLUMNS, bits=bits, group_size=group_size, symmetric=symmetric, permuted=permuted, dtype=torch.bfloat16
+        out, COLUMNS, bits=bits, group_size=group_size, symmetric=symmetric, permuted=permuted, dtype=torch.float32
     )
-    layer = kernel_linear(matrix)
-    assert type(layer) is (Int4Linear if bits <= 4 else Int8Linear)
-    layer.bias = nn.Parameter(torch.linspace(-1, 1, out, dtype=torch.bfloat16), requires_grad=False)
+    layer = kernel_linear(matrix, dtype)
+    assert layer is not None
+    assert layer.bits == field
+    layer.bias = nn.Parameter(torch.linspace(-1, 1, out, dtype=dtype), requires_grad=False)
     return matrix, layer
 
 
 def inputs(rows: int) -> Tensor:
-    return torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    return torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_decoded_weight_is_the_value_of_the_grid(case: str) -> None:
-    """Bit for bit where there are no offsets; these have bfloat16 too, and are at most half the range of a group."""
+    """Bit for bit where there are no offsets."""
     matrix, layer = made(case)
     values = matrix.decode()
-    assert layer.weight.dtype == torch.bfloat16
     if CASES[case][2]:
-        assert torch.equal(layer.weight, values.to(torch.bfloat16))
-    largest = values.abs().amax()
-    assert (layer.weight.float() - values).abs().amax() <= ROUNDING * largest
+        assert layer.offset_bits.numel() == 0
+        assert torch.equal(layer.weight, values)
+    assert (layer.weight - values).abs().amax() <= 2**-22 * values.abs().amax()
+    _, short = made(case, torch.bfloat16)
+    assert torch.equal(short.weight, layer.weight.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("rows", [1, 5, 300])
+@pytest.mark.parametrize("rows", [1, MAX_ROWS, 50])
 @pytest.mark.parametrize("case", CASES)
 def test_products_are_those_of_the_values(case: str, rows: int) -> None:
-    """Few rows by the kernel, 300 by strips: both add in float32 and round the sum once, the bias once more."""
+    """Few rows by the codes, 50 by strips."""
     matrix, layer = made(case)
     x = inputs(rows)
-    assert (rows > layer.MAX_ROWS) == (rows == 300)
     expected = x.double() @ matrix.decode().double().T + layer.bias.double()
     y = layer(x.view(1, rows, -1))
-    assert y.dtype == torch.bfloat16
+    assert y.dtype == torch.float32
     assert y.shape == (1, rows, layer.out_features)
-    assert (y[0].double() - expected).norm() <= ROUNDING * expected.norm()
+    assert (y[0].double() - expected).norm() <= EXACT * expected.norm()
+    short = layer(x.to(torch.bfloat16))
+    assert short.dtype == torch.bfloat16
+    assert (short.double() - expected).norm() <= 2**-8 * expected.norm()  # inputs and outputs are rounded
 
 
-def test_steps_of_8_bits_are_exact_in_float32() -> None:
-    """Their rounding to bfloat16 would change weights by as much as codes of 8 bits do."""
-    matrix = random_matrix(40, COLUMNS, bits=8, group_size=None, symmetric=True, dtype=torch.float32)
-    layer = kernel_linear(matrix)
-    assert layer is not None
-    assert torch.equal(next(layer.strips()).T, matrix.decode())
-    x, steps = inputs(layer.MAX_ROWS), matrix.grid.scale[:, 0]
-    expected = x.double() @ matrix.decode().double().T
-    slopes = (layer(x).double() * expected).sum(0) / expected.square().sum(0)  # roundings of outputs cancel out
-    of_rounded_steps = steps.to(torch.bfloat16).double() / steps.double()
-    assert (slopes - 1).norm() < (of_rounded_steps - 1).norm() / 2
+def test_threads_share_blocks_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, layer = made("2 bits, symmetric")
+    x = inputs(3)
+    alone = layer(x), layer(inputs(20)), layer.weight
+    monkeypatch.setattr(product_cpu, "MIN_THREADED_WEIGHTS", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert len(list(layer.strips())) == 2  # of three blocks
+    together = layer(x), layer(inputs(20)), layer.weight
+    assert torch.equal(together[0], alone[0])
+    assert torch.equal(together[2], alone[2])
+    assert (together[1] - alone[1]).norm() <= EXACT * alone[1].norm()
 
 
-@pytest.mark.parametrize("case", ["4 bits, asymmetric, permuted", "8 bits"])
-def test_strips_of_a_few_rows_join_to_the_same_values(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_few_outputs_are_packed_to_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = "4 bits, asymmetric, permuted"
     _, whole = made(case)
-    monkeypatch.setattr(module, "MAX_STRIP_WEIGHTS", COLUMNS)
+    monkeypatch.setattr(module, "MAX_PACKED_WEIGHTS", COLUMNS)
     _, layer = made(case)
-    assert len(list(layer.strips())) == layer.codes.shape[0] // (len(block_rows()) if "4" in case else 1)
-    assert torch.equal(layer.codes, whole.codes)
-    assert torch.equal(layer.weight, whole.weight)
+    assert layer.words.shape == (2, COLUMNS // 8, BLOCK)
+    assert torch.equal(layer.words, whole.words)
 
 
 @pytest.mark.parametrize("case", ["4 bits, asymmetric, 7 outputs", "8 bits"])
 def test_other_dtypes_and_gradients_of_inputs_use_decoded_values(case: str) -> None:
-    """The kernels take bfloat16 alone, and have no derivatives; casts of the network leave the steps alone."""
+    """The kernel has no derivatives, and no float64; casts of the network leave the steps alone."""
     matrix, layer = made(case)
     weight = layer.weight
     x = inputs(3).double().requires_grad_()
     y = layer.double()(x)
     assert torch.equal(layer.weight, weight)
     expected = x @ matrix.decode().double().T + layer.bias.double()
-    assert (y - expected).norm() <= ROUNDING * expected.norm()
+    assert (y - expected).norm() <= 2**-22 * expected.norm()  # values are those of float32
     y.sum().backward()
-    assert (x.grad - matrix.decode().double().sum(0)).norm() <= ROUNDING * matrix.decode().norm() * 7**0.5
+    expected = matrix.decode().double().sum(0)
+    assert (x.grad - expected).norm() <= 2**-20 * expected.norm()
     short = inputs(3).requires_grad_()
     layer(short).sum().backward()
-    assert (short.grad.double() - x.grad).norm() <= 2 * ROUNDING * x.grad.norm()
+    assert (short.grad - x.grad).norm() <= EXACT * x.grad.norm()
 
 
 @pytest.mark.parametrize("case", ["4 bits, asymmetric, permuted", "8 bits"])
 def test_the_state_dict_is_that_of_a_linear_layer(case: str) -> None:
     _, layer = made(case)
-    dense = nn.Linear(COLUMNS, layer.out_features, dtype=torch.bfloat16)
+    dense = nn.Linear(COLUMNS, layer.out_features)
     dense.load_state_dict(layer.state_dict())
     assert torch.equal(dense.weight, layer.weight)
     assert torch.equal(dense.bias, layer.bias)
@@ -129,25 +136,35 @@ def test_minima_of_blocks_are_offsets_also_where_the_step_is_0() -> None:
         group=torch.arange(64) // 32, low=0, high=15,
     )  # fmt: skip
     codes = torch.randint(0, 16, (2, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    layer = kernel_linear(QuantizedMatrix(codes=codes, grid=grid))
+    layer = kernel_linear(QuantizedMatrix(codes=codes, grid=grid), torch.float32)
     assert layer is not None
-    assert torch.equal(layer.weight.float(), grid.decode(codes))
-    x = torch.eye(64, dtype=torch.bfloat16)
-    assert torch.equal(layer(x).T.float(), grid.decode(codes))
+    assert torch.equal(layer.weight, grid.decode(codes))
+    assert torch.equal(layer(torch.eye(64)).T, grid.decode(codes))
 
 
-def test_grids_that_no_kernel_takes_have_no_layer() -> None:
-    """Small or unequal groups, groups or zero points of 8 bits, and levels."""
+def test_levels_that_are_multiples_of_a_half_are_codes_of_8_bits() -> None:
+    """Those of FP4 are."""
+    levels = torch.tensor([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    matrix = random_matrix(70, 64, bits=4, group_size=16, symmetric=True, dtype=torch.float32)
+    codes = torch.randint(0, 15, (70, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    grid = replace(matrix.grid, levels=levels, low=0, high=14)
+    layer = kernel_linear(QuantizedMatrix(codes=codes, grid=grid), torch.float32)
+    assert layer is not None
+    assert layer.bits == 8
+    assert torch.equal(layer.weight, grid.decode(codes))
 
-    def of(**changes: object) -> KernelLinear | None:
-        options = dict(bits=4, group_size=32, symmetric=True) | changes
-        return kernel_linear(random_matrix(32, 96, **options))
 
-    assert of() is not None
-    assert of(group_size=16) is of(group_size=64) is of(bits=8) is None
-    assert of(bits=8, group_size=None) is not None
-    assert of(bits=8, group_size=None, symmetric=False) is None
-    matrix = random_matrix(32, 96, bits=4, group_size=32, symmetric=False)
-    assert kernel_linear(matrix) is not None
-    levels = replace(matrix.grid, levels=torch.arange(16.0))
-    assert kernel_linear(replace(matrix, grid=levels)) is None
+def test_grids_that_do_not_fit_in_words_have_no_layer() -> None:
+    """Groups of parts of words or of unequal sizes, other levels, more than 8 bits, codes without limits."""
+
+    def of(grid: Grid) -> KernelLinear | None:
+        return kernel_linear(QuantizedMatrix(codes=codes, grid=grid), torch.float32)
+
+    matrix = random_matrix(32, 96, bits=4, group_size=32, symmetric=True)
+    codes, grid = matrix.codes, matrix.grid
+    assert of(grid) is not None
+    assert kernel_linear(random_matrix(32, 96, bits=4, group_size=12, symmetric=True), torch.float32) is None
+    assert kernel_linear(random_matrix(32, 96, bits=4, group_size=64, symmetric=True), torch.float32) is None
+    assert of(replace(grid, levels=torch.linspace(-1, 1, 16), low=0, high=15)) is None
+    assert of(replace(grid, high=1000)) is None
+    assert of(replace(grid, low=None, high=None)) is None

@@ -1,4 +1,4 @@
-"""Checkpoints on grids load packed for the CPU where their kernels fit, and answer as the decoded ones do."""
+"""Checkpoints on grids load packed on the CPU, and answer as the decoded ones do."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM
 import nearplane
 from checkpoints import random_matrix, tiny_llama, write_folder
 from families import config_of
-from nearplane.loading.kernel_linear import Int4Linear, Int8Linear, KernelLinear
+from nearplane.loading.kernel_linear import KernelLinear
 from nearplane.loading.packed_grids import PackedGrids
 
 TOKENS = torch.tensor([[5, 9, 11, 40, 7, 3, 60, 22]])
-FORMATS = {  # format, bits, group size, symmetric, class of the layers
-    "compressed-tensors": ("compressed-tensors", 4, 32, True, Int4Linear),
-    "compressed-tensors, 8 bits": ("compressed-tensors", 8, None, True, Int8Linear),
-    "gptq_v2": ("gptq_v2", 4, 32, False, Int4Linear),
-    "awq": ("awq", 4, 32, False, Int4Linear),
-    "compressed-tensors, groups of 8 bits": ("compressed-tensors", 8, 32, True, nn.Linear),
+FORMATS = {  # format, bits, group size, symmetric
+    "compressed-tensors": ("compressed-tensors", 4, 32, True),
+    "compressed-tensors, 8 bits": ("compressed-tensors", 8, None, True),
+    "gptq_v2": ("gptq_v2", 4, 32, False),
+    "gptq_v2, 2 bits": ("gptq_v2", 2, 32, False),
+    "awq": ("awq", 4, 32, False),
 }
 
 
@@ -37,14 +37,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_layers_stay_packed_and_answer_as_decoded(
     source: Path, tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    format, bits, group_size, symmetric, kind = FORMATS[case]
+    format, bits, group_size, symmetric = FORMATS[case]
     out = tmp_path / "out"
     written = write_folder(out, source, format, bits=bits, group_size=group_size, symmetric=symmetric)
     caplog.set_level(logging.INFO, "nearplane")
     packed = nearplane.load(out, device="cpu")
-    counts = f"{len(written)} stay packed (torch's {kind.KERNEL})" if kind is not nn.Linear else "14 are decoded"
-    assert f"of the quantized layers {counts}" in caplog.messages
-    assert {type(packed.get_submodule(name)) for name in written} == {kind}
+    assert f"of the quantized layers {len(written)} stay packed in {bits} bits" in caplog.messages
+    assert {type(packed.get_submodule(name)) for name in written} == {KernelLinear}
     assert type(packed.lm_head) is nn.Linear
     exact = nearplane.load(out, device="cpu", dtype=torch.float32, packed=False)
     dense = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
@@ -66,25 +65,30 @@ def test_a_packed_network_saves_as_a_dense_one(source: Path, tmp_path: Path) -> 
     assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
 
 
-def test_only_bfloat16_networks_of_plain_inputs_stay_packed(
-    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The kernels take no other dtype; a network in float32 says so."""
-    caplog.set_level(logging.INFO, "nearplane")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_networks_in_other_dtypes_stay_packed(source: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     write_folder(tmp_path / "out", source, "gptq_v2", bits=4, group_size=32)
-    for options in ({"dtype": torch.float32}, {"packed": False}, {"dtype": "float16"}):
+    packed = nearplane.load(tmp_path / "out", device="cpu", dtype=dtype)
+    assert any(isinstance(module, KernelLinear) for module in packed.modules())
+    exact = nearplane.load(tmp_path / "out", device="cpu", dtype=torch.float32, packed=False)
+    with torch.no_grad():
+        expected, ours = exact(TOKENS).logits, packed(TOKENS).logits
+    assert ours.dtype == dtype
+    assert (ours - expected).norm() <= 32 * torch.finfo(dtype).eps * expected.norm()
+
+
+def test_networks_in_float64_and_decoded_ones_have_linear_layers(source: Path, tmp_path: Path) -> None:
+    write_folder(tmp_path / "out", source, "gptq_v2", bits=4, group_size=32)
+    for options in ({"dtype": torch.float64}, {"packed": False}):
         model = nearplane.load(tmp_path / "out", device="cpu", **options)
         assert not any(isinstance(module, KernelLinear) for module in model.modules())
-    assert [each for each in caplog.messages if "grids are decoded" in each] == [
-        f"{tmp_path / 'out'} is in float32: grids are decoded. With dtype=torch.bfloat16 they stay packed on the CPU"
-    ]
 
 
 def test_tied_weights_and_unknown_layers_are_decoded() -> None:
     """The embeddings need the weight that the head shares with them."""
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config_of("qwen3"))
-    grids = PackedGrids(network, ["lm_head", "model.layers.0.mlp.up_proj", "elsewhere"])
+    grids = PackedGrids(network, ["lm_head", "model.layers.0.mlp.up_proj", "elsewhere"], torch.bfloat16)
     matrix = random_matrix(64, 32, bits=4, group_size=32, symmetric=True, dtype=torch.bfloat16)
     for name in ("lm_head", "elsewhere"):
         assert torch.equal(grids.take(name, matrix), matrix.decode())
