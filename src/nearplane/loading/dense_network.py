@@ -148,14 +148,13 @@ def dense_network(
         tensors: Iterator[tuple[str, Tensor]] = ((name, reader.read([name])[name]) for name in reader.names())
     else:
         tensors = decoded_tensors(folder, empty, check=check, device=device, packed=grids)
-    weights: dict[str, Tensor] = {}
-    for name, values in tensors:
-        if name.endswith(".weight"):
-            check_stored_floats(f"{folder}: {name}", values)
-        weights[name] = values.to(device, floats if values.is_floating_point() else None)
+    weights = {name: values.to(device, floats if values.is_floating_point() else None) for name, values in tensors}
     model = network_of(
         folder, dtype=empty.dtype if floats is None else floats, device=device, weights=weights, empty=empty
     )
+    for name, values in weights.items():
+        if name.endswith(".weight"):
+            check_stored_floats(f"{folder}: {name}", values)
     if grids is not None:
         grids.put_into(model)
     return model

@@ -71,20 +71,25 @@ class KernelLinear(nn.Module):
         none = bool((offsets == 0).all())
         self.register_buffer("offset_bits", _by_block(offsets[:, :0] if none else offsets), persistent=False)
         self.register_buffer("column_order", order, persistent=False)
+        self._views: tuple[Tensor, tuple[product_cpu.Words, product_cpu.Floats, product_cpu.Floats]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copies, whose arrays are views of other tensors."""
+        return self.__dict__ | {"_views": None}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product (..., out) for an input `x` (..., in), in its dtype."""
-        flat = x.reshape(-1, self.in_features)
-        flat = flat if self.column_order is None else flat.index_select(1, self.column_order)
-        few = 0 < len(flat) <= MAX_ROWS and flat.dtype != torch.float64 and flat.device.type == "cpu"
-        packed = few and self.words.device.type == "cpu" and not (torch.is_grad_enabled() and x.requires_grad)
-        y = (self.product(flat) if packed else self.by_strips(flat))[:, : self.out_features]
-        y = y if self.bias is None else y + self.bias.to(x.dtype)
+        flat, order, bias = x.reshape(-1, self.in_features), self.column_order, self.bias
+        flat = flat if order is None else flat.index_select(1, order)
+        few = 0 < flat.shape[0] <= MAX_ROWS and flat.dtype != torch.float64 and flat.is_cpu
+        y = self.product(flat) if few and not (x.requires_grad and torch.is_grad_enabled()) else self.by_strips(flat)
+        y = y if y.shape[1] == self.out_features else y[:, : self.out_features]
+        y = y if bias is None else y + bias.to(x.dtype)
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def product(self, x: Tensor) -> Tensor:
         """Return the product (rows, outputs) of inputs by position with the codes; outputs are filled up to blocks."""
-        rows = x.detach().float().contiguous().numpy()
+        rows = (x.detach() if x.requires_grad else x).float().contiguous().numpy()
         return torch.from_numpy(product_cpu.product(rows, *self._arrays(), self.bits)).to(x.dtype)
 
     def by_strips(self, x: Tensor) -> Tensor:
@@ -116,8 +121,10 @@ class KernelLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _arrays(self) -> tuple[product_cpu.Words, product_cpu.Floats, product_cpu.Floats]:
-        words, steps, offsets = (part.cpu().numpy() for part in (self.words, self.step_bits, self.offset_bits))
-        return words, steps.view(np.float32), offsets.view(np.float32)
+        if self._views is None or self._views[0] is not self.words:  # the layer is new, or was moved
+            words, steps, offsets = (part.cpu().numpy() for part in (self.words, self.step_bits, self.offset_bits))
+            self._views = self.words, (words, steps.view(np.float32), offsets.view(np.float32))
+        return self._views[1]
 
 
 def kernel_linear(matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> KernelLinear | None:
@@ -145,6 +152,21 @@ def kernel_linear(matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> KernelLin
         minus = torch.where(grid.scale == 0, offset, minus)
     steps = (grid.scale / parts).expand(len(codes), -1)
     return KernelLinear(codes, steps, steps * middle - minus, grid.group, bits=bits, dtype=dtype)
+
+
+def rounded_to_8_bits(weight: Tensor) -> KernelLinear:
+    """Return the layer of a (out, in) weight whose rows are rounded to nearest, to 8 bits with one step each.
+
+    Args:
+        weight: Of any dtype; `in` is a multiple of 4.
+    """
+    steps, codes = weight.new_empty(len(weight), 1, dtype=torch.float32), torch.empty_like(weight, dtype=torch.int8)
+    for a in range(0, len(weight), most := max(1, MAX_PACKED_WEIGHTS // weight.shape[1])):
+        part = weight[a : a + most].float()
+        step = part.abs().amax(1, keepdim=True) / 127
+        steps[a : a + most], codes[a : a + most] = step, (part / step.clamp_min(torch.finfo(torch.float32).tiny)).round()
+    group = torch.zeros(weight.shape[1], dtype=torch.int64)
+    return KernelLinear(codes, steps, torch.zeros_like(steps), group, bits=8, dtype=weight.dtype)
 
 
 def _even_groups(grid: Grid, fields: int) -> bool:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from nearplane.errors import RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.loading.kernel_linear import KernelLinear, kernel_linear
+from nearplane.loading.kernel_linear import KernelLinear, kernel_linear, rounded_to_8_bits
 from nearplane.models.conversion import renamed
 from nearplane.models.layers import is_linear
 
@@ -60,3 +61,20 @@ class PackedGrids:
         parts = [f"{counts[bits]} stay packed in {bits} bits" for bits in sorted(counts)]
         parts += [f"{self._decoded} are decoded"] if self._decoded or not parts else []
         logger.info("of the quantized layers %s", ", ".join(parts))
+
+
+def round_head(model: PreTrainedModel) -> None:
+    """Replace the head of a network on the CPU by one in 8 bits, with a step for each token; embeddings stay.
+
+    Raises:
+        RecipeError: The network has no head in floating point, or one of a width that is no multiple of 4.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.in_features % 4:
+        found = "no head" if head is None else f"a head that is {type(head).__name__}({head.extra_repr()})"
+        raise RecipeError(f"head is int8, but {type(model).__name__} has {found}. Leave head out.")
+    packed = rounded_to_8_bits(head.weight.detach())
+    packed.bias = head.bias
+    model.set_output_embeddings(packed)
+    model.config.get_text_config().tie_word_embeddings = False  # it is no longer the embeddings' weight
+    logger.info("the head is rounded to 8 bits, with a step for each of %d tokens", head.out_features)

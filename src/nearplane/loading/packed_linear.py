@@ -5,10 +5,7 @@
 A weight takes half a byte if codes lie in -8 ... 7. The layer replaces Linear and Conv1D, which both multiply by an
 (out, in) matrix. Many tokens are multiplied by strips of decoded rows, on any device. A few tokens are multiplied by the
 packed codes themselves: on the CPU compiled by Numba, in one pass over the packed bytes per vector, and on CUDA by
-Triton, see `product_triton.py`. On the CPU a byte of two nibbles is `byte - 136 = low + 16 high`, so that two columns
-cost two multiplications and one mask:
-
-    low xe + high xo = low (xe - xo / 16) + (byte - 136) (xo / 16)
+Triton, see `product_triton.py`. The CPU reads words of 32 bits and masks one code at a time, as in `product_cpu.py`.
 """
 
 from __future__ import annotations
@@ -41,8 +38,15 @@ MIN_THREADED_BYTES = 2**22  # with fewer bytes of codes, one thread computes eve
 MAX_STRIP_WEIGHTS = 2**22  # weights decoded at a time
 MAX_PACKED_PRODUCT_ROWS = 16  # with more rows of x, the CPU decodes the codes first
 
-
-_START, _STOP, _NIBBLES, _FIRST_BYTE, _ROW_BYTES = range(5)  # columns of `_PackedCodes.groups`
+WORD = 4  # bytes
+NIBBLES = np.array([15 << 4 * i for i in range(8)], np.uint32).view(np.int32)  # the mask of each code in a word
+BYTES = np.array([255 << 8 * i for i in range(4)], np.uint32).view(np.int32)
+NIBBLE_PLACES = 16 ** np.arange(8, dtype=np.float32)  # what a code is multiplied by where its mask leaves it
+BYTE_PLACES = 256 ** np.arange(4, dtype=np.float32)
+# words of nibbles, which hold `code + 8`, and of bytes, which hold codes, become words whose highest code has the sign
+# of the word while the others have an offset of half their range
+NIBBLE_SIGN = np.int32(-(2**31))
+BYTE_SIGNS = np.int32(0x808080)
 
 
 class _PackedCodes(NamedTuple):
@@ -56,11 +60,11 @@ class _PackedCodes(NamedTuple):
 
 
 class _Factors(NamedTuple):
-    """A vector, and the factors of the bytes of a row."""
+    """A vector, and what the words of a group of columns are multiplied by."""
 
     x: Floats  # (in,)
-    low: Floats  # (bytes per row,) factors of low nibbles
-    whole: Floats  # (bytes per row,) factors of whole bytes
+    scaled: Floats  # for each group (codes in a word, words in a row): x divided by where the code stands in its word
+    starts: Floats  # (groups,) what is added because all but the highest code of a word have an offset
 
 
 @cache
@@ -284,45 +288,55 @@ def _products(x: Floats, packed: _PackedCodes) -> Floats:
 
 
 def _factors(x: Floats, groups: npt.NDArray[np.int64]) -> _Factors:
-    """Return the factors of low nibbles and whole bytes for a vector x (in,)."""
-    lows, wholes = [np.empty(0, np.float32)], [np.empty(0, np.float32)]
-    for start, stop, nibbles, _, width in groups:
-        part = np.zeros(2 * width, np.float32)
-        if nibbles:
-            part[: stop - start] = x[start:stop]
-        whole = part[1::2] * np.float32(1 / 16)
-        lows.append(part[::2] - whole)
-        wholes.append(whole)
-    return _Factors(x, np.concatenate(lows), np.concatenate(wholes))
+    """Return the factors for a vector x (in,)."""
+    scaled, starts = [np.empty(0, np.float32)], np.zeros(len(groups), np.float32)
+    for i, (start, _, nibbles, _, width) in enumerate(groups):
+        places, half = (NIBBLE_PLACES, 8) if nibbles else (BYTE_PLACES, 128)
+        part = x[start : start + width // WORD * len(places)].reshape(-1, len(places))
+        scaled.append((part / places).T.ravel())
+        starts[i] = -half * part[:, :-1].sum()
+    return _Factors(x, np.concatenate(scaled), starts)
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"})
 def _rows(a: int, b: int, packed: _PackedCodes, factors: _Factors, y: Floats) -> None:  # pragma: no cover
     """Write the products of rows a ... b - 1 to y (out,)."""
-    x, low, whole = factors
+    x, scaled, starts = factors
     y[a:b] = 0
     place = 0
     for group in range(len(packed.groups)):
-        start, width = packed.groups[group, _START], packed.groups[group, _ROW_BYTES]
-        first = packed.groups[group, _FIRST_BYTE] + a * width
-        lines = packed.codes[first : first + (b - a) * width].reshape(b - a, width)
-        if packed.groups[group, _NIBBLES]:
-            lows, wholes = low[place : place + width], whole[place : place + width]
+        start, stop, nibbles, first, width = packed.groups[group]
+        count = width // WORD
+        lines = packed.codes[first + a * width : first + b * width].reshape(b - a, width)
+        if nibbles:
+            nibble_factors = scaled[place : place + 8 * count].reshape(8, count)
             for row in range(b - a):
-                total = np.float32(0)
-                for j in range(width):
-                    byte = np.int32(lines[row, j])  # 64-bit integers convert to floats at a quarter of the speed
-                    low_code, both = (byte & np.int32(15)) - np.int32(8), byte - np.int32(136)
-                    total += np.float32(low_code) * lows[j] + np.float32(both) * wholes[j]
+                words = lines[row, : WORD * count].view(np.int32)
+                total = starts[group]
+                for j in range(count):
+                    word = words[j] ^ NIBBLE_SIGN
+                    for i in range(8):
+                        total += np.float32(word & NIBBLES[i]) * nibble_factors[i, j]
+                for j in range(WORD * count, width):
+                    byte, column = np.int32(lines[row, j]), start + 2 * j
+                    total += np.float32((byte & np.int32(15)) - np.int32(8)) * x[column]
+                    if column + 1 < stop:
+                        total += np.float32((byte >> np.int32(4)) - np.int32(8)) * x[column + 1]
                 y[a + row] += total
+            place += 8 * count
         else:
-            part = x[start : start + width]
+            byte_factors = scaled[place : place + 4 * count].reshape(4, count)
             for row in range(b - a):
-                total = np.float32(0)
-                for j in range(width):
-                    total += np.float32(np.int32(np.int8(lines[row, j]))) * part[j]
+                words = lines[row, : WORD * count].view(np.int32)
+                total = starts[group]
+                for j in range(count):
+                    word = words[j] ^ BYTE_SIGNS
+                    for i in range(4):
+                        total += np.float32(word & BYTES[i]) * byte_factors[i, j]
+                for j in range(WORD * count, width):
+                    total += np.float32(np.int32(np.int8(lines[row, j]))) * x[start + j]
                 y[a + row] += total
-        place += width
+            place += 4 * count
     for row in range(a, b):
         for patch in range(packed.patch_start[row], packed.patch_start[row + 1]):
             y[row] += np.float32(packed.patch_delta[patch]) * x[packed.patch_at[patch]]

@@ -161,7 +161,7 @@ def test_the_base_model_loads_too(folder: Callable[[str], Path]) -> None:
     model, whole = AutoModel.from_pretrained(folder("llama")), decoded(folder("llama"))
     with torch.no_grad():
         states = model(TOKENS).last_hidden_state
-        torch.testing.assert_close(whole.lm_head(states), whole(TOKENS).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(whole.lm_head(states), whole(TOKENS).logits, rtol=1e-5, atol=3e-5)
 
 
 def test_names_without_the_prefix_of_the_base_model_load(folder: Callable[[str], Path], tmp_path: Path) -> None:

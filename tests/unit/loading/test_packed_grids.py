@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import nearplane
 from checkpoints import random_matrix, tiny_llama, write_folder
 from families import config_of
-from nearplane.loading.kernel_linear import KernelLinear
+from nearplane.errors import RecipeError
+from nearplane.loading.from_pretrained import check_head
+from nearplane.loading.kernel_linear import KernelLinear, rounded_to_8_bits
 from nearplane.loading.packed_grids import PackedGrids
 
 TOKENS = torch.tensor([[5, 9, 11, 40, 7, 3, 60, 22]])
@@ -95,3 +98,47 @@ def test_tied_weights_and_unknown_layers_are_decoded() -> None:
     taken = grids.take("model.layers.0.mlp.up_proj", matrix)
     assert taken.shape == (64, 32)
     assert taken.untyped_storage().nbytes() == 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_rounded_to_8_bits_and_the_embeddings_stay(
+    tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    dense = tiny_llama().to(torch.bfloat16)
+    dense.config.tie_word_embeddings = tied
+    if tied:
+        dense.lm_head.weight = dense.model.embed_tokens.weight
+    dense.save_pretrained(tmp_path)
+    caplog.set_level(logging.INFO, "nearplane")
+    rounded = nearplane.load(tmp_path, device="cpu", head="int8")
+    tokens = dense.config.vocab_size
+    assert f"the head is rounded to 8 bits, with a step for each of {tokens} tokens" in caplog.messages
+    assert torch.equal(rounded.get_input_embeddings().weight, dense.get_input_embeddings().weight)
+    head, weight = rounded.get_output_embeddings(), dense.get_output_embeddings().weight
+    steps = weight.float().abs().amax(1, keepdim=True) / 127
+    assert ((head.weight.float() - weight.float()).abs() <= 0.5 * steps + 2**-8 * weight.float().abs()).all()
+    with torch.no_grad():
+        error = (rounded(TOKENS).logits - dense(TOKENS).logits).norm() / dense(TOKENS).logits.norm()
+    assert 0 < error < 0.02
+    rounded.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again.lm_head.weight, head.weight)
+
+
+def test_a_head_that_cannot_be_rounded_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="head is 'int4'; expected int8"):
+        nearplane.load(source, head="int4")
+    with pytest.raises(RecipeError, match="head is int8, which is for the CPU; the device is cuda:1"):
+        check_head("int8", torch.device("cuda:1"))
+    BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match="head is int8, but BertModel has no head. Leave head out"):
+        nearplane.load(tmp_path, device="cpu", head="int8")
+
+
+def test_a_copy_of_a_packed_layer_holds_its_words_once() -> None:
+    layer = rounded_to_8_bits(torch.randn(70, 32))
+    layer(torch.randn(1, 32))  # makes the views
+    copied = copy.deepcopy(layer)
+    assert copied._views is None
+    assert torch.equal(copied.weight, layer.weight)
+    assert layer._views is not None

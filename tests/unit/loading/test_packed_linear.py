@@ -68,7 +68,7 @@ def test_products_are_those_of_the_decoded_matrix(case: Contents, tokens: int, g
     y = filled(decode_packed(encode(case)), bias)(x)
     size = x.double().abs() @ values.double().abs().T + bias.double().abs()  # what rounding errors are relative to
     assert y.dtype == torch.float32
-    assert ((y - exact).abs() <= 2e-6 * size).all()
+    assert ((y - exact).abs() <= 6e-6 * size).all()  # offsets of codes are summed, and subtracted at once
 
 
 def test_strips_do_not_change_the_product(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:

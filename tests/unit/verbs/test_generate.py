@@ -109,6 +109,17 @@ def test_the_command_shows_both_their_speed_and_where_they_differ(out: Path) -> 
     )
 
 
+def test_the_head_may_be_rounded_but_not_that_of_llama_cpp(
+    chat: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, said, beside = command("generate", chat, PROMPT, "--head", "int8", "--tokens", 4).ended()
+    assert (code, said.startswith(f"{PROMPT}\n\n")) == (0, True)
+    assert "the head is rounded to 8 bits" in beside
+    monkeypatch.setattr(module, "runs_in_llama_cpp", lambda folder: True)
+    with pytest.raises(RecipeError, match="runs in llama.cpp, which reads the head of the file. Leave --head out"):
+        nearplane.generate(out, PROMPT, head="int8")
+
+
 @pytest.mark.parametrize(
     ("text", "other", "said"),
     [
