@@ -4,14 +4,14 @@ python benchmarks/speed/answers.py [--hidden 1024] [--intermediate 2816] [--bloc
 
 Models are random. All networks take turns in one process. On one thread seconds are those of the CPU. With --rows,
 layers alone are timed by the packed codes and by decoded strips for more and more rows of inputs: `MAX_ROWS` of
-`loading/kernel_linear.py` is from this table.
+`loading/grid_linear.py` is from this table.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import resource
+import gc
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,7 +31,7 @@ from transformers.utils import logging
 import nearplane
 from nearplane.demo import MODEL
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.loading.kernel_linear import KernelLinear, kernel_linear
+from nearplane.loading.grid_linear import GridLinear, grid_linear
 
 SHAPES = ((1024, 1024), (2816, 1024), (2048, 2048))  # (out, in) of the layers of --rows
 ROWS = (1, 4, 8, 12, 16, 32, 128, 512)
@@ -115,13 +115,21 @@ def show_peak(folder: str, name: str) -> None:
     part, rest = NETWORKS[name]
     logging.disable_progress_bar()
     nearplane.load(MODEL, device="cpu")  # imports, and compiles
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = memory("VmRSS")
     model = nearplane.load(Path(folder, part), device="cpu", **rest)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"{name}: {(peak - before) / 1e6:.0f} MB more at the peak of loading, {held(model) / 1e6:.0f} MB of weights")
+    print(
+        f"{name}: {memory('VmHWM') - before:.0f} MB more at the peak of loading, {held(model) / 1e6:.0f} MB of weights"
+    )
 
 
-def layer(out: int, columns: int, bits: int, group: int) -> KernelLinear:
+def memory(field: str) -> float:
+    """Return a field of this process' status in MB."""
+    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024 / 1e6
+
+
+def layer(out: int, columns: int, bits: int, group: int) -> GridLinear:
     """Return a layer of random codes."""
     half, groups = 1 << bits - 1, columns // group
     grid = Grid(
@@ -129,7 +137,7 @@ def layer(out: int, columns: int, bits: int, group: int) -> KernelLinear:
         low=-half, high=half - 1,
     )  # fmt: skip
     codes = torch.randint(-half, half, (out, columns), dtype=torch.int32)
-    made = kernel_linear(QuantizedMatrix(codes=codes, grid=grid), torch.bfloat16)
+    made = grid_linear(QuantizedMatrix(codes=codes, grid=grid), torch.bfloat16)
     assert made is not None
     return made
 

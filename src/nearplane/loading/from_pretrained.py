@@ -36,6 +36,7 @@ from nearplane.formats.layer_format import METHOD, WEIGHTS, read_config
 from nearplane.formats.native import DEFAULT, Native
 from nearplane.formats.stored import quantization_of
 from nearplane.formats.table import FORMATS
+from nearplane.loading.coded_linear import CodedLinear
 from nearplane.loading.dense_network import (
     JoinedBlobs,
     Place,
@@ -84,7 +85,7 @@ def load(
 ) -> PreTrainedModel:
     """Load a model: a checkpoint of nearplane in any format, or any folder of safetensors that transformers loads.
 
-    On the CPU, layers on grids stay packed and are multiplied without decoding them, where `kernel_linear.py` takes the
+    On the CPU, layers on grids stay packed and are multiplied without decoding them, where `grid_linear.py` takes the
     grid; all others are decoded. The log says how many. On another device, grids are decoded to `dtype`. Those of
     compressed-tensors then stay packed until the first call, if transformers decodes them to `dtype` and the model is
     not an encoder with a decoder. Where runtimes round the inputs of layers (`quantize --activations`), the weights
@@ -312,7 +313,7 @@ class NearplaneQuantizer(HfQuantizer):
         """Replace packed layers by ordinary layers with decoded weights."""
         for place in self._places.values():
             module = model.get_submodule(place.name)
-            if not isinstance(place, Place) or not isinstance(module, PackedLinear):
+            if not isinstance(place, Place) or not isinstance(module, CodedLinear | PackedLinear):
                 continue
             values = module.weight if dtype is None else module.weight.to(dtype)
             values = values.T.contiguous() if type(place.module) is Conv1D else values

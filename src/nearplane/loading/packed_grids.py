@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from nearplane.errors import RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.loading.kernel_linear import KernelLinear, kernel_linear, rounded_to_8_bits
+from nearplane.loading.grid_linear import GridLinear, grid_linear, rounded_to_8_bits
 from nearplane.models.conversion import renamed
 from nearplane.models.layers import is_linear
 
@@ -37,13 +37,13 @@ class PackedGrids:
             for name, place in places.items()
             if place in modules and place not in tied
         }
-        self._layers: dict[str, KernelLinear] = {}
+        self._layers: dict[str, GridLinear] = {}
         self._decoded, self._dtype = 0, dtype
 
     def take(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         """Return the (out, in) values of a layer of the checkpoint; without memory of their own if it stays packed."""
         path = self._path_of.get(name)
-        layer = None if path is None else kernel_linear(matrix, self._dtype)
+        layer = None if path is None else grid_linear(matrix, self._dtype)
         if path is None or layer is None:
             self._decoded += 1
             return matrix.decode()

@@ -25,17 +25,25 @@ Words = npt.NDArray[np.int32]
 
 BLOCK = 64  # outputs whose words stand side by side
 WIDTHS = (2, 4, 8)  # bits of a field
-MIN_THREADED_WEIGHTS = 2**20  # for each row of inputs; with fewer, one thread computes everything
+MIN_THREADED_WEIGHTS = 2**18  # with fewer, one thread computes everything
 
 
 def pack(codes: Words, bits: int) -> Words:
-    """Return words (blocks, in / fields, BLOCK) of codes (outputs, in) around 0, whole blocks and words of them."""
-    fields = 32 // bits
-    parts = codes.reshape(-1, BLOCK, codes.shape[1] // fields, fields).transpose(3, 0, 2, 1)
-    words = np.ascontiguousarray(parts[-1]) << 32 - bits
-    for i in range(fields - 1):
-        words |= parts[i] + (1 << bits - 1) << bits * i
-    return words
+    """Return words (blocks, in / fields, BLOCK) of codes (out, in) around 0; `in` is a multiple of the fields.
+
+    Outputs are filled up to whole blocks with codes 0.
+    """
+    fields = codes.reshape(len(codes), -1, 32 // bits)
+    words = fields[..., -1] << 32 - bits
+    for i in range(fields.shape[-1] - 1):
+        words |= fields[..., i] + (1 << bits - 1) << bits * i
+    return in_blocks(words)
+
+
+def in_blocks(words: Words) -> Words:
+    """Return words (out, words) as (blocks, words, BLOCK); outputs are filled up to whole blocks."""
+    filled = np.pad(words, ((0, -len(words) % BLOCK), (0, 0)))
+    return np.ascontiguousarray(filled.reshape(len(filled) // BLOCK, BLOCK, words.shape[1]).transpose(0, 2, 1))
 
 
 def product(x: Floats, words: Words, steps: Floats, offsets: Floats, bits: int) -> Floats:
@@ -49,24 +57,27 @@ def product(x: Floats, words: Words, steps: Floats, offsets: Floats, bits: int) 
         bits: Of a field.
     """
     y = np.empty((len(x), len(words) * BLOCK), np.float32)
-    threads = torch.get_num_threads()
     write = _kernels(bits).product
-    share = -(-len(words) // threads)
-    if words.size * (32 // bits) < MIN_THREADED_WEIGHTS:
-        share = len(words)
-    rest = [(a, min(a + share, len(words))) for a in range(share, len(words), share)]
-    others = [_pool(threads - 1).submit(write, x, words, steps, offsets, a, b, y) for a, b in rest]
-    write(x, words, steps, offsets, 0, share, y)
-    for part in others:
-        part.result()
+    _in_threads(lambda a, b: write(x, words, steps, offsets, a, b, y), words, bits)
     return y
 
 
 def values(words: Words, steps: Floats, offsets: Floats, bits: int) -> Floats:
     """Return the values (in, outputs) of the codes; arguments as in `product`."""
     made = np.empty((words.shape[1] * (32 // bits), len(words) * BLOCK), np.float32)
-    _kernels(bits).values(words, steps, offsets, made)
+    write = _kernels(bits).values
+    _in_threads(lambda a, b: write(words, steps, offsets, a, b, made), words, bits)
     return made
+
+
+def _in_threads(work: Callable[[int, int], None], words: Words, bits: int) -> None:
+    """Call `work` for shares of the blocks: first and last + 1, in as many threads as torch takes."""
+    threads, blocks = torch.get_num_threads(), len(words)
+    share = -(-blocks // threads) if words.size * (32 // bits) >= MIN_THREADED_WEIGHTS else blocks
+    others = [_pool(threads - 1).submit(work, a, min(a + share, blocks)) for a in range(share, blocks, max(1, share))]
+    work(0, share)
+    for part in others:
+        part.result()
 
 
 @cache
@@ -78,7 +89,7 @@ class _Kernels(NamedTuple):
     """Compiled functions that write products and values of words with a certain number of fields."""
 
     product: Callable[[Floats, Words, Floats, Floats, int, int, Floats], None]
-    values: Callable[[Words, Floats, Floats, Floats], None]
+    values: Callable[[Words, Floats, Floats, int, int, Floats], None]
 
 
 @cache
@@ -87,6 +98,9 @@ def _kernels(bits: int) -> _Kernels:
     fields, last = 32 // bits, 32 // bits - 1
     half, power = np.float32(2 ** (bits - 1)), np.float32(2.0**-bits)
     masks = np.array([(1 << bits) - 1 << bits * i for i in range(fields)], np.uint32).view(np.int32)
+    # offsets of fields: those of 128 are subtracted from each code, smaller ones from sums, which costs less
+    each, summed = (1, np.float32(0)) if bits == 8 else (0, half)
+    offset_at = np.array([each * 2.0 ** (bits * i + bits - 1) for i in range(last)] + [0], np.float32)
 
     @compiled(fastmath={"contract"}, error_model="numpy")
     def product(
@@ -97,7 +111,7 @@ def _kernels(bits: int) -> _Kernels:
         size = words.shape[1] // groups
         factors = np.empty((rows, words.shape[1], fields), np.float32)
         sums = np.zeros((rows, groups), np.float32)  # of the inputs of a group
-        start = np.zeros((rows, groups), np.float32)  # less half a range for each field that holds it
+        start = np.zeros((rows, groups), np.float32)  # less the offset of each field that has one
         for row in range(rows):
             for j in range(words.shape[1]):
                 factor, group = np.float32(1), j // size
@@ -106,9 +120,9 @@ def _kernels(bits: int) -> _Kernels:
                     factors[row, j, i] = one * factor
                     factor *= power
                     sums[row, group] += one
-                start[row, group] -= half * one
+                start[row, group] -= summed * one
             for group in range(groups):
-                start[row, group] = -half * sums[row, group] - start[row, group]
+                start[row, group] = -summed * sums[row, group] - start[row, group]
         y[:, a * BLOCK : b * BLOCK] = 0
         part = np.empty(BLOCK, np.float32)
         for block in range(a, b):
@@ -121,7 +135,7 @@ def _kernels(bits: int) -> _Kernels:
                         for k in range(BLOCK):
                             total = part[k]
                             for i in range(fields):
-                                total += factor_of[i] * np.float32(word[k] & masks[i])
+                                total += factor_of[i] * (np.float32(word[k] & masks[i]) - offset_at[i])
                             part[k] = total
                     step = steps[block, group]
                     for k in range(BLOCK):
@@ -132,10 +146,10 @@ def _kernels(bits: int) -> _Kernels:
                             out[k] += offset[k] * sums[row, group]
 
     @compiled(error_model="numpy")
-    def values(words: Words, steps: Floats, offsets: Floats, made: Floats) -> None:  # pragma: no cover
-        """Write the values (in, outputs)."""
+    def values(words: Words, steps: Floats, offsets: Floats, a: int, b: int, made: Floats) -> None:  # pragma: no cover
+        """Write the values (in, outputs) of blocks a ... b - 1."""
         size = words.shape[1] // steps.shape[1]
-        for block in range(len(words)):
+        for block in range(a, b):
             for j in range(words.shape[1]):
                 word, step, factor = words[block, j], steps[block, j // size], np.float32(1)
                 for i in range(fields):

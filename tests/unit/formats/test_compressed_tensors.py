@@ -125,7 +125,11 @@ def test_layers_with_widths_of_their_own_load_too(tmp_path: Path, source: Callab
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("mlp.up_proj.weight_shape", lambda shape: shape.flip(0), "mlp.up_proj.weight_packed is 128 x 352, but config.json describes 352 x 128"),
+        (
+            "mlp.up_proj.weight_shape",
+            lambda shape: shape.flip(0),
+            "mlp.up_proj.weight_packed is 128 x 352, but config.json describes 352 x 128",
+        ),
         (
             "input_layernorm.weight",
             lambda norm: norm.to(torch.int32),

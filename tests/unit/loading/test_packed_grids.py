@@ -16,7 +16,7 @@ from checkpoints import random_matrix, tiny_llama, write_folder
 from families import config_of
 from nearplane.errors import RecipeError
 from nearplane.loading.from_pretrained import check_head
-from nearplane.loading.kernel_linear import KernelLinear, rounded_to_8_bits
+from nearplane.loading.grid_linear import GridLinear, rounded_to_8_bits
 from nearplane.loading.packed_grids import PackedGrids
 
 TOKENS = torch.tensor([[5, 9, 11, 40, 7, 3, 60, 22]])
@@ -46,7 +46,7 @@ def test_layers_stay_packed_and_answer_as_decoded(
     caplog.set_level(logging.INFO, "nearplane")
     packed = nearplane.load(out, device="cpu")
     assert f"of the quantized layers {len(written)} stay packed in {bits} bits" in caplog.messages
-    assert {type(packed.get_submodule(name)) for name in written} == {KernelLinear}
+    assert {type(packed.get_submodule(name)) for name in written} == {GridLinear}
     assert type(packed.lm_head) is nn.Linear
     exact = nearplane.load(out, device="cpu", dtype=torch.float32, packed=False)
     dense = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
@@ -72,7 +72,7 @@ def test_a_packed_network_saves_as_a_dense_one(source: Path, tmp_path: Path) -> 
 def test_networks_in_other_dtypes_stay_packed(source: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     write_folder(tmp_path / "out", source, "gptq_v2", bits=4, group_size=32)
     packed = nearplane.load(tmp_path / "out", device="cpu", dtype=dtype)
-    assert any(isinstance(module, KernelLinear) for module in packed.modules())
+    assert any(isinstance(module, GridLinear) for module in packed.modules())
     exact = nearplane.load(tmp_path / "out", device="cpu", dtype=torch.float32, packed=False)
     with torch.no_grad():
         expected, ours = exact(TOKENS).logits, packed(TOKENS).logits
@@ -84,7 +84,7 @@ def test_networks_in_float64_and_decoded_ones_have_linear_layers(source: Path, t
     write_folder(tmp_path / "out", source, "gptq_v2", bits=4, group_size=32)
     for options in ({"dtype": torch.float64}, {"packed": False}):
         model = nearplane.load(tmp_path / "out", device="cpu", **options)
-        assert not any(isinstance(module, KernelLinear) for module in model.modules())
+        assert not any(isinstance(module, GridLinear) for module in model.modules())
 
 
 def test_tied_weights_and_unknown_layers_are_decoded() -> None:
@@ -131,7 +131,7 @@ def test_a_head_that_cannot_be_rounded_is_refused(source: Path, tmp_path: Path) 
     with pytest.raises(RecipeError, match="head is int8, which is for the CPU; the device is cuda:1"):
         check_head("int8", torch.device("cuda:1"))
     BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(tmp_path)
-    with pytest.raises(RecipeError, match="head is int8, but BertModel has no head. Leave head out"):
+    with pytest.raises(RecipeError, match=r"head is int8, but BertModel has no head\. Leave head out"):
         nearplane.load(tmp_path, device="cpu", head="int8")
 
 

@@ -116,7 +116,7 @@ def test_the_head_may_be_rounded_but_not_that_of_llama_cpp(
     assert (code, said.startswith(f"{PROMPT}\n\n")) == (0, True)
     assert "the head is rounded to 8 bits" in beside
     monkeypatch.setattr(module, "runs_in_llama_cpp", lambda folder: True)
-    with pytest.raises(RecipeError, match="runs in llama.cpp, which reads the head of the file. Leave --head out"):
+    with pytest.raises(RecipeError, match=r"runs in llama\.cpp, which reads the head of the file\. Leave --head out"):
         nearplane.generate(out, PROMPT, head="int8")
 
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from checkpoints import random_matrix
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.superblock import SuperGrid
-from nearplane.loading import kernel_linear as module
+from nearplane.loading import grid_linear as module
 from nearplane.loading import product_cpu
-from nearplane.loading.kernel_linear import MAX_ROWS, KernelLinear, kernel_linear
+from nearplane.loading.grid_linear import GridLinear, grid_linear
 from nearplane.loading.product_cpu import BLOCK
+from nearplane.loading.words_linear import MAX_ROWS
 
 EXACT = 2**-20  # largest relative error of float32 sums of COLUMNS products, with offsets that are rounded once
 CASES = {  # bits, group size, symmetric, permuted columns, outputs, bits of a field
@@ -33,13 +34,13 @@ CASES = {  # bits, group size, symmetric, permuted columns, outputs, bits of a f
 COLUMNS = 512
 
 
-def made(case: str, dtype: torch.dtype = torch.float32) -> tuple[QuantizedMatrix, KernelLinear]:
+def made(case: str, dtype: torch.dtype = torch.float32) -> tuple[QuantizedMatrix, GridLinear]:
     """Return the matrix of a case, and its layer with a bias."""
     bits, group_size, symmetric, permuted, out, field = CASES[case]
     matrix = random_matrix(
         out, COLUMNS, bits=bits, group_size=group_size, symmetric=symmetric, permuted=permuted, dtype=torch.float32
     )
-    layer = kernel_linear(matrix, dtype)
+    layer = grid_linear(matrix, dtype)
     assert layer is not None
     assert layer.bits == field
     layer.bias = nn.Parameter(torch.linspace(-1, 1, out, dtype=dtype), requires_grad=False)
@@ -136,7 +137,7 @@ def test_minima_of_blocks_are_offsets_also_where_the_step_is_0() -> None:
         group=torch.arange(64) // 32, low=0, high=15,
     )  # fmt: skip
     codes = torch.randint(0, 16, (2, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    layer = kernel_linear(QuantizedMatrix(codes=codes, grid=grid), torch.float32)
+    layer = grid_linear(QuantizedMatrix(codes=codes, grid=grid), torch.float32)
     assert layer is not None
     assert torch.equal(layer.weight, grid.decode(codes))
     assert torch.equal(layer(torch.eye(64)).T, grid.decode(codes))
@@ -148,7 +149,7 @@ def test_levels_that_are_multiples_of_a_half_are_codes_of_8_bits() -> None:
     matrix = random_matrix(70, 64, bits=4, group_size=16, symmetric=True, dtype=torch.float32)
     codes = torch.randint(0, 15, (70, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     grid = replace(matrix.grid, levels=levels, low=0, high=14)
-    layer = kernel_linear(QuantizedMatrix(codes=codes, grid=grid), torch.float32)
+    layer = grid_linear(QuantizedMatrix(codes=codes, grid=grid), torch.float32)
     assert layer is not None
     assert layer.bits == 8
     assert torch.equal(layer.weight, grid.decode(codes))
@@ -157,14 +158,14 @@ def test_levels_that_are_multiples_of_a_half_are_codes_of_8_bits() -> None:
 def test_grids_that_do_not_fit_in_words_have_no_layer() -> None:
     """Groups of parts of words or of unequal sizes, other levels, more than 8 bits, codes without limits."""
 
-    def of(grid: Grid) -> KernelLinear | None:
-        return kernel_linear(QuantizedMatrix(codes=codes, grid=grid), torch.float32)
+    def of(grid: Grid) -> GridLinear | None:
+        return grid_linear(QuantizedMatrix(codes=codes, grid=grid), torch.float32)
 
     matrix = random_matrix(32, 96, bits=4, group_size=32, symmetric=True)
     codes, grid = matrix.codes, matrix.grid
     assert of(grid) is not None
-    assert kernel_linear(random_matrix(32, 96, bits=4, group_size=12, symmetric=True), torch.float32) is None
-    assert kernel_linear(random_matrix(32, 96, bits=4, group_size=64, symmetric=True), torch.float32) is None
+    assert grid_linear(random_matrix(32, 96, bits=4, group_size=12, symmetric=True), torch.float32) is None
+    assert grid_linear(random_matrix(32, 96, bits=4, group_size=64, symmetric=True), torch.float32) is None
     assert of(replace(grid, levels=torch.linspace(-1, 1, 16), low=0, high=15)) is None
     assert of(replace(grid, high=1000)) is None
     assert of(replace(grid, low=None, high=None)) is None
