@@ -136,10 +136,11 @@ def _gathered(packed: PackedMatrix, bits: int) -> tuple[np.ndarray, np.ndarray]:
 def _taken(codes: np.ndarray, rows: np.ndarray, places: np.ndarray, bits: int) -> np.ndarray:
     """Return the codes at some rows and places of bytes (out, bytes), and put 0 in their place."""
     if bits == 8:
-        taken = codes[rows, places].view(np.int8).astype(np.int64)
+        taken: np.ndarray = codes[rows, places].view(np.int8).astype(np.int64)
         codes[rows, places] = 0
         return taken
     byte, shift = codes[rows, places // 2], 4 * (places % 2)
     np.bitwise_and.at(codes, (rows, places // 2), (240 >> shift).astype(np.uint8))
     np.bitwise_or.at(codes, (rows, places // 2), (8 << shift).astype(np.uint8))
-    return (byte >> shift & 15).astype(np.int64) - 8
+    nibbles: np.ndarray = (byte >> shift & 15).astype(np.int64) - 8
+    return nibbles

@@ -78,7 +78,10 @@ class WordsLinear(nn.Module):
     def weight(self) -> Tensor:
         """The (out, in) values, decoded at each access."""
         values = torch.cat([strip.to(self.dtype) for strip in self.strips()], dim=1)[:, : self.out_features].T
-        return values if self.column_order is None else values.index_select(1, self.column_order.argsort())
+        if (order := self.column_order) is not None:
+            values = values.index_select(1, order.cpu().argsort())
+        decoded: Tensor = values
+        return decoded
 
     def extra_repr(self) -> str:
         """Return the sizes as Linear does."""
