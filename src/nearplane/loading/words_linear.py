@@ -94,5 +94,5 @@ class WordsLinear(nn.Module):
 
 def by_block(numbers: Tensor) -> Tensor:
     """Return (out, groups) numbers as (blocks, groups, BLOCK) float32 seen as int32, so that no cast rounds them."""
-    filled = nn.functional.pad(numbers.float(), (0, 0, 0, -len(numbers) % BLOCK)).unflatten(0, (-1, BLOCK))
-    return filled.transpose(1, 2).contiguous().view(torch.int32)
+    filled: Tensor = nn.functional.pad(numbers.float(), (0, 0, 0, -len(numbers) % BLOCK))
+    return filled.unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous().view(torch.int32)
