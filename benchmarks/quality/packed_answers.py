@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 import nearplane
 from nearplane.loading.dense_network import dense_network
-from nearplane.loading.kernel_linear import KernelLinear
+from nearplane.loading.grid_linear import GridLinear
 
 FORMATS: dict[str, dict[str, Any]] = {
     "compressed-tensors, 4 bits, groups of 32": {"bits": 4, "group_size": 32},
@@ -80,7 +80,7 @@ def main() -> None:
         expected = log_probabilities(exact, windows)
         lost = divergence(original, expected)
         in_bfloat16 = [divergence(expected, log_probabilities(model, windows)) for model in (packed, decoded)]
-        layers = {path: module for path, module in packed.named_modules() if isinstance(module, KernelLinear)}
+        layers = {path: module for path, module in packed.named_modules() if isinstance(module, GridLinear)}
         assert layers, "no layer stayed packed"
         for path, layer in layers.items():
             exact.set_submodule(path, layer)

@@ -364,6 +364,7 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     ignore_chat_template: Switch = False,
+    head: Literal["int8"] | None = None,
     device: str = "auto",
     trust_remote_code: Switch = False,
 ) -> None:
@@ -382,6 +383,7 @@ def generate(
         temperature: Sampling temperature; 0 takes the most likely token each time.
         seed: Random seed of the sampling.
         ignore_chat_template: Continue PROMPT as it is, for base models whose tokenizer has a chat template.
+        head: int8 rounds the layer that predicts tokens to 8 bits on the CPU, which makes large vocabularies faster.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
@@ -400,6 +402,7 @@ def generate(
             temperature=temperature,
             seed=seed,
             ignore_chat_template=ignore_chat_template,
+            head=head if name == model else None,
             say=partial(print_piece, iter([before])),
             device=device,
             trust_remote_code=trust_remote_code,

@@ -27,6 +27,7 @@ from nearplane.coding.packed_matrix import PackedMatrix
 from nearplane.errors import FormatError
 from nearplane.formats.native import Native, matrix_of, matrix_on_device
 from nearplane.formats.stored import Stack, Stored, quantization_of, read_dense, reader_of
+from nearplane.loading.coded_linear import CodedLinear
 from nearplane.loading.packed_grids import PackedGrids
 from nearplane.loading.packed_linear import PackedLinear
 from nearplane.models.conversion import Names, names_apart, patterns_apart
@@ -131,7 +132,7 @@ def dense_network(
         dtype: Dtype of the weights; "auto" is the dtype in config.json.
         device: Device of the weights, to which each is sent as it is decoded.
         check: Whether files are compared with the run record, if there is one.
-        packed: Whether layers stay packed where kernels take them, see `kernel_linear.py`; for bfloat16 on the CPU.
+        packed: Whether layers stay packed where their grids can, see `grid_linear.py`; on the CPU.
         trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
@@ -143,7 +144,7 @@ def dense_network(
     if quantization_of(folder) is None:
         return network_of(folder, dtype=dtype, device=device, empty=empty, trust_remote_code=trust_remote_code)
     floats: torch.dtype | None = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, empty.dtype)
-    grids = PackedGrids(empty, Stored(folder).names()) if packed else None
+    grids = PackedGrids(empty, Stored(folder).names(), floats or empty.dtype) if packed else None
     if isinstance(reader, WidenedReader):
         tensors: Iterator[tuple[str, Tensor]] = ((name, reader.read([name])[name]) for name in reader.names())
     else:
@@ -152,6 +153,9 @@ def dense_network(
     model = network_of(
         folder, dtype=empty.dtype if floats is None else floats, device=device, weights=weights, empty=empty
     )
+    for name, values in weights.items():
+        if name.endswith(".weight"):
+            check_stored_floats(f"{folder}: {name}", values)
     if grids is not None:
         grids.put_into(model)
     return model
@@ -344,12 +348,12 @@ def fill_all(model: nn.Module, places: Iterable[Place | StackPlace], dtype: torc
     on_cpu = sorted(work.pop(CPU, []), key=lambda entry: -getattr(entry[1], entry[0].tensor).numel())
     for device, entries in work.items():
         matrices = map(OnDevice, decoded((blob for entry in entries for blob in blobs_in(*entry)), device))
-        for place, module in entries:
-            fill(place, module, dtype, matrices)
+        for place, _ in entries:
+            fill(model, place, dtype, matrices)
     parallel = len(on_cpu) >= 2 * (cores := os.cpu_count() or 1)
 
     def decode_on_cpu(place: Place | StackPlace, module: nn.Module) -> None:
-        fill(place, module, dtype, (OnCpu(blob, 1 if parallel else None) for blob in blobs_in(place, module)))
+        fill(model, place, dtype, (OnCpu(blob, 1 if parallel else None) for blob in blobs_in(place, module)))
 
     with ThreadPoolExecutor(cores if parallel else 1) as pool:
         for part in [pool.submit(decode_on_cpu, *entry) for entry in on_cpu]:
@@ -382,12 +386,13 @@ def blobs_in(place: Place | StackPlace, module: nn.Module) -> list[Blob]:
     return [Blob(blob, label) for blob, label in zip(coded, labels, strict=True)]
 
 
-def fill(place: Place | StackPlace, module: nn.Module, dtype: torch.dtype, matrices: Iterator[Matrix]) -> None:
+def fill(model: nn.Module, place: Place | StackPlace, dtype: torch.dtype, matrices: Iterator[Matrix]) -> None:
     """Put the next matrix, or the next matrices of a stack, into a place instead of the bytes that were loaded.
 
     Raises:
         FormatError: The bytes are damaged.
     """
+    module = model.get_submodule(place.name)
     device = getattr(module, place.tensor).device
     if isinstance(place, StackPlace):
         whole: Tensor | None = None
@@ -403,11 +408,31 @@ def fill(place: Place | StackPlace, module: nn.Module, dtype: torch.dtype, matri
     if isinstance(module, PackedLinear):
         packed = matrix.packed()
         delattr(module, place.tensor)
-        module.fill(packed, device)
+        if device.type == "cpu":
+            layer_on_cpu = CodedLinear(packed, dtype)
+            layer_on_cpu.bias = module.bias
+            model.set_submodule(place.name, layer_on_cpu)
+        else:
+            module.fill(packed, device)
         return
     values = matrix.values().to(dtype)
     values = values.T.contiguous() if type(place.module) is Conv1D else values
     module.weight = nn.Parameter(values.to(device))
+
+
+def check_stored_floats(label: str, weight: Tensor) -> None:
+    """Refuse integers in the place of a weight that is not quantized.
+
+    Args:
+        label: Folder and tensor.
+        weight: The tensor.
+
+    Raises:
+        FormatError: It contains integers.
+    """
+    if not weight.is_floating_point():
+        kind = str(weight.dtype).removeprefix("torch.")
+        raise FormatError(f"{label} is stored as {kind}, expected a weight. Fetch the folder again.")
 
 
 def check_stored_shape(label: str, shape: tuple[int, ...], expected: tuple[int, int]) -> None:

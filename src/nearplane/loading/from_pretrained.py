@@ -36,16 +36,19 @@ from nearplane.formats.layer_format import METHOD, WEIGHTS, read_config
 from nearplane.formats.native import DEFAULT, Native
 from nearplane.formats.stored import quantization_of
 from nearplane.formats.table import FORMATS
+from nearplane.loading.coded_linear import CodedLinear
 from nearplane.loading.dense_network import (
     JoinedBlobs,
     Place,
     SingleBlob,
     StackPlace,
+    check_stored_floats,
     check_stored_shape,
     dense_network,
     fill_all,
     make_places,
 )
+from nearplane.loading.packed_grids import round_head
 from nearplane.loading.packed_linear import PackedLinear
 from nearplane.loading.rounded_layers import round_inputs, rounded_layers
 from nearplane.loading.source_folder import source_folder
@@ -75,24 +78,26 @@ def load(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "auto",
     packed: bool = True,
+    head: str | None = None,
     check: bool = True,
     activations: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a model: a checkpoint of nearplane in any format, or any folder of safetensors that transformers loads.
 
-    In bfloat16 on the CPU, layers on grids stay packed and are multiplied by torch's kernels, where these take the
-    grid, see `kernel_linear.py`; all others are decoded. The log says how many. In another dtype, or on another device,
-    grids are decoded to `dtype`. Those of compressed-tensors then stay packed until the first call, if transformers
-    decodes them to `dtype` and the model is not an encoder with a decoder. Where runtimes round the inputs of layers
-    (`quantize --activations`), the weights alone are loaded and inputs are not rounded, unless `activations` asks for
-    it.
+    On the CPU, layers on grids stay packed and are multiplied without decoding them, where `grid_linear.py` takes the
+    grid; all others are decoded. The log says how many. On another device, grids are decoded to `dtype`. Those of
+    compressed-tensors then stay packed until the first call, if transformers decodes them to `dtype` and the model is
+    not an encoder with a decoder. Where runtimes round the inputs of layers (`quantize --activations`), the weights
+    alone are loaded and inputs are not rounded, unless `activations` asks for it.
 
     Args:
         source: A folder, a hub id, or a .gguf file of an architecture that nearplane writes.
         dtype: Dtype of the computation; "auto" is the dtype in config.json.
         device: Device as in `Device.named`; "auto" is the GPU if there is one. Each weight is sent to it as it is read.
-        packed: Whether weights stay packed where they can, half a byte or a byte each; else they are decoded.
+        packed: Whether weights stay packed where they can, in 2, 4 or 8 bits each; else they are decoded.
+        head: "int8" rounds the head, the layer that predicts tokens, to 8 bits while it is loaded on the CPU. It is then
+            read twice as fast; None leaves it as it is.
         check: Whether the files are compared with the hashes in the run record, if there is one.
         activations: Whether the network rounds the inputs of its layers as runtimes do.
         trust_remote_code: Whether code that comes with the model may run.
@@ -100,13 +105,14 @@ def load(
     Raises:
         FormatError: A file is damaged, has a future version or contradicts config.json or the run record.
         ModelError: There is no model, or it is incomplete.
-        RecipeError: There is no such dtype, or the device lacks it.
+        RecipeError: There is no such dtype, or the device lacks it; or the head cannot be rounded.
     """
     register()
     place = Device.named(device, in_float64=False).place
     compute_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype != "auto" and not (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point):
         raise RecipeError(f"dtype is {dtype!r}; expected auto, or a dtype of torch: float32, float16, bfloat16.")
+    check_head(head, place)
     folder = source_folder(source, trust_remote_code=trust_remote_code)
     quantization = quantization_of(folder) or {}  # refuses an unfinished folder
     config = read_config(folder)
@@ -117,11 +123,7 @@ def load(
         compute_dtype = getattr(torch, str(config.get("dtype", config.get("torch_dtype"))), None)
     if compute_dtype == torch.float64 and place.type in WITHOUT_FLOAT64:
         raise RecipeError(f"dtype is float64, which {place} does not have. Pass another dtype, or use --device cpu.")
-    on_kernels = packed and not activations and place.type == "cpu" and compute_dtype == torch.bfloat16
-    if grid_format and packed and place.type == "cpu" and compute_dtype == torch.float32:
-        logger.info(
-            "%s is in float32: grids are decoded. With dtype=torch.bfloat16 they stay packed on the CPU", folder
-        )
+    on_kernels = packed and not activations and place.type == "cpu" and compute_dtype != torch.float64
     dense = grid_format and (
         on_kernels
         or activations
@@ -142,7 +144,21 @@ def load(
         model = model.dequantize(model.dtype)
     if activations:
         round_inputs(rounded_layers(model, folder), model)
+    if head is not None:
+        round_head(model)
     return model
+
+
+def check_head(head: str | None, place: torch.device) -> None:
+    """Refuse a head in another form than `load` makes.
+
+    Raises:
+        RecipeError: It is not int8, or the device is not the CPU.
+    """
+    if head not in (None, "int8"):
+        raise RecipeError(f"head is {head!r}; expected int8, or nothing to leave the head as it is.")
+    if head is not None and place.type != "cpu":
+        raise RecipeError(f"head is int8, which is for the CPU; the device is {place}. Use --device cpu.")
 
 
 def _check_packed(model: PreTrainedModel, folder: Path) -> None:
@@ -156,9 +172,8 @@ def _check_packed(model: PreTrainedModel, folder: Path) -> None:
             shape = (module.out_features, module.in_features)
             check_stored_shape(f"{folder}: {path}.weight_shape", tuple(stored.tolist()), shape)
         for name, parameter in module.named_parameters(path, recurse=False):
-            if not (parameter.is_floating_point() or hasattr(module, "quantization_scheme")):
-                kind = str(parameter.dtype).removeprefix("torch.")
-                raise FormatError(f"{folder}: {name} is stored as {kind}, expected a weight. Fetch the folder again.")
+            if not hasattr(module, "quantization_scheme"):
+                check_stored_floats(f"{folder}: {name}", parameter)
 
 
 class NearplaneConfig(QuantizationConfigMixin):
@@ -298,7 +313,7 @@ class NearplaneQuantizer(HfQuantizer):
         """Replace packed layers by ordinary layers with decoded weights."""
         for place in self._places.values():
             module = model.get_submodule(place.name)
-            if not isinstance(place, Place) or not isinstance(module, PackedLinear):
+            if not isinstance(place, Place) or not isinstance(module, CodedLinear | PackedLinear):
                 continue
             values = module.weight if dtype is None else module.weight.to(dtype)
             values = values.T.contiguous() if type(place.module) is Conv1D else values

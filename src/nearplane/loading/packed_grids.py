@@ -1,4 +1,4 @@
-"""Layers on grids that stay packed for kernels of the CPU, collected while the others of a checkpoint are decoded."""
+"""Layers on grids that stay packed on the CPU, collected while the others of a checkpoint are decoded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from nearplane.errors import RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.loading.kernel_linear import KernelLinear, kernel_linear
+from nearplane.loading.grid_linear import GridLinear, grid_linear, rounded_to_8_bits
 from nearplane.models.conversion import renamed
 from nearplane.models.layers import is_linear
 
@@ -24,9 +25,10 @@ class PackedGrids:
     Args:
         empty: The network without weights.
         names: Names of the quantized layers in the checkpoint.
+        dtype: Dtype of the network.
     """
 
-    def __init__(self, empty: PreTrainedModel, names: Iterable[str]) -> None:
+    def __init__(self, empty: PreTrainedModel, names: Iterable[str], dtype: torch.dtype) -> None:
         tied = {*empty.all_tied_weights_keys, *empty.all_tied_weights_keys.values()}
         modules = {f"{path}.weight": path for path, module in empty.named_modules() if is_linear(module)}
         places = renamed(empty, (f"{name}.weight" for name in names))
@@ -35,27 +37,44 @@ class PackedGrids:
             for name, place in places.items()
             if place in modules and place not in tied
         }
-        self._layers: dict[str, KernelLinear] = {}
-        self._decoded = 0
+        self._layers: dict[str, GridLinear] = {}
+        self._decoded, self._dtype = 0, dtype
 
     def take(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         """Return the (out, in) values of a layer of the checkpoint; without memory of their own if it stays packed."""
         path = self._path_of.get(name)
-        layer = None if path is None else kernel_linear(matrix)
+        layer = None if path is None else grid_linear(matrix, self._dtype)
         if path is None or layer is None:
             self._decoded += 1
             return matrix.decode()
         self._layers[path] = layer
-        return torch.zeros(1, dtype=torch.bfloat16).expand(layer.out_features, layer.in_features)
+        return torch.zeros(1, dtype=self._dtype).expand(layer.out_features, layer.in_features)
 
     def put_into(self, model: nn.Module) -> None:
-        """Replace the linear layers of the loaded network, and log how many layers each kernel multiplies."""
+        """Replace the linear layers of the loaded network, and log how many layers stay packed."""
         for path, layer in self._layers.items():
             replaced = model.get_submodule(path)
             assert isinstance(replaced, nn.Linear), "see `is_linear`"
             layer.bias = replaced.bias
             model.set_submodule(path, layer)
-        counts = Counter(layer.KERNEL for layer in self._layers.values())
-        parts = [f"{count} stay packed (torch's {kernel})" for kernel, count in counts.items()]
+        counts = Counter(layer.bits for layer in self._layers.values())
+        parts = [f"{counts[bits]} stay packed in {bits} bits" for bits in sorted(counts)]
         parts += [f"{self._decoded} are decoded"] if self._decoded or not parts else []
         logger.info("of the quantized layers %s", ", ".join(parts))
+
+
+def round_head(model: PreTrainedModel) -> None:
+    """Replace the head of a network on the CPU by one in 8 bits, with a step for each token; embeddings stay.
+
+    Raises:
+        RecipeError: The network has no head in floating point, or one of a width that is no multiple of 4.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.in_features % 4:
+        found = "no head" if head is None else f"a head that is {type(head).__name__}({head.extra_repr()})"
+        raise RecipeError(f"head is int8, but {type(model).__name__} has {found}. Leave head out.")
+    packed = rounded_to_8_bits(head.weight.detach())
+    packed.bias = head.bias
+    model.set_output_embeddings(packed)
+    model.config.get_text_config().tie_word_embeddings = False  # it is no longer the embeddings' weight
+    logger.info("the head is rounded to 8 bits, with a step for each of %d tokens", head.out_features)

@@ -1,24 +1,20 @@
-"""Linear layer whose weights stay packed: 4 or 8 bits per code, and a scale for every row and column.
+"""Linear layer whose weights stay packed on a device: 4 or 8 bits per code, and a scale for every row and column.
 
     y = row_scale * (codes @ (column_scale * x)) + bias
 
 A weight takes half a byte if codes lie in -8 ... 7. The layer replaces Linear and Conv1D, which both multiply by an
-(out, in) matrix. Many tokens are multiplied by strips of decoded rows, on any device. A few tokens are multiplied by the
-packed codes themselves: on the CPU compiled by Numba, in one pass over the packed bytes per vector, and on CUDA by
-Triton, see `product_triton.py`. On the CPU a byte of two nibbles is `byte - 136 = low + 16 high`, so that two columns
-cost two multiplications and one mask:
-
-    low xe + high xo = low (xe - xo / 16) + (byte - 136) (xo / 16)
+(out, in) matrix; on the CPU `coded_linear.py` takes its place once its codes are decoded. Many tokens are multiplied by
+strips of decoded rows, on any device. On CUDA a few tokens are multiplied by the packed codes themselves, compiled by
+Triton, see `product_triton.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from nearplane.coding.packed_matrix import column_table
-from nearplane.compiled import compiled
 from nearplane.errors import FormatError
 from nearplane.loading.packed_codes import PackedCodes
 
@@ -37,30 +32,7 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int32]
 
-MIN_THREADED_BYTES = 2**22  # with fewer bytes of codes, one thread computes everything
 MAX_STRIP_WEIGHTS = 2**22  # weights decoded at a time
-MAX_PACKED_PRODUCT_ROWS = 16  # with more rows of x, the CPU decodes the codes first
-
-
-_START, _STOP, _NIBBLES, _FIRST_BYTE, _ROW_BYTES = range(5)  # columns of `_PackedCodes.groups`
-
-
-class _PackedCodes(NamedTuple):
-    """The codes of a matrix, by position of row and column; see `PackedLinear`."""
-
-    codes: Bytes  # (bytes,)
-    groups: npt.NDArray[np.int64]  # (groups, 5) the fields of `ColumnGroup`
-    patch_start: Integers  # (out + 1,)
-    patch_at: Integers  # (patches,)
-    patch_delta: npt.NDArray[np.int64]  # (patches,)
-
-
-class _Factors(NamedTuple):
-    """A vector, and the factors of the bytes of a row."""
-
-    x: Floats  # (in,)
-    low: Floats  # (bytes per row,) factors of low nibbles
-    whole: Floats  # (bytes per row,) factors of whole bytes
 
 
 @cache
@@ -170,12 +142,9 @@ class PackedLinear(nn.Module):
         flat = x.reshape(-1, self.in_features)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         kernels = products_of(flat.device)
-        most = MAX_PACKED_PRODUCT_ROWS if kernels is None else kernels.MAX_PRODUCT_ROWS
-        few = 0 < len(flat) <= most and x.dtype != torch.float64 and not (torch.is_grad_enabled() and x.requires_grad)
-        if few and kernels is not None:
+        plain = x.dtype != torch.float64 and not (torch.is_grad_enabled() and x.requires_grad)
+        if kernels is not None and plain and 0 < len(flat) <= kernels.MAX_PRODUCT_ROWS:
             y: Tensor = kernels.product(flat, self._packed_codes(), bias)
-        elif few and flat.device.type == "cpu":
-            y = self._product(flat, bias)
         else:
             sorted_x = flat if kernels is not None else flat.index_select(1, self.column_order)
             strips = self._strips() if kernels is None else self._ordered_strips(kernels, x.dtype)
@@ -249,80 +218,3 @@ class PackedLinear(nn.Module):
             at = rows, self.patch_at[first:last].long()
             codes[at] = (codes[at].long() + self.patch_delta[first:last]).float()  # rounded at most once
         return codes
-
-    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product (tokens, out) of x with the packed codes, on the CPU."""
-        scaled = x.detach().float().index_select(1, self.column_order) * self.column_bits.view(torch.float32)
-        groups = np.array(self.groups, np.int64).reshape(-1, 5)
-        patches = (part.numpy() for part in (self.patch_start, self.patch_at, self.patch_delta))
-        y = torch.from_numpy(_products(scaled.numpy(), _PackedCodes(self.codes.numpy(), groups, *patches)))
-        y = (y * self.row_bits.view(torch.float32)).index_select(1, self.row_place)
-        return (y if bias is None else y + bias).to(x.dtype)
-
-
-def _products(x: Floats, packed: _PackedCodes) -> Floats:
-    """Return (tokens, out) float32 products of the codes with every row of x.
-
-    Args:
-        x: (tokens, in) inputs times the scale of the column, by position.
-        packed: The codes.
-    """
-    out = len(packed.patch_start) - 1
-    y = np.empty((len(x), out), np.float32)
-    threads = torch.get_num_threads()
-    share = out if packed.codes.size < MIN_THREADED_BYTES else -(-out // threads)
-    with ThreadPoolExecutor(threads) as pool:  # starts no thread before work is submitted
-        for row, total in zip(x, y, strict=True):
-            factors = _factors(row, packed.groups)
-            if share >= out:
-                _rows(0, out, packed, factors, total)
-                continue
-            parts = [(a, min(a + share, out)) for a in range(0, out, share)]
-            for part in [pool.submit(_rows, a, b, packed, factors, total) for a, b in parts]:
-                part.result()
-    return y
-
-
-def _factors(x: Floats, groups: npt.NDArray[np.int64]) -> _Factors:
-    """Return the factors of low nibbles and whole bytes for a vector x (in,)."""
-    lows, wholes = [np.empty(0, np.float32)], [np.empty(0, np.float32)]
-    for start, stop, nibbles, _, width in groups:
-        part = np.zeros(2 * width, np.float32)
-        if nibbles:
-            part[: stop - start] = x[start:stop]
-        whole = part[1::2] * np.float32(1 / 16)
-        lows.append(part[::2] - whole)
-        wholes.append(whole)
-    return _Factors(x, np.concatenate(lows), np.concatenate(wholes))
-
-
-@compiled(fastmath={"reassoc", "contract", "nsz"})
-def _rows(a: int, b: int, packed: _PackedCodes, factors: _Factors, y: Floats) -> None:  # pragma: no cover
-    """Write the products of rows a ... b - 1 to y (out,)."""
-    x, low, whole = factors
-    y[a:b] = 0
-    place = 0
-    for group in range(len(packed.groups)):
-        start, width = packed.groups[group, _START], packed.groups[group, _ROW_BYTES]
-        first = packed.groups[group, _FIRST_BYTE] + a * width
-        lines = packed.codes[first : first + (b - a) * width].reshape(b - a, width)
-        if packed.groups[group, _NIBBLES]:
-            lows, wholes = low[place : place + width], whole[place : place + width]
-            for row in range(b - a):
-                total = np.float32(0)
-                for j in range(width):
-                    byte = np.int32(lines[row, j])  # 64-bit integers convert to floats at a quarter of the speed
-                    low_code, both = (byte & np.int32(15)) - np.int32(8), byte - np.int32(136)
-                    total += np.float32(low_code) * lows[j] + np.float32(both) * wholes[j]
-                y[a + row] += total
-        else:
-            part = x[start : start + width]
-            for row in range(b - a):
-                total = np.float32(0)
-                for j in range(width):
-                    total += np.float32(np.int32(np.int8(lines[row, j]))) * part[j]
-                y[a + row] += total
-        place += width
-    for row in range(a, b):
-        for patch in range(packed.patch_start[row], packed.patch_start[row + 1]):
-            y[row] += np.float32(packed.patch_delta[patch]) * x[packed.patch_at[patch]]

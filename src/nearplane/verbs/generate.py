@@ -72,6 +72,7 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     ignore_chat_template: bool = False,
+    head: str | None = None,
     say: Say = lambda piece: None,
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -85,6 +86,7 @@ def generate(
         tokens: Largest number of new tokens; fewer if the model ends or has no positions left.
         temperature, seed: Sampling temperature and random seed; temperature 0 takes the most likely token each time.
         ignore_chat_template: Whether to continue the prompt as it is even if there is a chat template.
+        head: "int8" rounds the head to 8 bits on the CPU, see `load`; llama.cpp reads the head of the file.
         say: Callback for every new piece of text. Once all checks have passed, it first gets what stands between the
             prompt and the text: nothing, or an empty line if the model answers.
         device: Device to compute on; llama.cpp chooses its own.
@@ -99,13 +101,15 @@ def generate(
     """
     check_generate(tokens, temperature)
     folder = source_folder(source, trust_remote_code=trust_remote_code)
-    if in_llama_cpp := runs_in_llama_cpp(folder):
+    if (in_llama_cpp := runs_in_llama_cpp(folder)) and head is not None:
+        raise RecipeError(f"{folder} runs in llama.cpp, which reads the head of the file. Leave --head out.")
+    if in_llama_cpp:
         check_hashes(folder, weights=False)
         reader = reader_of(folder)
         for name in reader.names():
             reader.read([name])  # compares hashes, which llama.cpp does not
     else:
-        model = _language_model(folder, device, trust_remote_code)
+        model = _language_model(folder, device, head, trust_remote_code)
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
     chat = not ignore_chat_template and getattr(tokenizer, "chat_template", None) is not None
     text = _chat(folder, tokenizer, prompt) if chat else prompt
@@ -134,14 +138,14 @@ class _Request:
     seed: int
 
 
-def _language_model(folder: Path, device: str, trust_remote_code: bool) -> PreTrainedModel:
+def _language_model(folder: Path, device: str, head: str | None, trust_remote_code: bool) -> PreTrainedModel:
     """Load a model that writes text behind text.
 
     Raises:
         RecipeError: It takes something else, or predicts no tokens.
     """
     place = Device.named(device, in_float64=False).place
-    model = load(folder, device=place, trust_remote_code=trust_remote_code)
+    model = load(folder, device=place, head=head, trust_remote_code=trust_remote_code)
     if not has_head(model) or input_kind(model) is not InputKind.TEXT:
         why = "an encoder, which predicts no tokens" if not has_head(model) else f"which continues {input_kind(model)}"
         raise RecipeError(f"{folder} contains a {type(model).__name__}, {why}. Pass a language model.")

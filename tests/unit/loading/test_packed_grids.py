@@ -1,28 +1,31 @@
-"""Checkpoints on grids load packed for the CPU where their kernels fit, and answer as the decoded ones do."""
+"""Checkpoints on grids load packed on the CPU, and answer as the decoded ones do."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import nearplane
 from checkpoints import random_matrix, tiny_llama, write_folder
 from families import config_of
-from nearplane.loading.kernel_linear import Int4Linear, Int8Linear, KernelLinear
+from nearplane.errors import RecipeError
+from nearplane.loading.from_pretrained import check_head
+from nearplane.loading.grid_linear import GridLinear, rounded_to_8_bits
 from nearplane.loading.packed_grids import PackedGrids
 
 TOKENS = torch.tensor([[5, 9, 11, 40, 7, 3, 60, 22]])
-FORMATS = {  # format, bits, group size, symmetric, class of the layers
-    "compressed-tensors": ("compressed-tensors", 4, 32, True, Int4Linear),
-    "compressed-tensors, 8 bits": ("compressed-tensors", 8, None, True, Int8Linear),
-    "gptq_v2": ("gptq_v2", 4, 32, False, Int4Linear),
-    "awq": ("awq", 4, 32, False, Int4Linear),
-    "compressed-tensors, groups of 8 bits": ("compressed-tensors", 8, 32, True, nn.Linear),
+FORMATS = {  # format, bits, group size, symmetric
+    "compressed-tensors": ("compressed-tensors", 4, 32, True),
+    "compressed-tensors, 8 bits": ("compressed-tensors", 8, None, True),
+    "gptq_v2": ("gptq_v2", 4, 32, False),
+    "gptq_v2, 2 bits": ("gptq_v2", 2, 32, False),
+    "awq": ("awq", 4, 32, False),
 }
 
 
@@ -37,14 +40,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_layers_stay_packed_and_answer_as_decoded(
     source: Path, tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    format, bits, group_size, symmetric, kind = FORMATS[case]
+    format, bits, group_size, symmetric = FORMATS[case]
     out = tmp_path / "out"
     written = write_folder(out, source, format, bits=bits, group_size=group_size, symmetric=symmetric)
     caplog.set_level(logging.INFO, "nearplane")
     packed = nearplane.load(out, device="cpu")
-    counts = f"{len(written)} stay packed (torch's {kind.KERNEL})" if kind is not nn.Linear else "14 are decoded"
-    assert f"of the quantized layers {counts}" in caplog.messages
-    assert {type(packed.get_submodule(name)) for name in written} == {kind}
+    assert f"of the quantized layers {len(written)} stay packed in {bits} bits" in caplog.messages
+    assert {type(packed.get_submodule(name)) for name in written} == {GridLinear}
     assert type(packed.lm_head) is nn.Linear
     exact = nearplane.load(out, device="cpu", dtype=torch.float32, packed=False)
     dense = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
@@ -66,28 +68,77 @@ def test_a_packed_network_saves_as_a_dense_one(source: Path, tmp_path: Path) -> 
     assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
 
 
-def test_only_bfloat16_networks_of_plain_inputs_stay_packed(
-    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The kernels take no other dtype; a network in float32 says so."""
-    caplog.set_level(logging.INFO, "nearplane")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_networks_in_other_dtypes_stay_packed(source: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     write_folder(tmp_path / "out", source, "gptq_v2", bits=4, group_size=32)
-    for options in ({"dtype": torch.float32}, {"packed": False}, {"dtype": "float16"}):
+    packed = nearplane.load(tmp_path / "out", device="cpu", dtype=dtype)
+    assert any(isinstance(module, GridLinear) for module in packed.modules())
+    exact = nearplane.load(tmp_path / "out", device="cpu", dtype=torch.float32, packed=False)
+    with torch.no_grad():
+        expected, ours = exact(TOKENS).logits, packed(TOKENS).logits
+    assert ours.dtype == dtype
+    assert (ours - expected).norm() <= 32 * torch.finfo(dtype).eps * expected.norm()
+
+
+def test_networks_in_float64_and_decoded_ones_have_linear_layers(source: Path, tmp_path: Path) -> None:
+    write_folder(tmp_path / "out", source, "gptq_v2", bits=4, group_size=32)
+    for options in ({"dtype": torch.float64}, {"packed": False}):
         model = nearplane.load(tmp_path / "out", device="cpu", **options)
-        assert not any(isinstance(module, KernelLinear) for module in model.modules())
-    assert [each for each in caplog.messages if "grids are decoded" in each] == [
-        f"{tmp_path / 'out'} is in float32: grids are decoded. With dtype=torch.bfloat16 they stay packed on the CPU"
-    ]
+        assert not any(isinstance(module, GridLinear) for module in model.modules())
 
 
 def test_tied_weights_and_unknown_layers_are_decoded() -> None:
     """The embeddings need the weight that the head shares with them."""
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config_of("qwen3"))
-    grids = PackedGrids(network, ["lm_head", "model.layers.0.mlp.up_proj", "elsewhere"])
+    grids = PackedGrids(network, ["lm_head", "model.layers.0.mlp.up_proj", "elsewhere"], torch.bfloat16)
     matrix = random_matrix(64, 32, bits=4, group_size=32, symmetric=True, dtype=torch.bfloat16)
     for name in ("lm_head", "elsewhere"):
         assert torch.equal(grids.take(name, matrix), matrix.decode())
     taken = grids.take("model.layers.0.mlp.up_proj", matrix)
     assert taken.shape == (64, 32)
     assert taken.untyped_storage().nbytes() == 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_rounded_to_8_bits_and_the_embeddings_stay(
+    tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    dense = tiny_llama().to(torch.bfloat16)
+    dense.config.tie_word_embeddings = tied
+    if tied:
+        dense.lm_head.weight = dense.model.embed_tokens.weight
+    dense.save_pretrained(tmp_path)
+    caplog.set_level(logging.INFO, "nearplane")
+    rounded = nearplane.load(tmp_path, device="cpu", head="int8")
+    tokens = dense.config.vocab_size
+    assert f"the head is rounded to 8 bits, with a step for each of {tokens} tokens" in caplog.messages
+    assert torch.equal(rounded.get_input_embeddings().weight, dense.get_input_embeddings().weight)
+    head, weight = rounded.get_output_embeddings(), dense.get_output_embeddings().weight
+    steps = weight.float().abs().amax(1, keepdim=True) / 127
+    assert ((head.weight.float() - weight.float()).abs() <= 0.5 * steps + 2**-8 * weight.float().abs()).all()
+    with torch.no_grad():
+        error = (rounded(TOKENS).logits - dense(TOKENS).logits).norm() / dense(TOKENS).logits.norm()
+    assert 0 < error < 0.02
+    rounded.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again.lm_head.weight, head.weight)
+
+
+def test_a_head_that_cannot_be_rounded_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="head is 'int4'; expected int8"):
+        nearplane.load(source, head="int4")
+    with pytest.raises(RecipeError, match="head is int8, which is for the CPU; the device is cuda:1"):
+        check_head("int8", torch.device("cuda:1"))
+    BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"head is int8, but BertModel has no head\. Leave head out"):
+        nearplane.load(tmp_path, device="cpu", head="int8")
+
+
+def test_a_copy_of_a_packed_layer_holds_its_words_once() -> None:
+    layer = rounded_to_8_bits(torch.randn(70, 32))
+    layer(torch.randn(1, 32))  # makes the views
+    copied = copy.deepcopy(layer)
+    assert copied._views is None
+    assert torch.equal(copied.weight, layer.weight)
+    assert layer._views is not None

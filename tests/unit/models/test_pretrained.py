@@ -72,11 +72,11 @@ def calls_of(folder: Path) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_format_loads_and_computes_what_the_decoded_weights_do(checkpoints: dict[str, Path], name: str) -> None:
-    """GPTQ wanted optimum, and compressed-tensors its package."""
+    """GPTQ wanted optimum, and compressed-tensors its package; packed layers add products in another order."""
     expected = load_dense(checkpoints[name], torch.device("cpu"))[0]
     model = nearplane.load(checkpoints[name], dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(model(TOKENS).logits, expected(TOKENS).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(TOKENS).logits, expected(TOKENS).logits, rtol=1e-5, atol=3e-5)
     assert nearplane.load(checkpoints[name]).dtype == torch.bfloat16, "that of config.json"
     assert not model.training
 

@@ -104,9 +104,20 @@ def test_the_command_shows_both_their_speed_and_where_they_differ(out: Path) -> 
     speed = r"first token after \d+\.\d\d s, then \d+\.\d tokens per second; weights take {}\n"
     assert code == 0
     assert re.fullmatch(
-        rf"opening .*\nof the quantized layers \d+ are decoded\n{speed.format('[0-9.]+ MB')}{speed.format('8.39 MB')}",
+        rf"opening .*\nof the quantized layers \d+ stay packed in 8 bits\n{speed.format('[0-9.]+ MB')}{speed.format('8.39 MB')}",
         beside,
     )
+
+
+def test_the_head_may_be_rounded_but_not_that_of_llama_cpp(
+    chat: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, said, beside = command("generate", chat, PROMPT, "--head", "int8", "--tokens", 4).ended()
+    assert (code, said.startswith(f"{PROMPT}\n\n")) == (0, True)
+    assert "the head is rounded to 8 bits" in beside
+    monkeypatch.setattr(module, "runs_in_llama_cpp", lambda folder: True)
+    with pytest.raises(RecipeError, match=r"runs in llama\.cpp, which reads the head of the file\. Leave --head out"):
+        nearplane.generate(out, PROMPT, head="int8")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,146 @@
+"""Linear layer with the decoded integers of an entropy-coded matrix on the CPU, in 4 or 8 bits; see `words_linear.py`.
+
+    y = row_scale * (codes @ (column_scale * x)) + bias
+
+Columns whose codes lie in -8 ... 7 take 4 bits, others 8. Codes that no 8 bits hold are patches: values of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nearplane.coding.packed_matrix import PackedMatrix
+from nearplane.compiled import compiled
+from nearplane.loading import product_cpu
+from nearplane.loading.product_cpu import BLOCK
+from nearplane.loading.words_linear import WordsLinear, by_block
+
+Integers = npt.NDArray[np.int32]
+
+# words of nibbles, which hold `code + 8`, and of bytes, which hold codes, become those that `product_cpu` reads
+SIGNS = {4: np.int32(-(2**31)), 8: np.int32(0x808080)}
+
+
+class CodedLinear(WordsLinear):
+    """Layer of an entropy-coded matrix, without a bias.
+
+    Args:
+        packed: The decoded matrix, on the CPU.
+        dtype: Dtype of `weight`.
+
+    Attributes:
+        words_4, words_8: The codes as `product_cpu` reads them, of the columns that take 4 and 8 bits.
+        columns_4, columns_8: (places,) int32 column of each code of a row; any where a place has none.
+        scale_4, scale_8: (places,) scales of these columns, float32 seen as int32; 0 where a place has none.
+        steps: Scales of rows, see `by_block`.
+        patch_rows, patch_columns: (patches,) int32 places of patches, ordered by row.
+        patch_bits: (patches,) their values, float32 seen as int32.
+    """
+
+    steps: Tensor
+    patch_rows: Tensor
+    patch_columns: Tensor
+    patch_bits: Tensor
+
+    def __init__(self, packed: PackedMatrix, dtype: torch.dtype) -> None:
+        super().__init__(packed.shape, dtype)
+        by_row = np.argsort(packed.patch_rows, kind="stable")
+        rows, columns = packed.patch_rows[by_row], packed.patch_columns[by_row]
+        patched = packed.patch_delta[by_row].astype(np.int64)
+        for bits in (4, 8):
+            codes, order = _gathered(packed, bits)
+            at = np.full(self.in_features, -1)
+            at[order[order < self.in_features]] = np.flatnonzero(order < self.in_features)
+            mine = at[columns] >= 0
+            patched[mine] += _taken(codes, rows[mine], at[columns[mine]], bits)
+            words = product_cpu.in_blocks(codes.view(np.int32) ^ SIGNS[bits])
+            scale = np.append(packed.column_scale, np.float32(0))[order]
+            order = np.minimum(order, self.in_features - 1)
+            self._keep({f"words_{bits}": words, f"columns_{bits}": order, f"scale_{bits}": scale.view(np.int32)})
+        values = patched.astype(np.float32) * packed.row_scale[rows] * packed.column_scale[columns]
+        self._keep({"patch_rows": rows, "patch_columns": columns, "patch_bits": values.view(np.int32)})
+        self.register_buffer("steps", by_block(torch.from_numpy(packed.row_scale)[:, None]), persistent=False)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return the product (rows, outputs) with the codes."""
+        steps = self.steps.view(torch.float32).numpy()
+        y = np.zeros((len(x), len(steps) * BLOCK), np.float32)
+        for bits, words, columns, scale in self._parts():
+            part = (x.index_select(1, columns) * scale).numpy()
+            y += product_cpu.product(part, words.numpy(), steps, steps[:, :0], bits)
+        patches = self.patch_rows.numpy(), self.patch_columns.numpy(), self.patch_bits.view(torch.float32).numpy()
+        _add_patches(x.contiguous().numpy(), *patches, y)
+        return torch.from_numpy(y)
+
+    def strips(self) -> Iterator[Tensor]:
+        """Yield decoded (in, outputs) values."""
+        steps, rows = self.steps.cpu().view(torch.float32).numpy(), self.patch_rows.cpu()
+        columns_of, values = self.patch_columns.cpu().long(), self.patch_bits.cpu().view(torch.float32)
+        for a in range(0, len(steps), count := torch.get_num_threads()):
+            b = min(a + count, len(steps))
+            strip = torch.empty(self.in_features, (b - a) * BLOCK)
+            for bits, words, columns, scale in self._parts():
+                part = product_cpu.values(words.cpu().numpy()[a:b], steps[a:b], steps[a:b, :0], bits)
+                used = scale.cpu().nonzero()[:, 0]
+                part_of = torch.from_numpy(part).index_select(0, used).mul_(scale.cpu()[used, None])
+                strip[columns.cpu()[used].long()] = part_of
+            first, last = torch.searchsorted(rows, torch.tensor([a * BLOCK, b * BLOCK], dtype=rows.dtype)).tolist()
+            strip[columns_of[first:last], rows[first:last].long() - a * BLOCK] = values[first:last]
+            yield strip
+
+    def _parts(self) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Yield bits, words, columns and scales of the columns with 4 and with 8 bits, if there are any."""
+        for bits in (4, 8):
+            if (words := getattr(self, f"words_{bits}")).numel():
+                scale = getattr(self, f"scale_{bits}").view(torch.float32)
+                yield bits, words, getattr(self, f"columns_{bits}"), scale
+
+    def _keep(self, arrays: dict[str, np.ndarray]) -> None:
+        for name, array in arrays.items():
+            self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)), persistent=False)
+
+
+@compiled(error_model="numpy")
+def _add_patches(
+    x: product_cpu.Floats, rows: Integers, columns: Integers, values: product_cpu.Floats, y: product_cpu.Floats
+) -> None:  # pragma: no cover
+    """Add the products of patches to y (rows of x, outputs)."""
+    for row in range(len(x)):
+        for patch in range(len(rows)):
+            y[row, rows[patch]] += x[row, columns[patch]] * values[patch]
+
+
+def _gathered(packed: PackedMatrix, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes (out, bytes) of the columns whose codes take some bits, in whole words, and their columns.
+
+    Columns are those of each code of a row, (places,) int32; `in` where a place has none.
+    """
+    out, width = packed.shape
+    each, codes, columns = 8 // bits, [np.empty((out, 0), np.uint8)], [np.empty(0, np.int32)]
+    for start, stop, nibbles, first, row_bytes in packed.groups:
+        if nibbles == (bits == 4):
+            codes.append(np.asarray(packed.codes)[first : first + out * row_bytes].reshape(out, row_bytes))
+            columns.append(packed.column_order[start:stop])
+            columns.append(np.full(each * row_bytes - (stop - start), width, np.int32))
+    gap = -sum(part.shape[1] for part in codes) % 4
+    codes.append(np.zeros((out, gap), np.uint8))
+    columns.append(np.full(each * gap, width, np.int32))
+    return np.concatenate(codes, axis=1)[np.argsort(packed.row_order)], np.concatenate(columns)
+
+
+def _taken(codes: np.ndarray, rows: np.ndarray, places: np.ndarray, bits: int) -> np.ndarray:
+    """Return the codes at some rows and places of bytes (out, bytes), and put 0 in their place."""
+    if bits == 8:
+        taken: np.ndarray = codes[rows, places].view(np.int8).astype(np.int64)
+        codes[rows, places] = 0
+        return taken
+    byte, shift = codes[rows, places // 2], 4 * (places % 2)
+    np.bitwise_and.at(codes, (rows, places // 2), (240 >> shift).astype(np.uint8))
+    np.bitwise_or.at(codes, (rows, places // 2), (8 << shift).astype(np.uint8))
+    nibbles: np.ndarray = (byte >> shift & 15).astype(np.int64) - 8
+    return nibbles

@@ -1,0 +1,117 @@
+"""A layer of entropy-coded integers on the CPU multiplies as the dense one would, whichever way it goes about it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nearplane.coding.blob import Contents, decode_packed, encode, stored_base
+from nearplane.coding.packed_matrix import PackedMatrix
+from nearplane.formats.native import matrix_of
+from nearplane.loading import product_cpu
+from nearplane.loading.coded_linear import CodedLinear
+from nearplane.loading.words_linear import MAX_ROWS
+
+
+def filled(packed: PackedMatrix, bias: Tensor | None = None, *, dtype: torch.dtype = torch.float32) -> CodedLinear:
+    """Return a layer that holds a matrix."""
+    layer = CodedLinear(packed, dtype)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+    return layer
+
+
+def contents(out: int, columns: int, *, spread: float = 1.5, outliers: int = 0, seed: int = 0) -> Contents:
+    """Return Gaussian codes whose spread follows the column, with some codes that no byte holds."""
+    rng = np.random.default_rng(seed)
+    exponents = rng.integers(-6, 7, columns).astype(np.int32)
+    rows = rng.integers(-1, 2, out).astype(np.int32)
+    codes = np.round(rng.normal(size=(out, columns)) * spread * 2.0 ** (-exponents / 4)).astype(np.int32)
+    for _ in range(outliers):
+        codes[rng.integers(out), rng.integers(columns)] = rng.choice([-(2**20), 40, 129, -129, 3000])
+    return Contents(
+        codes=codes, base=stored_base(0.01), columns=exponents, column_resolution=4, rows=rows, row_resolution=1
+    )
+
+
+CASES = [
+    contents(7, 13),
+    contents(1, 1),
+    contents(33, 64, spread=0.3),
+    contents(40, 31, spread=20.0),
+    contents(48, 96, outliers=25),
+    contents(600, 512, outliers=9),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "x".join(map(str, case.codes.shape)))
+def test_weight_is_the_decoded_matrix(case: Contents) -> None:
+    layer = filled(decode_packed(encode(case)))
+    assert torch.equal(layer.weight, matrix_of(case).decode())
+
+
+@pytest.mark.parametrize("tokens", [1, MAX_ROWS, MAX_ROWS + 1, 40])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "x".join(map(str, case.codes.shape)))
+def test_products_are_those_of_the_decoded_matrix(case: Contents, tokens: int, generator: torch.Generator) -> None:
+    values = matrix_of(case).decode()
+    out, columns = values.shape
+    bias = torch.randn(out, generator=generator)
+    x = torch.randn(tokens, columns, generator=generator)
+    exact = x.double() @ values.double().T + bias.double()
+    y = filled(decode_packed(encode(case)), bias)(x)
+    # what rounding errors are relative to: codes of 4 bits are summed with an offset of 8
+    steps = matrix_of(case).grid.row_scale()[:, None] * matrix_of(case).grid.column_scale()
+    size = x.double().abs() @ (values.abs() + 8 * steps).double().T + bias.double().abs()
+    assert y.dtype == torch.float32
+    assert ((y - exact).abs() <= 2e-6 * size).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_types_come_back_and_lose_no_more_than_the_dense_layer(
+    dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    values = matrix_of(CASES[5]).decode()
+    layer = filled(decode_packed(encode(CASES[5])), dtype=dtype)
+    x = torch.randn(6, 512, generator=generator).to(dtype)
+    exact = x.double() @ values.double().T
+    for part in (x, x[:1]):
+        wanted = exact[: len(part)]
+        y, dense = layer(part), part @ values.to(dtype).T
+        assert y.dtype == dtype
+        assert (y - wanted).norm() <= 1.1 * (dense - wanted).norm()
+
+
+def test_a_cast_of_the_module_does_not_round_its_scales() -> None:
+    layer = filled(decode_packed(encode(CASES[4])), torch.zeros(48))
+    layer.to(torch.bfloat16)
+    assert layer.bias is not None
+    assert layer.bias.dtype == torch.bfloat16
+    assert torch.equal(layer.weight, matrix_of(CASES[4]).decode())
+
+
+def test_leading_dimensions_are_kept_and_gradients_reach_the_input(generator: torch.Generator) -> None:
+    layer = filled(decode_packed(encode(CASES[4])))
+    x = torch.randn(1, 2, 96, generator=generator, requires_grad=True)
+    y = layer(x)
+    assert y.shape == (1, 2, 48)
+    y.sum().backward()
+    expected = matrix_of(CASES[4]).decode().sum(0).expand(1, 2, 96)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_codes_near_zero_take_half_a_byte_each() -> None:
+    case = contents(256, 512, spread=0.5)
+    layer = filled(decode_packed(encode(case)))
+    assert 4 * (layer.words_4.numel() + layer.words_8.numel()) <= 0.55 * case.codes.size
+
+
+def test_threads_share_rows_without_changing_them(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+    layer = filled(decode_packed(encode(CASES[5])))
+    x = torch.randn(2, 512, generator=generator)
+    one = layer(x)
+    monkeypatch.setattr(product_cpu, "MIN_THREADED_WEIGHTS", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    assert torch.equal(layer(x), one)
