@@ -95,4 +95,5 @@ class WordsLinear(nn.Module):
 def by_block(numbers: Tensor) -> Tensor:
     """Return (out, groups) numbers as (blocks, groups, BLOCK) float32 seen as int32, so that no cast rounds them."""
     filled: Tensor = nn.functional.pad(numbers.float(), (0, 0, 0, -len(numbers) % BLOCK))
-    return filled.unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous().view(torch.int32)
+    blocks = filled.reshape(len(filled) // BLOCK, BLOCK, numbers.shape[1])
+    return blocks.transpose(1, 2).contiguous().view(torch.int32)
