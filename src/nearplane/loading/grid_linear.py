@@ -102,7 +102,8 @@ def grid_linear(matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> GridLinear 
     if not parts or not bits or not _even_groups(grid, 32 // bits):
         return None
     middle = 0 if -(1 << bits - 1) <= low and high < 1 << bits - 1 else low + (1 << bits - 1)
-    codes = (codes if grid.levels is None else positions[codes.long()]) - middle
+    codes = codes if grid.levels is None else positions[codes]
+    codes = codes - middle if middle else codes
     minus = grid.scale * grid.zero
     if isinstance(grid, SuperGrid) and (offset := grid.offset) is not None:
         minus = torch.where(grid.scale == 0, offset, minus)

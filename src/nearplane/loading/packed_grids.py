@@ -15,6 +15,7 @@ from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.loading.grid_linear import GridLinear, grid_linear, rounded_to_8_bits
 from nearplane.models.conversion import renamed
 from nearplane.models.layers import is_linear
+from nearplane.system.memory import release_all
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class PackedGrids:
             self._decoded += 1
             return matrix.decode()
         self._layers[path] = layer
+        release_all()  # unpacked codes take eight times as much
         return torch.zeros(1, dtype=self._dtype).expand(layer.out_features, layer.in_features)
 
     def put_into(self, model: nn.Module) -> None:
