@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from nearplane.cli.evaluate_command import evaluate
 from nearplane.cli.printing import as_json, comparison, first_difference, log_speed, opening, print_piece, say, table
+from nearplane.cli.suggest_command import suggest
 from nearplane.cli.terminal import bar, one_line_a_step
 from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration, Way
@@ -414,4 +415,4 @@ def generate(
         print(first_difference(*texts))
 
 
-COMMANDS = (evaluate, compare, geometry, demo, inspect, verify, report, card, export, tune, generate)
+COMMANDS = (evaluate, compare, geometry, demo, inspect, verify, report, card, export, tune, generate, suggest)

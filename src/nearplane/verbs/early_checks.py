@@ -16,7 +16,7 @@ from nearplane.recipe.file_formats import FILE_FORMATS
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 from nearplane.recipe.schemes import GridScheme
-from nearplane.recipe.sizes import Limits, check_room
+from nearplane.recipe.sizes import Limits, bytes_in, check_room
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.arguments import whole, within
 from nearplane.system.files import check_writable
@@ -171,6 +171,14 @@ def check_generate(tokens: int, temperature: float) -> None:
         raise RecipeError(
             f"tokens is {tokens} and temperature {temperature}; expected at least 1 token, and a temperature from 0 to 100."
         )
+
+
+def check_suggest(model: str | Path, memory: str | int, context: int | None) -> int:
+    """Refuse arguments of `suggest`; return the memory in bytes."""
+    whole("context", context, 1)
+    limit = bytes_in(str(memory), "--memory")
+    check_named(model)
+    return limit
 
 
 def check_verify(out: str | Path, *, against: Any, calibration: Any, tolerance: float | None) -> RunRecord:
