@@ -29,7 +29,9 @@ from nearplane.verbs.compare_recipes import WAYS
 from nearplane.verbs.early_checks import check_page
 
 HEADS = ("model", "method", "asked", "bits/weight", "weight files", "perplexity", "KL to original", "time")
-PARTS = re.compile(r"\s+|\w+|[^\w\s]")  # of a text, which are compared: spaces, words and single signs
+PARTS = re.compile(
+    r"\s*(?:\w+|[^\w\s])|\s+"
+)  # of a text, which are compared: words and single signs with spaces before
 
 
 def write_page(rows: Sequence[Row], out: str | Path, *, prompt: str | None = None) -> None:

@@ -87,8 +87,8 @@ def test_the_page_needs_no_other_file_and_suits_phones_and_dark(page: str) -> No
     ("text", "html"),
     [
         ("one two three", "one two three"),
-        ("one 2 three", "one <mark>2</mark> three"),
-        ("one two <b>", "one two <mark>&lt;b&gt;</mark>"),
+        ("one 2 three", "one<mark> 2</mark> three"),
+        ("one two <b>", "one two<mark> &lt;b&gt;</mark>"),
         ("", ""),
     ],
 )
