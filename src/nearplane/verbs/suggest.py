@@ -168,8 +168,12 @@ class _Request:
             return row(refused=str(error))
         memory = weights + self.cache
         if mode.packed_bits is not None and asked.scheme.asked is not None:
-            count = sum(math.prod(layer.shape) for layer in described.layers)
-            memory += math.ceil(count * (mode.packed_bits - asked.scheme.asked[0]) / 8)
+            wide = 8 * described.dtype.itemsize  # experts are decoded
+            bits = sum(
+                math.prod(layer.shape) * ((wide if layer.routed else mode.packed_bits) - asked.scheme.asked[0])
+                for layer in described.layers
+            )
+            memory += math.ceil(bits / 8)
         return row(weights=weights, memory=memory, fits=memory <= self.limit)
 
     def _variant(self, ends: tuple[bool, bool]) -> Model:
