@@ -36,6 +36,7 @@ from nearplane.verbs.export import export as export
 from nearplane.verbs.generate import generate as generate
 from nearplane.verbs.quantize_api import quantize as quantize
 from nearplane.verbs.report import write_report as write_report
+from nearplane.verbs.suggest import suggest as suggest
 from nearplane.verbs.tune import tune as tune
 from nearplane.verbs.verify import verify as verify
 

@@ -12,13 +12,14 @@ from cyclopts import Parameter
 
 from nearplane.cli.evaluate_command import evaluate
 from nearplane.cli.printing import as_json, comparison, first_difference, log_speed, opening, print_piece, say, table
+from nearplane.cli.suggest_command import suggest
 from nearplane.cli.terminal import bar, one_line_a_step
 from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration, Way
 from nearplane.recipe.sizes import size_text
 from nearplane.system.arguments import ComputeDtype
 from nearplane.system.paths import check_named
-from nearplane.verbs.early_checks import check_export, check_generate, check_plot, check_tune, check_verify
+from nearplane.verbs.early_checks import check_export, check_generate, check_html, check_plot, check_tune, check_verify
 
 Dense = Literal["bfloat16", "float16", "float32"]
 Switch = Annotated[bool, Parameter(negative="")]
@@ -37,6 +38,8 @@ def compare(
     eval_samples: int | None = None,
     eval_seqlen: int | None = None,
     plot: Path | None = None,
+    html: Path | None = None,
+    prompt: str | None = None,
     keep: Path | None = None,
     device: str = "auto",
     trust_remote_code: Switch = False,
@@ -56,6 +59,8 @@ def compare(
         eval_samples: Number of windows to measure on, from the beginning of the text. Default: all.
         eval_seqlen: Tokens per window to measure on. Default: as in calibration.
         plot: Figure to draw (.svg, .png or .pdf): perplexity against bits, or against file size for several models.
+        html: Page to write, with the table, a figure, and the texts of --prompt side by side; it needs no other file.
+        prompt: Text that the original and every checkpoint continue on the page of --html, or message that they answer.
         keep: Folder that keeps the checkpoints and rows. The same command resumes a stopped comparison in it.
             Default: each checkpoint is deleted once it is measured.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
@@ -65,9 +70,11 @@ def compare(
     check_named(*models, text=text, calibration=None if tokens is None else tokens.calibration)
     if plot is not None:
         check_plot(plot)
+    check_html(html, prompt)
     opening(*models)
     from nearplane.verbs.compare import compare as run
     from nearplane.verbs.compare_figure import draw
+    from nearplane.verbs.compare_page import write_page
     from nearplane.verbs.compare_recipes import WAYS
 
     rows = []
@@ -81,6 +88,7 @@ def compare(
             samples=eval_samples,
             seqlen=eval_seqlen,
             keep=keep,
+            prompt=prompt,
             device=device,
             trust_remote_code=trust_remote_code,
             progress=bar,
@@ -91,6 +99,8 @@ def compare(
             print(as_json([asdict(row) for row in rows]))
         elif rows:
             comparison(rows)
+    if html is not None:
+        write_page(rows, html, prompt=prompt)
     if plot is not None:
         draw(rows, plot)
     if failed := sum(row.failed for row in rows):
@@ -414,4 +424,4 @@ def generate(
         print(first_difference(*texts))
 
 
-COMMANDS = (evaluate, compare, geometry, demo, inspect, verify, report, card, export, tune, generate)
+COMMANDS = (evaluate, compare, geometry, demo, inspect, verify, report, card, export, tune, generate, suggest)

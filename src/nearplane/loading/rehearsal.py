@@ -69,23 +69,11 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
     Raises:
         RecipeError: The checkpoint would not load; the message names a layer, the fault and a remedy.
     """
-    if merged := [layer for layer in model.layers if not layer.stored_alone(model.weights)]:
-        patterns = " ".join(dict.fromkeys(f"'{_pattern(model, layer)}'" for layer in merged))
-        raise RecipeError(
-            f"{merged[0].name} cannot be written: the files have no tensor for this layer, whose weight transformers computes "
-            f"from others. Leave such layers unquantized with --ignore {patterns}."
-        )
-    if recipe.files.for_mlx and model.config.model_type not in MODEL_TYPES:
-        raise RecipeError(
-            f"{model.layers[0].name}: mlx_lm was not tried with models of type {model.config.model_type}, but with "
-            f"{', '.join(MODEL_TYPES)}. Use another --format."
-        )
-    _refuse_unlike_experts(model, recipe)
+    check_readers(model, recipe)
     if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat):
         return  # transformers has no reader of this format
     layers = model.layers
     if recipe.files.by_gptqmodel and any(layer.routed for layer in layers):
-        _refuse_experts_of_others(model)
         log.warning(
             "Experts in GPTQ have the names that vLLM and SGLang read. GPTQModel reads them; transformers alone does not."
         )
@@ -106,6 +94,28 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
         f"{layer.name}: transformers would not load this {model.network.config.model_type} from {recipe.format}: {place}{why}. "
         f"{_remedy(model, recipe, layers, all_faults)}"
     )
+
+
+def check_readers(model: Model, recipe: Recipe) -> None:
+    """Refuse layers and types of models that the readers of a format are known not to load.
+
+    Raises:
+        RecipeError: The message names a layer and a remedy.
+    """
+    if merged := [layer for layer in model.layers if not layer.stored_alone(model.weights)]:
+        patterns = " ".join(dict.fromkeys(f"'{_pattern(model, layer)}'" for layer in merged))
+        raise RecipeError(
+            f"{merged[0].name} cannot be written: the files have no tensor for this layer, whose weight transformers computes "
+            f"from others. Leave such layers unquantized with --ignore {patterns}."
+        )
+    if recipe.files.for_mlx and model.config.model_type not in MODEL_TYPES:
+        raise RecipeError(
+            f"{model.layers[0].name}: mlx_lm was not tried with models of type {model.config.model_type}, but with "
+            f"{', '.join(MODEL_TYPES)}. Use another --format."
+        )
+    _refuse_unlike_experts(model, recipe)
+    if recipe.files.by_gptqmodel and any(layer.routed for layer in model.layers):
+        _refuse_experts_of_others(model)
 
 
 def _refuse_experts_of_others(model: Model) -> None:

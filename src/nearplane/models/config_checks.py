@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -30,27 +31,34 @@ SPARE_WEIGHTS = 1 << 20  # weights that a network may have in addition to the st
 PACKED_NAMES = re.compile(r"\.(weight_packed|qweight|weight_coded|weight_q\d_[01k])$")
 FLOATS = ("F", "BF")  # beginnings of the dtypes that weights of a network have
 CODES = {"I32": 16, "U32": 16, "U8": 64}  # most codes per element of a packed tensor; other dtypes hold weights
+UNLIKE = "These files do not belong together. Fetch the folder again."
 BUFFERS = 1 << 28  # most elements of tables and masks, which are not stored
 
 
-def check_config(config: Mapping[str, Any], reader: TensorReader) -> None:
+def check_config(folder: Path, config: Mapping[str, Any], reader: TensorReader | None) -> None:
     """Refuse a config.json with impossible numbers of layers, heads or labels, or with invalid regular expressions.
+
+    Args:
+        folder: Folder of config.json.
+        config: Its contents.
+        reader: Reader of the weight files; None if only config.json is looked at.
 
     Raises:
         ModelError: A number is too large, or a pattern in quantization_config is not a regular expression.
     """
-    max_count = max(MAX_COUNT, len(reader.names()))
+    tensors = 0 if reader is None else len(reader.names())
+    max_count = max(MAX_COUNT, tensors)
     for name, value in _numbers(config):
         last = name.rpartition(".")[2]
         if COUNT.search(last) and not SIZES.search(last) and not -max_count <= value <= max_count:
             shown = f"{value:,}" if abs(value) < 10**30 else f"a number of {int(math.log10(abs(value))) + 1} digits"
-            raise ModelError(
-                f"{reader.folder}/config.json: {name} is {shown}, but the weight files have {len(reader.names())} tensors. These "
-                f"files do not belong together. Fetch the folder again."
-            )
+            limit = f"at most {MAX_COUNT:,} are expected. Fetch config.json again."
+            if reader is not None:
+                limit = f"the weight files have {tensors} tensors. {UNLIKE}"
+            raise ModelError(f"{folder}/config.json: {name} is {shown}, but {limit}")
     for text in _texts(config.get("quantization_config")):
         if text.startswith(PATTERNS) and (fault := fault_of(text[3 if text.startswith("re:") else 2 :])) is not None:
-            raise ModelError(f"{reader.folder}/config.json: {text[:60]!r} {fault}. Fetch config.json again.")
+            raise ModelError(f"{folder}/config.json: {text[:60]!r} {fault}. Fetch config.json again.")
 
 
 def _texts(config: Any) -> Iterator[str]:
@@ -76,21 +84,26 @@ def _numbers(config: Any, name: str = "") -> Iterator[tuple[str, int]]:
 class BuildBudget(TorchFunctionMode):
     """Torch function mode that stops the building of a network after far more calls than its weight files have tensors.
 
+    Args:
+        folder: Folder of config.json.
+        reader: Reader of the weight files; None if only config.json is looked at, which then gets the minimum of calls.
+
     Raises:
         ModelError: The limit is reached within the `with` block, after a few seconds.
     """
 
-    def __init__(self, reader: TensorReader) -> None:
+    def __init__(self, folder: Path, reader: TensorReader | None) -> None:
         super().__init__()
-        self._reader, self._left = reader, max(CALLS[0], CALLS[1] * len(reader.names()))
+        self._path, self._tensors = folder / "config.json", None if reader is None else len(reader.names())
+        self._left = max(CALLS[0], CALLS[1] * (self._tensors or 0))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._left -= 1
         if self._left < 0:
+            if self._tensors is None:
+                raise ModelError(f"{self._path} describes too many layers. Fetch config.json again.")
             raise ModelError(
-                f"{self._reader.folder}/config.json describes many more layers than the "
-                f"{len(self._reader.names())} tensors of the weight files can fill. These files do not belong "
-                f"together. Fetch the folder again."
+                f"{self._path} describes many more layers than the {self._tensors} tensors of the weight files can fill. {UNLIKE}"
             )
         return func(*args, **(kwargs or {}))
 

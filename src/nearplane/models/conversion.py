@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 
@@ -274,9 +274,14 @@ def renamed(network: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def as_saved(network: PreTrainedModel, parameter: str, values: Tensor) -> dict[str, Tensor]:
-    """Return the tensors as which transformers saves the values of a parameter, by their names in its files."""
-    saved: dict[str, Tensor] = core_model_loading.revert_weight_conversion(network, {parameter: values})
+def as_saved(network: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors as which transformers saves parameters, by their names in its files.
+
+    Args:
+        network: The network.
+        values: Values by name of the parameter.
+    """
+    saved: dict[str, Tensor] = core_model_loading.revert_weight_conversion(network, dict(values))
     return saved
 
 

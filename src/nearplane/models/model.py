@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -66,12 +66,7 @@ def open_model(
     """
     folder = find_folder(source, trust_remote_code=trust_remote_code)
     plain = read_object(folder / "config.json", expected="Pass what save_pretrained wrote", error=ModelError)
-    if (quantized := plain.get("quantization_config")) is not None and method_of(plain) is None:
-        method = quantized.get("quant_method", "an unnamed method") if isinstance(quantized, dict) else quantized
-        raise ModelError(
-            f"{source} is already quantized with {str(method)[:40]}. Pass the original model, which may be stored as "
-            f"{' or '.join(METHODS)}."
-        )
+    refuse_quantized(source, plain)
     if (file := plain.get("transformers_weights")) not in (None, WEIGHTS_FILE, INDEX):
         raise ModelError(
             f"{folder}/config.json: transformers_weights is {str(file)[:60]!r}, a file that nearplane would not read. Rename "
@@ -86,6 +81,20 @@ def open_model(
     reader = source_reader(folder, plain)
     network = empty_network(folder, dtype=_dtype(reader), trust_remote_code=trust_remote_code, reader=reader).eval()
     return Model(folder, network, reader, ignore=ignore, ends=(embeddings, head), trust_remote_code=trust_remote_code)
+
+
+def refuse_quantized(source: str, config: Mapping[str, Any]) -> None:
+    """Refuse a model whose config.json says that it is quantized already.
+
+    Raises:
+        ModelError: It is quantized, in a format that is not decoded as an original.
+    """
+    if (quantized := config.get("quantization_config")) is not None and method_of(config) is None:
+        method = quantized.get("quant_method", "an unnamed method") if isinstance(quantized, dict) else quantized
+        raise ModelError(
+            f"{source} is already quantized with {str(method)[:40]}. Pass the original model, which may be stored as "
+            f"{' or '.join(METHODS)}."
+        )
 
 
 def positions_of(config: Any, network: nn.Module | None = None) -> int | None:

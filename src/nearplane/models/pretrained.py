@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +32,7 @@ from nearplane.system.safetensors_files import ShardReader, TensorReader
 logger = logging.getLogger(__name__)
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*")
+ONLY_CONFIG = ("config.json",)
 MAX_QUOTED_LETTERS = 400  # letters of a message of transformers that an error quotes
 TOKENIZER, PIECES = "tokenizer.json", "tokenizer.model"
 GENERATION = "generation_config.json"  # tokens that end a text, among other settings
@@ -54,8 +55,8 @@ def as_model_error(what: str) -> Iterator[None]:
         raise ModelError(f"{what} ({': '.join(part for part in (type(error).__name__, message) if part)}).") from error
 
 
-def find_folder(source: str, *, trust_remote_code: bool = False) -> Path:
-    """Return the local folder of a model, downloading it from the hub if `source` is an id.
+def find_folder(source: str, *, trust_remote_code: bool = False, patterns: Sequence[str] = FILES) -> Path:
+    """Return the local folder of a model, downloading the files of these patterns from the hub if `source` is an id.
 
     Raises:
         ModelError: There is no such folder, no such model, or no connection.
@@ -63,7 +64,7 @@ def find_folder(source: str, *, trust_remote_code: bool = False) -> Path:
     if (folder := folder_named(source)) is not None:
         return folder
     try:
-        return Path(snapshot_download(source, allow_patterns=[*FILES, *(["*.py"] if trust_remote_code else [])]))
+        return Path(snapshot_download(source, allow_patterns=[*patterns, *(["*.py"] if trust_remote_code else [])]))
     except GatedRepoError as error:
         raise ModelError(f"{source} is gated. Accept its terms on the hub and log in with `hf auth login`.") from error
     except RepositoryNotFoundError as error:
@@ -100,18 +101,41 @@ def empty_network(
     refuse_unfinished(folder)
     plain = read_object(path, expected="save_pretrained writes one into a model's folder", error=ModelError)
     reader = reader or ShardReader(folder)
-    check_config(plain, reader)
-    with as_model_error(f"transformers cannot build a language model from {path}"):
+    network = _built(folder, plain, reader, dtype=dtype, trust_remote_code=trust_remote_code, quantized=quantized)
+    check_sizes(network, reader, plain=plain.get("quantization_config") is None)
+    reader.check_network(network.config.to_dict())
+    return network
+
+
+def described_network(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Build the network that a folder's config.json describes on the meta device, in its dtype, whatever weights there are.
+
+    Raises:
+        ModelError: There is no config.json, or transformers cannot build the network.
+    """
+    plain = read_object(folder / "config.json", expected="Pass what save_pretrained wrote", error=ModelError)
+    return _built(folder, plain, None, trust_remote_code=trust_remote_code)
+
+
+def _built(
+    folder: Path,
+    plain: Mapping[str, Any],
+    reader: TensorReader | None,
+    *,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    quantized: bool = False,
+) -> PreTrainedModel:
+    """Build the network of a config on the meta device; `plain` are the contents of its config.json."""
+    check_config(folder, plain, reader)
+    with as_model_error(f"transformers cannot build a language model from {folder / 'config.json'}"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         for name in ("quantization_config", "quantization", "transformers_weights"):
             if hasattr(config, name) and not quantized:
                 delattr(config, name)
         options = {} if dtype is None else {"dtype": dtype}
-        with torch.device("meta"), BuildBudget(reader):
-            network = _builder(config).from_config(config, trust_remote_code=trust_remote_code, **options)
-    check_sizes(network, reader, plain=plain.get("quantization_config") is None)
-    reader.check_network(network.config.to_dict())
-    return network
+        with torch.device("meta"), BuildBudget(folder, reader):
+            return _builder(config).from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
 def _builder(config: Any) -> Any:

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import torch
+
 from nearplane.errors import RecipeError
 from nearplane.formats.beside import CONFIG, names_copied, size_copied
 from nearplane.formats.card_file import origin_of
 from nearplane.formats.container import Container
-from nearplane.formats.gguf.gguf_header import ALIGNMENT, FILE
+from nearplane.formats.gguf.architecture import rope_factors
+from nearplane.formats.gguf.gguf_container import planned_tensors
+from nearplane.formats.gguf.gguf_header import ALIGNMENT, FILE, nbytes
 from nearplane.formats.gguf.mixes import fitting
-from nearplane.formats.layer_format import METHOD, Quantized, config_text
+from nearplane.formats.layer_format import METHOD, GridFormat, LayerFormat, Quantized, config_text
 from nearplane.formats.native import Native
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.number_formats import TYPES
@@ -138,6 +143,41 @@ def _bits(scheme: AnyScheme, columns: int) -> float:
         return scheme.budget or scheme.number_format.rate
     format = scheme.number_format
     return scheme.bits + (32 if format.minimum else 16) / (format.group or columns)
+
+
+def tensor_bytes(model: Model, recipe: Recipe) -> int:
+    """Return the bytes of all tensors of a checkpoint, without headers: exact on grids, within 0.5 % at a rate.
+
+    Args:
+        model: The model to quantize; its shapes suffice, see `open_described`.
+        recipe: The recipe resolved for it, with a grid for every layer or a rate.
+
+    Raises:
+        RecipeError: A GGUF cannot hold a tensor, or the package gguf is not installed.
+    """
+    reader, layers = model.reader, FORMATS[str(recipe.format)].layers
+    if recipe.files.for_llama_cpp:
+        types = {
+            layer.written(model.weights): recipe.scheme_of(layer.name).number_format.name for layer in model.layers
+        }
+        network = model.config.to_dict()
+        planned = planned_tensors(reader, network, {"types": types, "embeddings": recipe.scheme.dense_ends})
+        factors = sum(each.nbytes for each in rope_factors(network).values())
+        return factors + sum(nbytes(model.folder, *tensor) for tensor in planned.values())
+    dense = sum(reader.nbytes(name) for name in reader.names() if name not in model.quantized_names)
+    kinds = Counter((layer.shape, recipe.scheme_of(layer.name)) for layer in model.layers)
+    return dense + sum(count * _layer_bytes(layers, *kind, model.dtype) for kind, count in kinds.items())
+
+
+def _layer_bytes(layers: LayerFormat, shape: tuple[int, int], scheme: AnyScheme, dtype: torch.dtype) -> int:
+    """Return the bytes of the tensors of a layer in a model of a dtype."""
+    format, (out, columns) = scheme.number_format, shape
+    if isinstance(layers, GridFormat):
+        return sum(tensor.nbytes for tensor in layers.empty("", shape, format, dtype).values())
+    if isinstance(scheme, RateScheme):
+        return math.ceil(out * columns * _bits(scheme, columns) / 8)
+    steps = (2 if format.minimum else 1) * layers.scale_dtype(dtype).itemsize
+    return out * columns * format.bits // 8 + out * format.groups(columns) * steps
 
 
 def predict_overhead(model: Model, recipe: Recipe, scheme: RateScheme) -> Overhead:

@@ -51,11 +51,13 @@ from nearplane.system.text_mixes import texts_of
 from nearplane.theory.hptq import hptq_layers
 from nearplane.verbs.compare_recipes import HUFFMAN, WAYS, Recipes, recipes_for
 from nearplane.verbs.evaluate import evaluate, load_dense
+from nearplane.verbs.generate import check_prompt, continued, generate
 from nearplane.verbs.quantize_api import quantize
 
 ORIGINAL_METHOD = "original"
 ROWS_FILE = "rows.json"
 LOCK_FILE = f"{ROWS_FILE}.lock"
+PROMPT_TOKENS = 100  # that are written behind a prompt
 MAX_RATE_ERROR = 0.005  # relative deviation from the requested bits that needs no note
 
 
@@ -74,6 +76,7 @@ class Row:
         seconds: Time of quantization in seconds.
         note: Deviations from the request, or the reason why nothing was measured and figures are None.
         folder: Folder of the checkpoint if it was kept; for the original, of the model.
+        written: Text that it writes behind the prompt; None if no prompt was given.
     """
 
     model: str
@@ -86,6 +89,7 @@ class Row:
     seconds: float = 0.0
     note: str = ""
     folder: Path | None = None
+    written: str | None = None
 
     @property
     def failed(self) -> bool:
@@ -192,6 +196,7 @@ def compare(
     samples: int | None = None,
     seqlen: int | None = None,
     keep: str | Path | None = None,
+    prompt: str | None = None,
     device: str = "auto",
     trust_remote_code: bool = False,
     progress: Progress = silent,
@@ -208,6 +213,7 @@ def compare(
         seqlen: Tokens per window of the text. None: as in calibration.
         keep: Folder for the rows and for the checkpoints MODEL/METHOD-BITS, from which a stopped comparison is resumed.
             None: each checkpoint is deleted once it is measured. Huffman methods write no checkpoint.
+        prompt: Text that the original and every checkpoint continue for up to 100 tokens, see `Row.written`.
         device: Device to compute on.
         trust_remote_code: Whether to run model code that comes with the checkpoints.
         progress: Display that wraps iterators over layers and windows: (items, label, total) -> items.
@@ -230,7 +236,11 @@ def compare(
     calibration = calibration or Calibration()
     opened = {str(model): open_model(str(model), trust_remote_code=trust_remote_code) for model in models}
     recipes = recipes_for(opened, methods, bits, calibration)
+    if prompt is not None:
+        for network in opened.values():
+            check_prompt(network, prompt)
     measure = _Measure(
+        prompt=prompt,
         text=text,
         calibration=calibration,
         samples=samples,
@@ -248,6 +258,7 @@ def compare(
 class _Measure:
     """Options of `compare` that are the same for every row."""
 
+    prompt: str | None
     text: str | Path
     calibration: Calibration
     samples: int | None
@@ -264,7 +275,10 @@ class _Measure:
 
     def run_inputs(self, models: Sequence[str | Path]) -> dict[str, Any]:
         """Return all that rows depend on except their method and bits."""
-        settings = {"calibration": asdict(self.calibration), "samples": self.samples, "seqlen": self.seqlen}
+        settings: dict[str, Any] = {"calibration": asdict(self.calibration)}
+        settings |= {"samples": self.samples, "seqlen": self.seqlen}
+        if self.prompt is not None:
+            settings["prompt"] = self.prompt
         folders = {
             Path(model).name: find_folder(str(model), trust_remote_code=self.trust_remote_code) for model in models
         }
@@ -275,9 +289,25 @@ class _Measure:
         return run_inputs(settings, folders, digest, versions(), Device.named(self.device))
 
     def measured(self, row: Row, model: str | Path | PreTrainedModel, **given: Any) -> Row:
-        """Return a row with the figures of a model; `given` are additional options of `evaluate`."""
+        """Return a row with the figures and the text of a model; `given` are additional options of `evaluate`."""
         evaluation = evaluate(model, self.text, samples=self.samples, seqlen=self.seqlen, **self.options, **given)
-        return replace(row, perplexity=evaluation.perplexity, kl=evaluation.kl)
+        return replace(
+            row,
+            perplexity=evaluation.perplexity,
+            kl=evaluation.kl,
+            written=self._written(model, given.get("tokenizer")),
+        )
+
+    def _written(self, model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+        """Return the text that a model writes behind the prompt; a network in memory comes with its tokenizer."""
+        if self.prompt is None:
+            return None
+        if isinstance(model, PreTrainedModel):
+            assert tokenizer is not None, "a network in memory has no tokenizer of its own"
+            return str(continued(model, tokenizer, self.prompt, PROMPT_TOKENS))
+        trusted = self.trust_remote_code
+        text = generate(model, self.prompt, tokens=PROMPT_TOKENS, device=self.device, trust_remote_code=trusted)
+        return str(text)
 
     def original(self, model: str, opened: Model) -> Row:
         """Return the row of the original model."""

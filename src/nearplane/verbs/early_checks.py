@@ -16,7 +16,7 @@ from nearplane.recipe.file_formats import FILE_FORMATS
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 from nearplane.recipe.schemes import GridScheme
-from nearplane.recipe.sizes import Limits, check_room
+from nearplane.recipe.sizes import Limits, bytes_in, check_room
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.arguments import whole, within
 from nearplane.system.files import check_writable
@@ -27,6 +27,7 @@ from nearplane.system.text_mixes import check_shares, texts_of
 
 Protocol = Literal["papers", "llama.cpp", "lm-eval"]
 DENSE = "safetensors"  # format of `export` for decoded weights
+COMPARISON_TAG = b'<meta name="generator" content="nearplane compare">'  # marks a page of a comparison
 MIN_LLAMA_CPP_SEQLEN = 3  # tokens of a window whose second half has a token to score
 
 
@@ -173,6 +174,14 @@ def check_generate(tokens: int, temperature: float) -> None:
         )
 
 
+def check_suggest(model: str | Path, memory: str | int, context: int | None) -> int:
+    """Refuse arguments of `suggest`; return the memory in bytes."""
+    whole("context", context, 1)
+    limit = bytes_in(str(memory), "--memory")
+    check_named(model)
+    return limit
+
+
 def check_verify(out: str | Path, *, against: Any, calibration: Any, tolerance: float | None) -> RunRecord:
     """Refuse arguments of `verify`; return the run record of the checkpoint."""
     if calibration is not None and against is None:
@@ -220,6 +229,29 @@ def check_plot(out: str | Path) -> None:
     if Path(out).is_dir():
         raise RecipeError(f"{out} is a folder; expected the name of a figure file. Choose another name.")
     check_writable(Path(out).parent)
+
+
+def check_html(page: str | Path | None, prompt: str | None) -> None:
+    """Refuse a page that cannot be written, and a prompt without a page; see `check_page`."""
+    if page is not None:
+        check_page(page)
+    elif prompt is not None:
+        raise RecipeError("--prompt is for the page of --html. Add --html PAGE.html, or leave it out.")
+
+
+def check_page(out: str | Path) -> None:
+    """Refuse a page of `compare` that cannot be written, before any work is done.
+
+    Raises:
+        RecipeError: The file has another suffix, cannot be written, or exists and is no page of a comparison.
+    """
+    check_path("--html", out)
+    page = Path(out)
+    if page.suffix not in (".html", ".htm") or page.is_dir():
+        raise RecipeError(f"{out} cannot be written as a page; expected the name of a file that ends in .html.")
+    check_writable(page.parent)
+    if page.is_file() and COMPARISON_TAG not in page.read_bytes()[:1000]:
+        raise RecipeError(f"{out} exists and is not a page of nearplane compare. Name another file.")
 
 
 def _path(value: Any) -> Any:

@@ -118,7 +118,7 @@ def _with_names_of_files(
     """Yield tensors with stacks of experts as the files of this type of model name them, where the network differs."""
     stacks = stacks_of(network)
     for name, tensor in tensors:
-        saved = as_saved(network, name, tensor) if name in stacks else {name: tensor}
+        saved = as_saved(network, {name: tensor}) if name in stacks else {name: tensor}
         yield from saved.items()
 
 

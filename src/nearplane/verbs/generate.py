@@ -25,7 +25,7 @@ from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.loading.from_pretrained import load
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import InputKind, has_head, has_two_stacks, input_kind
-from nearplane.models.model import positions_of
+from nearplane.models.model import Model, positions_of
 from nearplane.models.pretrained import as_model_error, tokenizer_of
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
 from nearplane.system.arguments import checked
@@ -111,13 +111,45 @@ def generate(
     else:
         model = _language_model(folder, device, head, trust_remote_code)
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
-    chat = not ignore_chat_template and getattr(tokenizer, "chat_template", None) is not None
+    chat = not ignore_chat_template and has_chat_template(tokenizer)
     text = _chat(folder, tokenizer, prompt) if chat else prompt
     ask = _Request(text=text, chat=chat, tokens=tokens, temperature=temperature, seed=seed)
     if in_llama_cpp:
         return _by_llama_cpp(folder, ask, say)
     with as_model_error(f"{folder} does not generate text"):
         return _by_transformers(model, tokenizer, ask, say)
+
+
+def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether prompts are messages of a user to a tokenizer."""
+    return getattr(tokenizer, "chat_template", None) is not None
+
+
+def continued(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int) -> Continuation:
+    """Continue a text with a network in memory as `generate` does with its folder, at temperature 0.
+
+    Raises:
+        RecipeError: The prompt is empty or too long.
+        ModelError: The network or the chat template cannot be used.
+    """
+    name, chat = Path(str(model.config.name_or_path)), has_chat_template(tokenizer)
+    text = _chat(name, tokenizer, prompt) if chat else prompt
+    with as_model_error(f"{name} does not generate text"):
+        ask = _Request(text=text, chat=chat, tokens=tokens, temperature=0.0, seed=0)
+        return _by_transformers(model, tokenizer, ask, lambda piece: None)
+
+
+def check_prompt(model: Model, prompt: str) -> None:
+    """Refuse a prompt that a model cannot continue, before its weights are read.
+
+    Raises:
+        RecipeError: The model writes no text behind text, or the prompt is empty or too long.
+    """
+    _refuse_other_kinds(model.network, model.folder)
+    tokenizer = model.tokenizer()
+    text = _chat(model.folder, tokenizer, prompt) if has_chat_template(tokenizer) else prompt
+    count = len(tokenizer(text, add_special_tokens=text == prompt)["input_ids"])
+    _room(count, model.positions, 1)
 
 
 def runs_in_llama_cpp(folder: Path) -> bool:
@@ -146,10 +178,14 @@ def _language_model(folder: Path, device: str, head: str | None, trust_remote_co
     """
     place = Device.named(device, in_float64=False).place
     model = load(folder, device=place, head=head, trust_remote_code=trust_remote_code)
+    _refuse_other_kinds(model, folder)
+    return model
+
+
+def _refuse_other_kinds(model: PreTrainedModel, folder: Path) -> None:
     if not has_head(model) or input_kind(model) is not InputKind.TEXT:
         why = "an encoder, which predicts no tokens" if not has_head(model) else f"which continues {input_kind(model)}"
         raise RecipeError(f"{folder} contains a {type(model).__name__}, {why}. Pass a language model.")
-    return model
 
 
 def _chat(folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:

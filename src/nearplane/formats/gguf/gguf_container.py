@@ -50,7 +50,7 @@ from nearplane.record.record import RunRecord
 from nearplane.system.files import flush_all, sha256
 from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import INCOMPLETE, RECORD
-from nearplane.system.safetensors_files import DTYPE_NAMES
+from nearplane.system.safetensors_files import DTYPE_NAMES, TensorReader
 
 EMBEDDING_TENSORS = ("token_embd.weight", "output.weight")
 logger = logging.getLogger("nearplane")
@@ -86,7 +86,7 @@ class GGUFFile(Container):
         self._network = dict(place.network)
         self._header()  # refuses networks that llama.cpp does not compute
         self._source = place.reader or source_reader(place.source, read_config(place.source))
-        self._new_names = llama_names(self._source.names(), self._network)
+        llama_names(self._source.names(), self._network)  # refuses tensors that llama.cpp does not have
         self._size = 0  # bytes of the file
         self._infos: dict[str, Info] = {}  # by name in the checkpoint
         self._sums: dict[str, str] = {}
@@ -116,43 +116,12 @@ class GGUFFile(Container):
         vocabulary(folder, self._network["vocab_size"], self.config.get("pre")).write(writer, folder)
         return writer
 
-    def _planned(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        """Return (name in the file, shape, type) of every tensor by name in the checkpoint, in file order.
-
-        Raises:
-            RecipeError: The experts of a block, which are one tensor, have several types.
-        """
-        plan: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        types, experts = self.config["types"], Counter(map(stacked_name, self._new_names))
-        layer_of = {f"{layer}.weight": layer for layer in types}
-        for name, new in self._new_names.items():
-            stored, part = torch.empty(self._source.shape(name), device="meta"), new.rsplit(".", 2)[-2]
-            dims = stored.dim()
-            shape = tuple(reshaping(new, architecture_of(self._network).name, dims=dims).into(stored).shape)
-            if new.startswith("position_embd") or dims == 1 or part.endswith("norm") or part.startswith("ffn_gate_inp"):
-                kind = NUMBER["F32"]
-            elif name in layer_of:
-                kind = TYPES[types[layer_of[name]]].number
-            elif new in EMBEDDING_TENSORS:
-                dtype = self.config.get("embeddings") or self._source.dtype(name)
-                kind = NUMBER.get(dtype.upper(), NUMBER["F32"])
-            else:  # like the unquantized tensors of llama.cpp's quantizer
-                kind = NUMBER["BF16" if self._source.dtype(name) == "BF16" else "F16"]
-            joint = stacked_name(name)
-            planned = (new, shape if joint == name else (experts[joint], *shape), kind)
-            if (first := plan.setdefault(joint, planned)) != planned:
-                ours, theirs = (gguf_package().GGMLQuantizationType(each).name for each in (kind, first[2]))
-                raise RecipeError(
-                    f"{name} would have the type {ours}, but in another expert {theirs}. A GGUF has one tensor for all experts of "
-                    f"a block: use one type, for example --layer '\\.experts\\.=grid:q4_k'."
-                )
-        return plan
-
     def _begin_file(self, path: Path) -> int:
         """Write the header; return the number of bytes that the file will have in the end."""
         import gguf
 
-        writer, planned, factors = self._header(), self._planned(), rope_factors(self._network)
+        writer, factors = self._header(), rope_factors(self._network)
+        planned = planned_tensors(self._source, self._network, self.config)
         names = [*planned, *("" for _ in factors)]
         writer.add_string(f"{KEY_PREFIX}quantization_config", json.dumps(self.config))
         writer.add_string(RECORD_KEY, " " * max(self.room, 1))  # overwritten in the end, as are the hashes
@@ -309,6 +278,50 @@ class GGUFFile(Container):
         self._close()
         flush_all(self.folder)
         (self.folder / INCOMPLETE).unlink()
+
+
+def planned_tensors(
+    source: TensorReader, network: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Return (name in the file, shape, type) of every tensor by name in the checkpoint, in file order.
+
+    Args:
+        source: Reader of the model's tensors; only their shapes and dtypes are looked at.
+        network: config.json as transformers completes it.
+        config: The quantization_config.
+
+    Raises:
+        RecipeError: The experts of a block, which are one tensor, have several types, or llama.cpp lacks a tensor or would
+            compute the network differently.
+    """
+    architecture = architecture_of(network).name
+    tell(gguf_package().GGUFWriter(None, architecture), network)  # refuses networks that llama.cpp does not compute
+    new_names = llama_names(source.names(), network)
+    plan: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    types, experts = config["types"], Counter(map(stacked_name, new_names))
+    layer_of = {f"{layer}.weight": layer for layer in types}
+    for name, new in new_names.items():
+        stored, part = torch.empty(source.shape(name), device="meta"), new.rsplit(".", 2)[-2]
+        dims = stored.dim()
+        shape = tuple(reshaping(new, architecture, dims=dims).into(stored).shape)
+        if new.startswith("position_embd") or dims == 1 or part.endswith("norm") or part.startswith("ffn_gate_inp"):
+            kind = NUMBER["F32"]
+        elif name in layer_of:
+            kind = TYPES[types[layer_of[name]]].number
+        elif new in EMBEDDING_TENSORS:
+            dtype = config.get("embeddings") or source.dtype(name)
+            kind = NUMBER.get(dtype.upper(), NUMBER["F32"])
+        else:  # like the unquantized tensors of llama.cpp's quantizer
+            kind = NUMBER["BF16" if source.dtype(name) == "BF16" else "F16"]
+        joint = stacked_name(name)
+        planned = (new, shape if joint == name else (experts[joint], *shape), kind)
+        if (first := plan.setdefault(joint, planned)) != planned:
+            ours, theirs = (gguf_package().GGMLQuantizationType(each).name for each in (kind, first[2]))
+            raise RecipeError(
+                f"{name} would have the type {ours}, but in another expert {theirs}. A GGUF has one tensor for all experts of "
+                f"a block: use one type, for example --layer '\\.experts\\.=grid:q4_k'."
+            )
+    return plan
 
 
 FORMAT = Format(Blocks(), Config(), GGUFFile, GGUFReader)

@@ -26,20 +26,34 @@ from nearplane.record.words import NOT_FITTED, calibrated, remarks
 
 def render(record: RunRecord) -> str:
     """Return the page; equal records give equal pages."""
-    parts = files(__package__)
-    script = parts.joinpath("page.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    script = files(__package__).joinpath("page.js").read_text(encoding="utf-8")
     sections = (_headline, _heed, _terms, legend, figures, _tuning, _table, _making)
     body = "\n".join(part for section in sections if (part := section(record)))
     broad = min(9.0, max(1.0, 800 / max(1, len(record.layers))))
+    return framed(
+        f"{_model(record)} at {record.rate:.3f} bits per weight", body, command="report", script=script, broad=broad
+    )
+
+
+def framed(title: str, body: str, *, command: str, script: str = "", broad: float = 1.0) -> str:
+    """Return a whole page that needs no other file.
+
+    Args:
+        title: Title of the page.
+        body: Its contents as HTML.
+        command: Command of nearplane that makes it.
+        script: Its script.
+        broad: Width of the lines of ranges, in CSS pixels.
+    """
     holes = {
-        "title": escape(printable(f"{_model(record)} at {record.rate:.3f} bits per weight")),
-        "digest": digest,
+        "title": escape(printable(title)),
+        "command": command,
+        "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "broad": f"{broad:.1f}",
         "body": "\n".join(map(printable, body.split("\n"))),
         "script": script,
     }
-    page = parts.joinpath("page.html").read_text(encoding="utf-8")
+    page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda hole: holes[hole[1]], page)
 
 

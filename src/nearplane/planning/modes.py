@@ -1,0 +1,98 @@
+"""Ways to quantize that `nearplane suggest` chooses from, and what each loses as a multiple of what 4 bits lose. Needs no torch.
+
+The multiples are figures of docs/results/tables.jsonl; `tests/project/test_modes.py` computes them again.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+Runtime = Literal["vllm", "transformers", "llama.cpp", "mlx", "nearplane"]
+
+
+class Loss(NamedTuple):
+    """KL from the original as a multiple of that of 4 bits on the same model, with groups of the same size.
+
+    Args:
+        mean: Geometric mean over models.
+        low, high: Smallest and largest of the models.
+        models: Number of models.
+    """
+
+    mean: float
+    low: float
+    high: float
+    models: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """A way to quantize.
+
+    Args:
+        setting: Name of its rows in the tables of quality.
+        options: Options of `quantize` as keywords.
+        runtimes: Programs that keep such weights as they are in the file, or packed otherwise.
+        loss: What it loses.
+        packed_bits: Bits of a quantized weight in memory if the program packs it otherwise; None: as in the file.
+    """
+
+    setting: str
+    options: Mapping[str, Any] = field(hash=False)
+    runtimes: tuple[Runtime, ...]
+    loss: Loss
+    packed_bits: float | None = None
+
+    @property
+    def words(self) -> str:
+        """Options of the command that quantizes in this way."""
+        words = []
+        for name, value in self.options.items():
+            flag = name.replace("_", "-")
+            words += [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
+        return shlex.join(words)
+
+
+MLX = {"group_size": 64, "format": "mlx"}
+GPTQ = {"symmetric": False, "format": "gptq_v2"}
+BY_GPTQ: tuple[Runtime, ...] = ("vllm", "transformers")
+MODES = (
+    Mode(setting="int8", options={"grid": "int8"}, runtimes=("vllm",), loss=Loss(0.0051, 0.0048, 0.0057, 3)),
+    Mode(setting="fp8", options={"grid": "fp8"}, runtimes=("vllm",), loss=Loss(0.062, 0.055, 0.075, 3)),
+    Mode(setting="nvfp4", options={"grid": "nvfp4"}, runtimes=("vllm",), loss=Loss(0.64, 0.55, 0.82, 3)),
+    Mode(setting="4", options={"bits": 4}, runtimes=("vllm",), loss=Loss(1.0, 1.0, 1.0, 4)),
+    Mode(setting="4", options={"bits": 4, "format": "gptq"}, runtimes=("transformers",), loss=Loss(1.0, 1.0, 1.0, 4)),
+    Mode(setting="3", options={"bits": 3, **GPTQ}, runtimes=BY_GPTQ, loss=Loss(3.5, 3.4, 3.6, 4)),
+    Mode(setting="2", options={"bits": 2, **GPTQ}, runtimes=BY_GPTQ, loss=Loss(18, 16, 20, 4)),
+    Mode(setting="q8_0", options={"grid": "q8_0"}, runtimes=("llama.cpp",), loss=Loss(0.0025, 0.0025, 0.0025, 2)),
+    Mode(setting="q6_k", options={"grid": "q6_k"}, runtimes=("llama.cpp",), loss=Loss(0.029, 0.029, 0.029, 2)),
+    Mode(setting="q5_k_m", options={"grid": "q5_k_m"}, runtimes=("llama.cpp",), loss=Loss(0.098, 0.096, 0.099, 2)),
+    Mode(setting="q4_k_m", options={"grid": "q4_k_m"}, runtimes=("llama.cpp",), loss=Loss(0.34, 0.28, 0.39, 3)),
+    Mode(setting="q3_k_m", options={"grid": "q3_k_m"}, runtimes=("llama.cpp",), loss=Loss(0.99, 0.79, 1.1, 3)),
+    Mode(setting="q2_k", options={"grid": "q2_k"}, runtimes=("llama.cpp",), loss=Loss(8.3, 7.4, 10, 3)),
+    Mode(setting="mlx8", options={"bits": 8, **MLX}, runtimes=("mlx",), loss=Loss(0.0026, 0.0026, 0.0026, 3)),
+    Mode(setting="mlx6", options={"bits": 6, **MLX}, runtimes=("mlx",), loss=Loss(0.041, 0.04, 0.042, 3)),
+    Mode(setting="mlx5", options={"bits": 5, **MLX}, runtimes=("mlx",), loss=Loss(0.16, 0.16, 0.16, 3)),
+    Mode(setting="mlx4", options={"bits": 4, **MLX}, runtimes=("mlx",), loss=Loss(0.66, 0.64, 0.67, 3)),
+    Mode(setting="mlx3", options={"bits": 3, **MLX}, runtimes=("mlx",), loss=Loss(2.9, 2.7, 3.1, 3)),
+    Mode(setting="mlx2", options={"bits": 2, **MLX}, runtimes=("mlx",), loss=Loss(13, 12, 15, 3)),
+    # in memory, columns of codes take 4 or 8 bits a weight; these on the demo 7.8, 4.7 and 4.6 with their steps
+    Mode(
+        setting="3.125",
+        options={"rate": 3.125},
+        runtimes=("nearplane",),
+        loss=Loss(0.8, 0.66, 0.97, 4),
+        packed_bits=8,
+    ),
+    Mode(
+        setting="2.125",
+        options={"rate": 2.125},
+        runtimes=("nearplane",),
+        loss=Loss(3.8, 3.2, 4.8, 4),
+        packed_bits=5,
+    ),
+    Mode(setting="1.5", options={"rate": 1.5}, runtimes=("nearplane",), loss=Loss(11, 8.7, 17, 4), packed_bits=5),
+)

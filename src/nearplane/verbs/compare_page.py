@@ -1,0 +1,143 @@
+"""Page of `compare`: its rows, KL against bits as a figure, and what every checkpoint writes behind the prompt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from html import escape
+from pathlib import Path
+
+from nearplane.recipe.sizes import counted, size_text, three_places
+from nearplane.record.report.drawing import (
+    NO_VALUE,
+    along,
+    curve,
+    glyph,
+    glyphs,
+    key,
+    named,
+    plot,
+    positive,
+    short,
+    spanning,
+)
+from nearplane.record.report.page import framed
+from nearplane.system.files import write_whole
+from nearplane.verbs.compare import ORIGINAL_METHOD, Row
+from nearplane.verbs.compare_recipes import WAYS
+from nearplane.verbs.early_checks import check_page
+
+HEADS = ("model", "method", "asked", "bits/weight", "weight files", "perplexity", "KL to original", "time")
+PARTS = re.compile(
+    r"\s*(?:\w+|[^\w\s])|\s+"
+)  # of a text, which are compared: words and single signs with spaces before
+
+
+def write_page(rows: Sequence[Row], out: str | Path, *, prompt: str | None = None) -> None:
+    """Write a page about a comparison that needs no other file.
+
+    Args:
+        rows: Rows of `compare`.
+        out: File to write; its name ends in .html.
+        prompt: The prompt of the comparison.
+
+    Raises:
+        RecipeError: `out` is no page that can be written or replaced.
+    """
+    check_page(out)
+    models = list(dict.fromkeys(row.model for row in rows))
+    names = ", ".join(Path(model).name for model in models)
+    parts = [
+        f"<header><h1>Comparison of {escape(names)}</h1>"
+        f'<p class="soft">{counted(len(rows), "row")}, by nearplane compare</p></header>',
+        _table(rows),
+        *(_figure([row for row in rows if row.model == model]) for model in models),
+        *(_texts([row for row in rows if row.model == model], prompt) for model in models if prompt is not None),
+    ]
+    write_whole(Path(out), framed(f"Comparison of {names}", glyphs(1) + "\n".join(parts), command="compare").encode())
+
+
+def _table(rows: Sequence[Row]) -> str:
+    """Return all rows as a table, with their notes below."""
+    lines = (
+        (
+            Path(row.model).name,
+            row.method,
+            NO_VALUE if row.asked is None else f"{row.asked:g}",
+            three_places(row.rate),
+            NO_VALUE if row.bytes is None else size_text(row.bytes),
+            NO_VALUE if row.perplexity is None else f"{row.perplexity:#.4g}",
+            NO_VALUE if row.kl is None else short(row.kl),
+            f"{row.seconds:.1f} s",
+        )
+        for row in rows
+    )
+    heads = "".join(f"<th>{escape(head)}</th>" for head in HEADS)
+    body = "\n".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
+    notes = "".join(f"<li>{escape(f'{_title(row)}: {row.note}')}</li>" for row in rows if row.note)
+    return (
+        '<h2 id="table">Rows</h2><div class="box" tabindex="0" role="region" aria-labelledby="table">'
+        f"<table><thead><tr>{heads}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
+        + (f'<div class="fine"><ul>{notes}</ul></div>' if notes else "")
+    )
+
+
+def _title(row: Row) -> str:
+    return row.method if row.asked is None else f"{row.method} at {row.asked:g} bits"
+
+
+def _figure(rows: Sequence[Row]) -> str:
+    """Return KL against bits per weight for one model, one curve for each method; empty if nothing was measured."""
+    points = {
+        way: sorted(
+            (row.rate, row.kl, _title(row)) for row in rows if row.method == way and row.rate and positive(row.kl)
+        )
+        for way in WAYS
+    }
+    points = {way: each for way, each in points.items() if each}
+    if not points:
+        return ""
+    x = spanning(rate for each in points.values() for rate, _, _ in each)
+    y = spanning((kl for each in points.values() for _, kl, _ in each), log=True)
+    marks = []
+    for kind, each in enumerate(points.values()):
+        line = curve(x, y, [(rate, kl) for rate, kl, _ in each], "trend")
+        marks.append(f'<g class="k{kind}">{line}</g>')
+        for rate, kl, name in each:
+            title = f"{name}: {rate:.3f} bits per weight, KL {short(kl)}"
+            marks.append(named(len(marks), title, [glyph(kind, x.across(rate), y.down(kl))]))
+    legend = "".join(f"<span>{key(kind)} {escape(way)}</span>" for kind, way in enumerate(points))
+    model = Path(rows[0].model).name
+    drawing = plot(f"KL against bits per weight of {model}", y, along(x), marks)
+    return (
+        f"<h2>{escape(model)}</h2><figure><figcaption><h3>KL against bits per weight</h3></figcaption>"
+        f'<div class="legend">{legend}</div><p class="axis">KL to the original, nats per token</p>{drawing}'
+        '<p class="axis below">bits per quantized weight, every byte of the layers counted</p></figure>'
+    )
+
+
+def _texts(rows: Sequence[Row], prompt: str) -> str:
+    """Return what the original and every checkpoint of one model write, with the differences from the original marked."""
+    original = next((row.written for row in rows if row.method == ORIGINAL_METHOD), None) or ""
+    panels = "".join(
+        f"<figure><figcaption><h3>{escape(_title(row))}</h3></figcaption><pre>"
+        f"{escape(row.written) if row.method == ORIGINAL_METHOD else marked(original, row.written)}</pre></figure>"
+        for row in rows
+        if row.written is not None
+    )
+    return (
+        f"<h2>What {escape(Path(rows[0].model).name)} writes</h2>"
+        f'<p class="soft">Behind the prompt below, always the most likely token. Marked is what the original does not write '
+        f'at that place.</p><pre>{escape(prompt)}</pre><div class="panels">{panels}</div>'
+    )
+
+
+def marked(original: str, text: str) -> str:
+    """Return a text as HTML in which the parts that another text does not have at that place are marked."""
+    before, after = PARTS.findall(original), PARTS.findall(text)
+    pieces = []
+    for what, _, _, begin, end in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        piece = escape("".join(after[begin:end]))
+        pieces.append(piece if what == "equal" or not piece else f"<mark>{piece}</mark>")
+    return "".join(pieces)

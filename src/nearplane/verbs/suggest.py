@@ -1,0 +1,231 @@
+"""suggest(): the ways to quantize a model that fit in a given memory, from its config.json alone, with what each loses."""
+
+from __future__ import annotations
+
+import math
+from copy import copy
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nearplane.errors import RecipeError
+from nearplane.loading.rehearsal import check_readers
+from nearplane.models.described import open_described
+from nearplane.models.model import Model
+from nearplane.planning.cache_size import cache_bytes
+from nearplane.planning.folder_size import tensor_bytes
+from nearplane.planning.modes import MODES, Loss, Mode, Runtime
+from nearplane.planning.request import check_request, resolved
+from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.sizes import size_text
+from nearplane.record.uses import typed
+from nearplane.system.arguments import checked
+from nearplane.verbs.early_checks import check_suggest
+
+DEFAULT_CONTEXT = 8192
+NO_EXPERTS = "Experts in GPTQ are read by vLLM and GPTQModel, but not by transformers alone."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """One way to quantize a model.
+
+    Args:
+        options: Options of `nearplane quantize`.
+        command: The whole command.
+        runtimes: Programs that keep such weights packed.
+        loss: KL as a multiple of that of 4 bits, see `Loss`.
+        weights: Bytes of the tensors in the file; None if `refused`.
+        memory: Bytes of weights and cache in memory; without the cache where that is not known.
+        fits: Whether `memory` is within the limit.
+        refused: Reason why `quantize` refuses this; empty if it does not.
+    """
+
+    options: str
+    command: str
+    runtimes: tuple[str, ...]
+    loss: Loss
+    weights: int | None = None
+    memory: int | None = None
+    fits: bool = False
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestions:
+    """Ways to quantize a model, those with the least loss first.
+
+    Args:
+        parameters: Number of weights of the model.
+        limit: Bytes of memory that were given.
+        context: Number of tokens that the cache is for.
+        cache: Bytes of the cache of keys and values, or of states; None if it is not known.
+        rows: The ways.
+        remedy: One sentence on what would fit if nothing does; else empty.
+    """
+
+    parameters: int
+    limit: int
+    context: int
+    cache: int | None
+    rows: tuple[Suggestion, ...]
+    remedy: str
+
+    @property
+    def fitting(self) -> list[Suggestion]:
+        """The ways that fit."""
+        return [row for row in self.rows if row.fits]
+
+    def fields(self) -> dict[str, Any]:
+        """Return all values for JSON."""
+        return asdict(self) | {"rows": [asdict(row) | {"loss": row.loss._asdict()} for row in self.rows]}
+
+
+@checked()
+def suggest(
+    model: str | Path,
+    memory: str | int,
+    *,
+    context: int | None = None,
+    runtime: Runtime | None = None,
+    trust_remote_code: bool = False,
+) -> Suggestions:
+    """Return the ways to quantize a model, with their sizes, and whether they fit in a memory. No weights are needed.
+
+    Counted are the weights and the cache of one sequence; what a runtime needs besides is not.
+
+    Args:
+        model: Local folder with a config.json, or hub id, of which config.json alone is fetched.
+        memory: The memory, in bytes or as "8GB".
+        context: Number of tokens of the cache. None: 8,192, or the model's maximum length if that is shorter.
+        runtime: Program that shall run the model. None: any.
+        trust_remote_code: Whether to run model code that comes with the config.
+
+    Raises:
+        RecipeError: `memory` is no size, or `context` is longer than the model's maximum length.
+        ModelError: config.json is missing, or transformers cannot build a network from it.
+    """
+    limit = check_suggest(model, memory, context)
+    described = open_described(str(model), trust_remote_code=trust_remote_code)
+    positions = described.positions
+    if context is not None and positions is not None and context > positions:
+        raise RecipeError(
+            f"--context is {context:,}, but the maximum length of {model} is {positions:,} tokens. Use at most that many."
+        )
+    context = context or min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT)
+    cache = cache_bytes(described, context)
+    request = _Request(
+        name=str(model), variants={(False, False): described}, cache=cache or 0, limit=limit, runtime=runtime
+    )
+    rows = [request.row(mode) for mode in MODES if runtime is None or runtime in mode.runtimes]
+    rows.sort(key=lambda row: (row.loss.mean, row.memory or 0))
+    return Suggestions(
+        parameters=sum(math.prod(described.reader.shape(name)) for name in described.reader.names()),
+        limit=limit,
+        context=context,
+        cache=cache,
+        rows=tuple(rows),
+        remedy="" if any(row.fits for row in rows) else _remedy(described, rows, limit, context, cache or 0),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """The model and the memory that it shall fit in.
+
+    Args:
+        name: The model as the user wrote it.
+        variants: The model by whether its embeddings and its head are quantized; missing ones are added.
+        cache: Bytes of the cache.
+        limit: Bytes of memory.
+        runtime: Program that shall run it; None: any.
+    """
+
+    name: str
+    variants: dict[tuple[bool, bool], Model]
+    cache: int
+    limit: int
+    runtime: Runtime | None
+
+    def row(self, mode: Mode) -> Suggestion:
+        """Return what a mode takes."""
+        asked = Recipe.from_spellings(**mode.options)
+        described = self._variant(asked.scheme.ends)
+        runtimes = mode.runtimes
+        if asked.files.by_gptqmodel and any(layer.routed for layer in described.layers):
+            runtimes = tuple(each for each in runtimes if each != "transformers")
+        row = partial(Suggestion, options=mode.words, command=self._command(mode), runtimes=runtimes, loss=mode.loss)
+        if not runtimes or self.runtime not in (None, *runtimes):
+            return row(refused=NO_EXPERTS)
+        sample = described if asked.files.for_llama_cpp else _one_of_each(described)
+        try:
+            recipe = resolved(sample, asked)
+            check_request(sample, recipe)
+            check_readers(sample, recipe)
+            weights = tensor_bytes(described, recipe)
+        except RecipeError as error:
+            return row(refused=str(error))
+        memory = weights + self.cache
+        if mode.packed_bits is not None and asked.scheme.asked is not None:
+            wide = 8 * described.dtype.itemsize  # experts are decoded
+            bits = sum(
+                math.prod(layer.shape) * ((wide if layer.routed else mode.packed_bits) - asked.scheme.asked[0])
+                for layer in described.layers
+            )
+            memory += math.ceil(bits / 8)
+        return row(weights=weights, memory=memory, fits=memory <= self.limit)
+
+    def _variant(self, ends: tuple[bool, bool]) -> Model:
+        """Return the model with embeddings and head quantized or not."""
+        plain = self.variants[False, False]
+        if ends not in self.variants:
+            trusted = plain.trust_remote_code
+            self.variants[ends] = Model(plain.folder, plain.network, plain.reader, ends=ends, trust_remote_code=trusted)
+        return self.variants[ends]
+
+    def _command(self, mode: Mode) -> str:
+        trusted = " --trust-remote-code" if self.variants[False, False].trust_remote_code else ""
+        return f"nearplane quantize {typed(self.name)} OUT {mode.words}{trusted}"
+
+
+def _one_of_each(model: Model) -> Model:
+    """Return a model with one layer of each shape and kind, as far as layers of a recipe are treated alike."""
+    seen, blocks = set(), []
+    for block in model.blocks:
+        layers = []
+        for layer in block.layers:
+            kind = (layer.name.rpartition(".")[2], layer.shape, layer.kind, layer.routed)
+            if kind not in seen:
+                seen.add(kind)
+                layers.append(layer)
+        if layers:
+            blocks.append(copy(block))
+            blocks[-1].layers = layers
+    sample = copy(model)
+    sample.blocks = blocks
+    return sample
+
+
+def _remedy(model: Model, rows: list[Suggestion], limit: int, context: int, cache: int) -> str:
+    """Return a sentence on what would fit where nothing does."""
+    possible = [row for row in rows if row.memory is not None]
+    if not possible:
+        return f"None of these {len(rows)} ways is possible for this model: {rows[0].refused}"
+    least = min(possible, key=lambda row: row.memory or 0)
+    needed = least.memory or 0
+    enough = f"--memory {math.ceil(needed / 1e7) / 100:.2f}GB"
+    shorter = _longest(model, limit - (needed - cache), context)
+    return (
+        f"Nothing fits in {size_text(limit)}: the smallest, {least.options}, takes {size_text(needed)}. Use {enough}"
+        f"{f', --context {shorter}' if shorter else ''} or a smaller model."
+    )
+
+
+def _longest(model: Model, room: int, context: int) -> int:
+    """Return the largest number of tokens below `context` whose cache has at most `room` bytes; 0 if there is none."""
+    low, high = 0, context  # the cache of `low` fits, that of `high` does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if (cache_bytes(model, middle) or 0) <= room else (low, middle)
+    return low

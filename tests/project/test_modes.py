@@ -1,0 +1,43 @@
+"""The losses that `nearplane suggest` names are those of the measured rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from nearplane.planning.modes import MODES, Mode
+from nearplane.recipe.recipe import Recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("rows", ROOT / "benchmarks" / "quality" / "rows.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "rows", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.words)
+def test_a_loss_is_the_mean_over_models_of_what_was_measured(mode: Mode, rows: ModuleType) -> None:
+    """To the two digits that are printed."""
+    measured = rows.where(rows.read(ROOT / "docs" / "results" / "tables.jsonl"), tool="nearplane")
+    of_mode = [row | {"setting": "4"} for row in rows.where(measured, setting=mode.setting)]
+    ratios = [each.value for each in rows.paired(rows.where(measured, setting="4"), of_mode).values()]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    figures = tuple(float(f"{value:.2g}") for value in (mean, min(ratios), max(ratios)))
+    assert (*figures, len(ratios)) == tuple(mode.loss)
+
+
+def test_every_mode_is_a_recipe_of_its_own() -> None:
+    recipes = [Recipe.from_spellings(**mode.options) for mode in MODES]
+    assert len({recipe.to_json() for recipe in recipes}) == len(MODES)
