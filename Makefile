@@ -33,7 +33,7 @@ test: $(VENV)/.tested-with
 	$(MAKE) docs
 	$(VENV)/bin/python -m pytest
 
-docs: $(VENV)/.tested-with   # the documentation as a site, build/site, with its links checked: about 15 CPU seconds
+docs: $(VENV)/.tested-with   # the documentation as a site, build/site, with its links checked: about 20 CPU seconds
 	PYTHONPATH=src $(VENV)/bin/python tools/site_pages.py build/docs
 	$(VENV)/bin/zensical build --clean
 	$(VENV)/bin/python tools/site_check.py build/site
