@@ -17,7 +17,7 @@ KERNELS := $(shell find src/nearplane/lattice src/nearplane/coding src/nearplane
 test nightly: export NUMBA_CACHE_DIR ?= $(CURDIR)/build/numba/$(shell cat $(KERNELS) | cksum | tr ' ' -)
 export OMP_WAIT_POLICY ?= PASSIVE   # threads that wait do not spin: on a busy machine that is several times faster
 
-.PHONY: demo test nightly test-llama test-mlx test-eval bench bench-check bench-peers bench-tables bench-gguf fingerprint clean
+.PHONY: demo test docs nightly test-llama test-mlx test-eval bench bench-check bench-peers bench-tables bench-gguf fingerprint clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/nearplane demo
@@ -30,7 +30,13 @@ test: $(VENV)/.tested-with
 	rm -rf build/wheel && $(VENV)/bin/python -m build --quiet --wheel --no-isolation --outdir build/wheel
 	$(PIP) --no-deps --no-compile --force-reinstall build/wheel/*.whl   # the tests see what users install, not the checkout
 	find $(VENV)/lib/python*/site-packages/nearplane -name '*.py' -exec touch -t 200001010000 {} +   # numba compares times, too
+	$(MAKE) docs
 	$(VENV)/bin/python -m pytest
+
+docs: $(VENV)/.tested-with   # the documentation as a site, build/site, with its links checked: about 20 CPU seconds
+	PYTHONPATH=src $(VENV)/bin/python tools/site_pages.py build/docs
+	$(VENV)/bin/zensical build --clean
+	$(VENV)/bin/python tools/site_check.py build/site
 
 nightly: $(VENV)/.tested-with   # what `make test` leaves out; 500 problems for every theorem instead of 25, 154 types of models instead of 2, 20,000 mutations of
 # files instead of 50, with their table in build/fuzz.md
@@ -119,7 +125,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml $(SOURCES)
 	touch $@
 
 $(VENV)/.tested-with: $(VENV)/.installed pyproject.toml
-	$(PIP) ".[test]" hatchling "$(TORCH)"
+	$(PIP) ".[test,docs]" hatchling "$(TORCH)"
 	touch $@
 
 clean:

@@ -4,9 +4,11 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import nearplane
 import nearplane.demo
@@ -46,6 +48,14 @@ def test_the_example_of_one_layer_runs(tmp_path, monkeypatch, capsys):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 140
+
+
+def test_every_file_names_the_same_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    first = re.search(r"^## (\S+) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert (cited["version"], str(cited["date-released"])) == first.groups()
+    assert version == cited["version"]
 
 
 def test_every_command_in_the_readme_exists(capsys):

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ FRONT_MATTER = re.compile(r"---\r?\n(.*?)^---[ \t]*$", re.DOTALL | re.MULTILINE)
 SEAL = "<!-- Written by nearplane. SHA-256 of the text above: {} -->\n"
 SEALED = re.compile(r"(.*)<!-- Written by nearplane\. SHA-256 of the text above: ([0-9a-f]{64}) -->\n", re.DOTALL)
 MAX_VALUES, MAX_LETTERS = 100, 300  # of a key that is taken over
+LOCAL_FOLDER = re.compile(r"\A(?:[A-Za-z]:)?[./~\\].*[/\\]")  # before the name of a text, which alone is told
 FOLDER = "FOLDER"  # in commands, as a card does not know where it lies
 
 
@@ -133,13 +133,13 @@ def _text(
     """Yield the lines of the text."""
     name = (origin.base or Path(record.source).name or "model").rpartition("/")[2]
     of = f"[{origin.base}](https://huggingface.co/{origin.base})" if origin.base else f"`{_code(name)}`"
-    grids = Counter(layer.format for layer in record.layers)
-    yield f"# {_escaped(name)}, {'decoded' if dense else 'quantized'} ({', '.join(grids)})"
+    yield f"# {_escaped(name)}, {'decoded from' if dense else 'quantized to'} {record.rate:.2f} bits per weight"
     yield ""
+    size = "" if dense else f" The weight files have {size_text(record.bytes)}."
     yield (
         f"{'Decoded weights' if dense else 'A quantized version'} of {of}: {counted(len(record.layers), 'layer')} (one weight "
         f"matrix each) at {record.rate:.3f} bits per weight, quantized by the Python package nearplane"
-        f"{f' and decoded to {dense}' if dense else ''}."
+        f"{f' and decoded to {dense}' if dense else ''}.{size}"
     )
     if origin.base is None:
         yield ""
@@ -147,11 +147,11 @@ def _text(
     if not (_plain(origin.metadata.get("license")) or _plain(origin.config.get("license"))):
         yield ""
         yield "No license is named in the card or the config of the original that was quantized: look it up there."
-    yield from _section("What is quantized", _quantized(record, dense))
     yield from _section("How to use it", _used(record, origin, dense))
-    yield from _section("What was lost", _lost(record, dense))
     if evaluations:
         yield from _section("Evaluation", evaluation_tables(evaluations))
+    yield from _section("What was lost", _lost(record, dense))
+    yield from _section("What is quantized", _quantized(record, dense))
     yield from _section("How it was made", _made(record, dense))
 
 
@@ -177,10 +177,11 @@ def _quantized(record: RunRecord, dense: str | None) -> Iterator[str]:
     kept = [*["embeddings"] * (not embeddings), *["head"] * (not head), "norms", "biases"]
     trained = ", except that tuning trained norms" if record.tuning is not None and record.tuning.norms else ""
     yield f"Not quantized: {', '.join(kept)} and all layers that are not in this table{trained}."
-    yield from (f"- {_escaped(sentence)}" for sentence in left(record))
+    if unquantized := [*left(record)]:
+        yield from ("", *_bullets(unquantized))
     if dense is None:
         yield ""
-        yield f"The weight files have {size_text(record.bytes)}; bits per weight count codes, steps, zero points and minima."
+        yield "Bits per weight count codes, steps, zero points and minima."
 
 
 def _meaning(format: NumberFormat) -> str:
@@ -211,13 +212,18 @@ def _lost(record: RunRecord, dense: str | None) -> Iterator[str]:
     sentences = [*losses(record), *by_source(record), *few_tokens(record), *degenerate(record), *exceeding(record)]
     if record.tuning is not None:
         sentences = [replace(record.tuning, seconds=0.0).sentence(), record.tuning.windows_sentence(), *sentences]
-    yield from (f"- {_escaped(sentence)}" for sentence in sentences)
+    yield from _bullets(sentences)
     yield ""
     rounded = " --activations" if record.recipe.activations != "none" and dense is None else ""
     yield (
         "These are losses of single layers, measured while quantizing. How far the predictions of the whole model are from "
         f"the original's is measured by `nearplane evaluate {FOLDER} --against ORIGINAL{rounded} --text TEXT`."
     )
+
+
+def _bullets(sentences: Iterable[str]) -> Iterator[str]:
+    """Yield sentences as a list; each begins with a capital letter."""
+    yield from (f"- {_escaped(sentence[0].upper() + sentence[1:])}" for sentence in sentences)
 
 
 def _made(record: RunRecord, dense: str | None) -> Iterator[str]:
@@ -228,6 +234,8 @@ def _made(record: RunRecord, dense: str | None) -> Iterator[str]:
         name: getattr(scheme, name) for name in ("grid", "rate", "size") if getattr(scheme, name, None) is not None
     }
     given = _given(record.recipe, Recipe(scheme=type(scheme)(**asked)))
+    if (text := record.recipe.calibration.calibration) is not None:
+        given["calibration"]["calibration"] = ",".join(LOCAL_FOLDER.sub("", part) for part in text.split(","))
     yield from ("", "```json", *json.dumps(given, indent=1, ensure_ascii=False).splitlines(), "```", "")
     yield f"Versions: {', '.join(f'{name} {number}' for name, number in record.versions.items())}."
     if dense is None:

@@ -124,6 +124,14 @@ def _in_nearplane(folder: str, quoted: str, config: Mapping[str, Any]) -> Iterat
 
 def _loading(arguments: str, config: Mapping[str, Any]) -> str:
     name = _task(config)[0]
+    if name == "AutoModelForCausalLM":
+        folder = arguments.partition(", gguf_file")[0]
+        return (
+            f"from transformers import {name}, AutoTokenizer\n\ntokenizer = AutoTokenizer.from_pretrained({folder})\n"
+            f"model = {name}.from_pretrained({arguments})\n"
+            'tokens = tokenizer("Once upon a time", return_tensors="pt").input_ids\n'
+            "print(tokenizer.decode(model.generate(tokens, max_new_tokens=30)[0]))"
+        )
     return f"from transformers import {name}\n\nmodel = {name}.from_pretrained({arguments})"
 
 

@@ -62,7 +62,7 @@ KINDS = {  # record, config, library, task, lines of code in the card, and those
     "coded": (run(Recipe(scheme=RateScheme(rate=3.0)), format="coded", entropy=2.5, base=0.1), CAUSAL, "nearplane",
               "text-generation", ['nearplane.load("FOLDER")', "nearplane.register()", "nearplane export FOLDER"], ["vllm"]),
     "tuned": (replace(GRID, tuning=TUNING), CAUSAL, "transformers", "text-generation",
-              ["tuned: KL on 1 held-out window of 8 tokens 0.50000 -> 0.25000", "tuning trained norms"], [" 9.0 s"]),
+              ["Tuned: KL on 1 held-out window of 8 tokens 0.50000 -> 0.25000", "tuning trained norms"], [" 9.0 s"]),
     "encoder": (GRID, ENCODER, "transformers", "feature-extraction", ["import AutoModel\n"], ["vllm"]),
 }  # fmt: skip
 SOURCE = {"license": "other", "license_name": "own", "license_link": "LICENSE", "language": [False, "en"],
@@ -84,7 +84,7 @@ def test_a_card_tells_what_the_record_does_and_how_its_readers_are_called(kind):
         assert text not in card
     layer = record.layers[0]
     assert re.search(rf"^\| {re.escape(layer.format)} \| [^|]+ \| 1 \| 128 \| 5\.000 \|$", card, re.MULTILINE)
-    assert "not quantized: model.layers.0.mlp.router (Router)" in card
+    assert "\n\n- Not quantized: model.layers.0.mlp.router (Router)\n" in card
     assert "2 % in the median layer" in card
     assert "512 tokens (2 windows of 256), measured on 1 extra window" in card
     assert "1.25 MB" in card
@@ -118,6 +118,30 @@ def test_options_are_those_that_differ_from_the_defaults_of_such_a_scheme():
     assert options(grid="nvfp4") == given | {"scheme": {"grid": "nvfp4", "bits": 4}}
     assert options(rate=3.0) == given | {"scheme": {"rate": 3.0}}
     assert options(bits=3, damp=0.1, format="gptq") == given | {"scheme": {"bits": 3, "damp": 0.1}, "format": "gptq"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("/home/me/a.txt", "a.txt"),
+        ("../texts/a.txt:2,~/b.txt:1", "a.txt:2,b.txt:1"),
+        (r"C:\texts\a.txt", "a.txt"),
+        ("owner.x/set:config:train", "owner.x/set:config:train"),
+        ("wikitext2", "wikitext2"),
+    ],
+)
+def test_a_card_does_not_tell_where_local_texts_lay(text, told):
+    record = replace(GRID, recipe=replace(GRID.recipe, calibration=Calibration(calibration=text)))
+    given = json.loads(model_card(record, Origin()).partition("```json\n")[2].partition("```")[0])
+    assert given["calibration"] == {"calibration": told}
+
+
+def test_a_card_begins_with_what_it_is_and_how_it_is_used(tmp_path):
+    (tmp_path / "e.json").write_text(json.dumps(SCORE))
+    card = model_card(GRID, Origin(config=CAUSAL), evaluations=[read_evaluation(tmp_path / "e.json")])
+    titles = ["How to use it", "Evaluation", "What was lost", "What is quantized", "How it was made"]
+    assert re.findall("^#+ (.+)$", card, re.MULTILINE) == ["net, quantized to 5.00 bits per weight", *titles]
+    assert "1 layer (one weight matrix each) at 5.000 bits per weight" in card.partition("## How")[0]
 
 
 def test_rounded_activations_are_told():
@@ -233,8 +257,8 @@ def test_rounded_inputs_have_a_row_and_an_option_of_their_own(tmp_path):
 
 
 def test_a_card_says_where_tokens_were_too_few_and_a_missing_evaluation_is_named(tmp_path):
-    assert "too few tokens" not in model_card(GRID, Origin())
-    assert "too few tokens" in model_card(replace(GRID, windows=2, seqlen=16, tokens=32), Origin())
+    assert "Too few tokens" not in model_card(GRID, Origin())
+    assert "Too few tokens" in model_card(replace(GRID, windows=2, seqlen=16, tokens=32), Origin())
     with pytest.raises(FormatError, match=r"missing\.json does not exist"):
         read_evaluation(tmp_path / "missing.json")
 
