@@ -119,7 +119,7 @@ def main() -> None:
             out, place = Path(scratch) / "out", Path(scratch)
             words = {"samples": asked.samples, "seqlen": asked.seqlen, "ignore": asked.ignore}
             words["embeddings"] = asked.embeddings
-            nearplane.quantize(asked.model, out, grid=grid, calibration=str(asked.calibration), **words)
+            nearplane.quantize(asked.model, out, grid=grid, format="gguf", calibration=str(asked.calibration), **words)
             plain = converted(out / FILE, place / "plain.gguf", 0)
             theirs = size(converted(plain, place / "theirs.gguf", FILE_TYPES[grid])) if grid in FILE_TYPES else None
             ours, native = of_a_network(out, windows), predicted(out / FILE, windows)

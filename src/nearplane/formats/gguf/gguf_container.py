@@ -110,7 +110,7 @@ class GGUFFile(Container):
         types = list(self.config["types"].values())
         usual = f"MOSTLY_{max(sorted(set(types)), key=types.count) if types else 'f16'}".upper()
         known = gguf.LlamaFileType.__members__
-        writer.add_file_type(known[usual] if usual in known else known[f"{usual}_M"])
+        writer.add_file_type(next(known[usual + end] for end in ("", "_M", "_MOE") if usual + end in known))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         folder = self.place.tokenizer or self.place.source
         vocabulary(folder, self._network["vocab_size"], self.config.get("pre")).write(writer, folder)
