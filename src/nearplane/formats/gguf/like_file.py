@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import RecipeError
-from nearplane.formats.gguf.gguf_container import GGUFFile, gguf_package
+from nearplane.formats.gguf.gguf_container import EMBEDDING_TENSORS, GGUFFile, gguf_package
 from nearplane.formats.gguf.gguf_header import (
     KEY_PREFIX,
     LIKE_KEY,
     LIST,
     MAGIC,
     METADATA,
+    NUMBER,
     RECORD_KEY,
     SHA_SIZE,
     SUMS,
@@ -37,6 +38,7 @@ from nearplane.formats.gguf.gguf_header import (
 from nearplane.formats.gguf.gguf_reader import DENSE
 from nearplane.formats.gguf.like import Q8_0, Like
 from nearplane.lattice.number_formats import TYPES
+from nearplane.system.safetensors_files import DTYPE_NAMES
 
 COPIED_BYTES = 1 << 24  # at once
 OWN = ("general.file_type", "general.quantization_version", "general.alignment", KEY_PREFIX)  # not taken from the file
@@ -47,11 +49,12 @@ class LikeFile(GGUFFile):
     """A GGUF with the header of another one, the codes of quantized layers, and everything else as in the other file."""
 
     def _prepare(self) -> None:
-        """Set what `begin` does not reset: the pieces of quantized layers by name of the weight in the checkpoint."""
+        """Refuse types that the file cannot have, and set the pieces of quantized layers by name of the weight in the checkpoint."""
         assert self.place.like is not None, "chosen for a file to be like"
         self._like: Like = self.place.like
         self._pieces: dict[str, list[tuple[str, Tensor]]] = {}
         self._ours: set[str] = set()  # names of these pieces
+        self._kinds()
 
     def _kinds(self) -> list[int]:
         """Return the types of the tensors.
@@ -71,6 +74,14 @@ class LikeFile(GGUFFile):
                         f"the types {' and '.join(sorted(types))}. Use one type for them, for example with --layer."
                     )
                 kind = TYPES[types.pop()].number
+            elif (
+                info.name in EMBEDDING_TENSORS
+                and NUMBER.get((self.config.get("embeddings") or "").upper(), kind) != kind
+            ):
+                raise RecipeError(
+                    f"--embeddings {self.config['embeddings']}, but {info.name} is {DTYPE_NAMES[DENSE[kind]]} in "
+                    f"{self._like.path.name}, whose unquantized tensors are kept. Leave out --embeddings, or convert to that type."
+                )
             kinds.append(kind)
         return kinds
 
