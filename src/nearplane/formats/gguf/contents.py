@@ -144,8 +144,8 @@ class Content:
         )  # fmt: skip
         turned, change, kept = bool(fields["turned"]), str(fields["change"]), bool(fields["kept"])
         content = cls(parts=parts, turned=turned, change=change, kept=kept)
-        if content.change not in CHANGES or (content.turned and len(parts) != 1):
-            raise ValueError(f"the change {content.change!r} of {len(parts)} parts")
+        if change not in CHANGES or (turned and (len(parts) != 1 or not kept)):
+            raise ValueError(f"the change {change!r} of {len(parts)} parts")
         for part in parts:
             largest = part.rows.start + sum(
                 (n - 1) * s for n, s in zip(part.rows.shape, part.rows.strides, strict=True)

@@ -49,7 +49,7 @@ class LikeFile(GGUFFile):
     """A GGUF with the header of another one, the codes of quantized layers, and everything else as in the other file."""
 
     def _prepare(self) -> None:
-        """Refuse types that the file cannot have, and set the pieces of quantized layers by name of the weight in the checkpoint."""
+        """Refuse types that the file cannot have; set the pieces of quantized layers by name of the weight in the checkpoint."""
         assert self.place.like is not None, "chosen for a file to be like"
         self._like: Like = self.place.like
         self._pieces: dict[str, list[tuple[str, Tensor]]] = {}

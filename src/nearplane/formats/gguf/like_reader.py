@@ -74,6 +74,8 @@ class LikeReader(GGUFReader):
             try:
                 content = Content.from_json(text)
                 pieces = content.pieces(info) if content.parts else []
+                if content.kept and info.type not in (*DENSE, Q8_0.number):
+                    raise ValueError(f"the type {BLOCKS[info.type].name}")
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 raise ModelError(
                     f"{self.path}: the description of {info.name} in {TENSORS} is wrong ({error!r}). Fetch the file again."
