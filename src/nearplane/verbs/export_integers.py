@@ -225,7 +225,7 @@ def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mappin
         if isinstance(base.scheme, GridScheme) and all(
             formats[each.name] == each.number_format for each in record.layers
         ):
-            return replace(base, format=cast(Format, format))
+            return replace(base, format=cast(Format, format), pre=None, like=None)
     blocks = FILE_FORMATS[format].for_llama_cpp and any(
         isinstance(each, BlockType) and not (each.single and each.symmetric and each.levels is None)
         for each in formats.values()
@@ -248,7 +248,7 @@ def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mappin
     layers = tuple(
         LayerScheme(pattern=f"^{re.escape(name)}$", scheme=each) for name, each in others.items() if each != scheme
     )
-    return replace(base, scheme=scheme, layers=layers, format=cast(Format, format), allocate=None, pre=None)
+    return replace(base, scheme=scheme, layers=layers, format=cast(Format, format), allocate=None, pre=None, like=None)
 
 
 def _dtype_of_embeddings(model: Model) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from converted import write_gguf
 from nearplane.errors import RecipeError
+from nearplane.formats.gguf.architecture import rope_factors
+from nearplane.formats.gguf.contents import Content
 from nearplane.formats.gguf.like import Like, Source, compare
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -20,9 +23,15 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def compared(tmp_path: Path, file: dict[str, Tensor], source: dict[str, Tensor], layers: tuple[str, ...] = ()) -> Like:
+def compared(
+    tmp_path: Path,
+    file: dict[str, Tensor],
+    source: dict[str, Tensor],
+    layers: tuple[str, ...] = (),
+    config: dict[str, Any] | None = None,
+) -> Like:
     sources = {name: Source(tuple(each.shape), lambda each=each: each) for name, each in source.items()}
-    return compare(write_gguf(tmp_path / "like.gguf", file), sources, layers, {}, "MODEL")
+    return compare(write_gguf(tmp_path / "like.gguf", file), sources, layers, config or {}, "MODEL")
 
 
 def rows(like: Like, name: str) -> list[tuple[str, list[int]]]:
@@ -89,6 +98,17 @@ def test_vectors_are_found_as_they_are_shifted_and_permuted(tmp_path: Path) -> N
     assert [c.change for c in like.contents] == ["+1", "", "-exp", ""]
     assert rows(like, "blk.1.norm") == [("layers.1.norm", list(range(16)))]  # of the same block
     assert [row for _, run in rows(like, "blk.1.bias") for row in run] == order.tolist()
+
+
+def test_rotary_factors_are_compared_with_the_config(tmp_path: Path) -> None:
+    rope = dict(rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    rope |= dict(original_max_position_embeddings=32)
+    config = dict(rope_parameters=rope, hidden_size=32, num_attention_heads=2)
+    factors = rope_factors(config)
+    like = compared(tmp_path, factors, {"A": numbers(8, 32)}, config=config)
+    assert like.contents == (Content(),)
+    with pytest.raises(RecipeError, match=r"the values of rope_freqs\.weight are in no tensors"):
+        compared(tmp_path, factors, {"A": numbers(8, 32)}, config=config | {"rope_parameters": rope | {"factor": 4.0}})
 
 
 @pytest.mark.parametrize("name", ["matrix", "vector"])
