@@ -1,4 +1,4 @@
-"""A GGUF by --like: header and unquantized tensors of a file by llama.cpp's converter, codes by nearplane, any architecture."""
+"""A GGUF by --like: header and unquantized tensors of a file by llama.cpp's converter, and nearplane's codes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_weights_along_another_axis_stay_in_eight_bits_and_are_named(made: Calla
 
 
 def test_it_is_read_as_llama_cpp_reads_it(made: Callable[[str], Made], latent: Path) -> None:
-    """Every value that the gguf package decodes is at its place in our network; what is not quantized is the original's."""
+    """Every value that the gguf package decodes is at its place in our network; the others are the original's."""
     assert verify(latent, against=made("deepseek")[0], calibration=str(CALIBRATION)).faults == ()
     network = dense_network(latent)
     expected = converted(network, torch.float32)

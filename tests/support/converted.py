@@ -1,4 +1,4 @@
-"""Files as llama.cpp's converter writes them, without the converter: of Llama, and of DeepSeek with its latent attention."""
+"""Files as llama.cpp's converter writes them, without the converter: of Llama, and of DeepSeek's latent attention."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_gguf(path: Path, tensors: Mapping[str, Tensor], **fields: str | int) -
 
 
 def converted(network: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """Return a network's tensors under llama.cpp's names, with the rows of q and k as rotary embeddings need them there."""
+    """Return a network's tensors under llama.cpp's names, with rows of q and k as its rotary embeddings need them."""
     config = network.config
     stacks: dict[str, list[Tensor]] = {}
     tensors: dict[str, Tensor] = {}

@@ -76,7 +76,7 @@ def run_inputs(
 
 
 def _hashed(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (name, path) of a model's files that are run inputs, in the folder or named by its index; or of one file."""
+    """Yield (name, path) of one file, or of a model's files that are inputs, in the folder or named by its index."""
     if folder.is_file():
         yield folder.name, folder
         return

@@ -1,4 +1,4 @@
-"""The GGUF of `--like` beside the model: all of its tensors compared, and the layers that it cannot hold quantized left out."""
+"""The GGUF of `--like` beside the model: its tensors compared, and layers that it cannot hold quantized left out."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def with_like(folder: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[
 
 
 def _sources(model: Model, layers: dict[str, Layer]) -> dict[str, Source]:
-    """Return the tensors of a model by name; layers by the names that they have in a checkpoint of the quantized model."""
+    """Return the tensors of a model by name; layers by their names in a checkpoint of the quantized model."""
     read = _Last(model).read
     sources = {
         name: Source(model.reader.shape(name), lambda name=name: read(name))  # type: ignore[misc]

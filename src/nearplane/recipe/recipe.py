@@ -137,8 +137,8 @@ class Recipe:
         tune: Training after the solve. network: train steps, norms and, at 2 and 3 bits, codes on the KL divergence from the
             original model's predictions; see `nearplane tune`. Entropy-coded weights keep their size.
         pre: Name of the pre-tokenizer in llama.cpp, for a GGUF. Default: derived from the structure of the tokenizer.
-        like: Path of an unquantized GGUF of the same model by llama.cpp's converter. The new GGUF takes its header, tokenizer,
-            names and unquantized tensors, so that any architecture can be written.
+        like: Path of an unquantized GGUF of the same model by llama.cpp's converter. The new GGUF takes its header,
+            tokenizer, names and unquantized tensors, so that any architecture can be written.
     """
 
     scheme: AnyScheme = field(default_factory=GridScheme)

@@ -77,7 +77,8 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
     recipe = _recipe(record, model, format, trial.formats)
     if record is not None and recipe.scheme.joins_rows != record.recipe.scheme.joins_rows:
         log.warning(
-            "The new folder has no run record: a recipe with blocks of llama.cpp cannot say whether rows compensated each other."
+            "The new folder has no run record: a recipe with blocks of llama.cpp cannot say whether rows compensated "
+            "each other."
         )
         record = None
     grouped = recipe.grouped(layer.shape[1] for layer in model.layers)

@@ -29,7 +29,7 @@ CHANGES: Mapping[str, tuple[Change, Change]] = {  # of values, into the file and
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Numbers of rows: `start + i * strides[0] + j * strides[1] + ...` for all i, j, ... below `shape`, the last fastest.
+    """Numbers of rows: `start + i * strides[0] + j * strides[1] + ...` for i, j, ... below `shape`, last fastest.
 
     Args:
         start: The first number.

@@ -1,4 +1,4 @@
-"""The format GGUF: writer and reader of files that nearplane makes itself, or by `--like` from those of llama.cpp's converter."""
+"""The format GGUF: writers and readers of files of nearplane's own, and of those by `--like`."""
 
 from __future__ import annotations
 

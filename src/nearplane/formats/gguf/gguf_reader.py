@@ -156,8 +156,8 @@ class GGUFReader(TensorReader):
             raise ModelError(f"{self.path}: tensor {name} is truncated. Fetch the file again.")
         if digest is not None and (actual := hashlib.sha256(raw).hexdigest()) != digest:
             raise FormatError(
-                f"{self.path}: {name} is damaged: its SHA-256 is {actual[:16]}.., expected {digest[:16]}... Fetch the folder "
-                f"again."
+                f"{self.path}: {name} is damaged: its SHA-256 is {actual[:16]}.., expected {digest[:16]}... Fetch the "
+                f"folder again."
             )
         return raw
 

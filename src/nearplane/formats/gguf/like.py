@@ -1,8 +1,8 @@
 """Comparison of a GGUF by llama.cpp's own converter with the checkpoint that it was made from, by value.
 
-Every tensor of the file is found in the checkpoint: the same values after rounding to the file's dtype, with rows of one
-or of several tensors in any order. So nothing is known here of architectures and names. Rows are found by 64-bit sums;
-then all values are compared.
+Every tensor of the file is found in the checkpoint: the same values after rounding to the file's dtype, with rows of
+one or of several tensors in any order. So nothing is known here of architectures and names. Rows are found by 64-bit
+sums; then all values are compared.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Like:
         return bool(content.parts) and all(part.name in self.placed for part in content.parts)
 
     def in_q8_0(self, info: Info, content: Content) -> bool:
-        """Return whether a tensor is written as Q8_0: it is of 16 bits and has rows of a weight that lies along another axis."""
+        """Return whether a tensor is written as Q8_0: of 16 bits, with rows of a weight along another axis."""
         turned = any(part.name in self.turned for part in content.parts)
         return turned and info.type != NUMBER["F32"] and info.shape[-1] % Q8_0.columns == 0
 
@@ -130,7 +130,8 @@ def compare(
             found[info.name] = content
         if info.name not in found or not _same(path, info, found[info.name], sources):
             raise RecipeError(
-                f"--like {path}: the values of {info.name} are in no tensors of {model}, in any order of rows. {REMEDY}."
+                f"--like {path}: the values of {info.name} are in no tensors of {model}, in any order of rows. "
+                f"{REMEDY}."
             )
     contents = tuple(found[info.name] for info in header.tensors)
     left = _left(contents, {name: sources[name] for name in layers})
@@ -198,7 +199,7 @@ def _sums(rows: Tensor) -> Tensor:
 
 
 def _matching(wanted: Tensor, given: Tensor) -> Tensor | None:
-    """Return for every number of `wanted` (n,) the place of an equal one in `given`, equal ones in order; None: not all have."""
+    """Return the places of all numbers of `wanted` (n,) in `given`, equal ones in order; None: some are not there."""
     order, places = wanted.argsort(stable=True), given.argsort(stable=True)
     rising, stock = wanted[order], given[places]
     rank = torch.arange(len(rising)) - torch.searchsorted(rising, rising)
@@ -258,7 +259,7 @@ class _Rows:
         return parts
 
     def _settle(self, key: tuple[int, int], wanted: Tensor, owner: Tensor) -> None:
-        """Give rows that several tensors have, such as rows of zeros, to the tensor of a row beside them, or to the first."""
+        """Give rows that several tensors have, such as zeros, to the tensor of a row beside them, or to the first."""
         used: Counter[tuple[int, int]] = Counter()
         for step in (1, -1):
             places = range(len(owner)) if step > 0 else range(len(owner) - 1, -1, -1)

@@ -1,4 +1,4 @@
-"""Writer of OUT/model.gguf by `--like`: header, order and unquantized tensors are those of a GGUF of the original model."""
+"""Writer of OUT/model.gguf by `--like`: header, order and unquantized tensors are those of another GGUF."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ UNSIGNED = 4  # number of the type of whole numbers of 32 bits
 
 
 class LikeFile(GGUFFile):
-    """A GGUF with the header of another one, the codes of quantized layers, and everything else as in the other file."""
+    """A GGUF with the header of another one, the codes of quantized layers, and all else as in the other file."""
 
     def _prepare(self) -> None:
-        """Refuse types that the file cannot have; set the pieces of quantized layers by name of the weight in the checkpoint."""
+        """Refuse types that the file cannot have; set the pieces of quantized layers by name of the weight."""
         assert self.place.like is not None, "chosen for a file to be like"
         self._like: Like = self.place.like
         self._pieces: dict[str, list[tuple[str, Tensor]]] = {}
@@ -60,7 +60,7 @@ class LikeFile(GGUFFile):
         """Return the types of the tensors.
 
         Raises:
-            RecipeError: Layers of one tensor have several types, or embeddings are to have another type than in the file.
+            RecipeError: Layers of one tensor have several types, or embeddings are to have another than in the file.
         """
         kinds = []
         for info, content in zip(self._like.header.tensors, self._like.contents, strict=True):
@@ -70,8 +70,9 @@ class LikeFile(GGUFFile):
                 types = {self.config["types"][name] for name in names}
                 if len(types) > 1:
                     raise RecipeError(
-                        f"{info.name} in {self._like.path.name} has the layers {', '.join(sorted(names)[:3])}.., which would have "
-                        f"the types {' and '.join(sorted(types))}. Use one type for them, for example with --layer."
+                        f"{info.name} in {self._like.path.name} has the layers {', '.join(sorted(names)[:3])}.., which "
+                        f"would have the types {' and '.join(sorted(types))}. Use one type for them, "
+                        f"for example with --layer."
                     )
                 kind = TYPES[types.pop()].number
             elif (
@@ -80,7 +81,8 @@ class LikeFile(GGUFFile):
             ):
                 raise RecipeError(
                     f"--embeddings {self.config['embeddings']}, but {info.name} is {DTYPE_NAMES[DENSE[kind]]} in "
-                    f"{self._like.path.name}, whose unquantized tensors are kept. Leave out --embeddings, or convert to that type."
+                    f"{self._like.path.name}, whose unquantized tensors are kept. Leave out --embeddings, or "
+                    f"convert to that type."
                 )
             kinds.append(kind)
         return kinds
@@ -119,7 +121,7 @@ class LikeFile(GGUFFile):
             return file.tell() + end
 
     def _find_places(self, path: Path) -> None:
-        """Read the positions of tensors from the header; names are those in the file, with numbers where it has several pieces."""
+        """Read the positions of tensors from the header; names are those in the file, with the number of the piece."""
         header = read_header(path)
         self._fields, self._places, self._size = header.fields, header.places, header.size
         self._infos, self._pieces, self._ours = {}, {}, set()
@@ -163,7 +165,7 @@ class LikeFile(GGUFFile):
 
 
 def _copied(source: BinaryIO, size: int, file: BinaryIO, info: Info, kind: int) -> str:
-    """Copy `size` bytes of a tensor of type `kind`, in Q8_0 if its entry says so; return the SHA-256 of what was written."""
+    """Copy `size` bytes of a tensor of type `kind`, as Q8_0 if `info` says so; return the SHA-256 of the result."""
     gguf = gguf_package()
     digest, row = sha256(), info.shape[-1] * WIDTH[kind]
     most = max(row, COPIED_BYTES // row * row)  # whole rows at once

@@ -78,7 +78,8 @@ class LikeReader(GGUFReader):
                     raise ValueError(f"the type {BLOCKS[info.type].name}")
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
                 raise ModelError(
-                    f"{self.path}: the description of {info.name} in {TENSORS} is wrong ({error!r}). Fetch the file again."
+                    f"{self.path}: the description of {info.name} in {TENSORS} is wrong ({error!r}). Fetch the file "
+                    f"again."
                 ) from error
             for number, (piece, part) in enumerate(pieces):
                 digest = sums[SHA_SIZE * number : SHA_SIZE * (number + 1)]
@@ -139,7 +140,7 @@ class LikeReader(GGUFReader):
         return values.view(info.shape)
 
     def kept(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Return a tensor of the original model as the file stores it, rounded; None if it does not have all of its rows."""
+        """Return a tensor of the original model as the file stores it, rounded; None if it lacks some of its rows."""
         if name not in self.infos:
             return None
         return self._joined(name, lambda piece: piece.into(tensor))
