@@ -7,6 +7,7 @@ sums; then all values are compared.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.architecture import rope_factors
-from nearplane.formats.gguf.contents import CHANGES, Content, Part, is_vector, strided
+from nearplane.formats.gguf.contents import CHANGES, Content, Part, Rows, is_vector, strided
 from nearplane.formats.gguf.gguf_header import NUMBER, Header, Info, read_header
 from nearplane.formats.gguf.gguf_reader import DENSE
 from nearplane.formats.gguf.names import ROTARY
@@ -123,7 +124,8 @@ def compare(
     factors = rope_factors(config) if any(info.name in ROTARY for info in header.tensors) else {}
     for info in header.tensors:
         if not is_vector(info.shape):
-            pass
+            content = found.get(info.name) or _changed(_tensor(path, info), sources)
+            found |= {} if content is None else {info.name: content}
         elif (factor := factors.get(info.name)) is not None and torch.allclose(_tensor(path, info), factor, rtol=1e-4):
             found[info.name] = Content()
         elif (content := vectors.content(info, _tensor(path, info).reshape(-1))) is not None:
@@ -306,6 +308,18 @@ class _Vectors:
         self._used.add(name)
         parts = tuple(Part(name=name, shape=self._shapes[name], rows=rows) for rows in strided(places))
         return Content(parts=parts, change=change)
+
+
+def _changed(wanted: Tensor, sources: Mapping[str, Source]) -> Content | None:
+    """Return the content of a matrix whose values were changed, such as decays of state-space models."""
+    shape = tuple(wanted.shape)
+    for name in (name for name, source in sources.items() if source.shape == shape):
+        values = sources[name].read()
+        for change, (into, _) in CHANGES.items():
+            if _equal(into(values).to(wanted.dtype), wanted):
+                rows = Rows(start=0, shape=(math.prod(shape[:-1]),), strides=(1,))
+                return Content(parts=(Part(name=name, shape=shape, rows=rows),), change=change)
+    return None
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -93,9 +93,10 @@ def test_vectors_are_found_as_they_are_shifted_and_permuted(tmp_path: Path) -> N
     norm, bias, decay, gate = numbers(16), numbers(16, seed=1), numbers(16, seed=2), numbers(1, 16)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
     file = {"blk.1.norm": norm + 1, "blk.1.bias": bias[order], "decay": -decay.exp(), "gate": gate[0]}
+    file["decays"] = -numbers(16, 4).exp()
     source = {"layers.0.norm": norm, "layers.1.norm": norm, "layers.1.bias": bias, "decay": decay, "gate": gate}
-    like = compared(tmp_path, file, source)
-    assert [c.change for c in like.contents] == ["+1", "", "-exp", ""]
+    like = compared(tmp_path, file, source | {"decays": numbers(16, 4)})
+    assert [c.change for c in like.contents] == ["+1", "", "-exp", "", "-exp"]
     assert rows(like, "blk.1.norm") == [("layers.1.norm", list(range(16)))]  # of the same block
     assert [row for _, run in rows(like, "blk.1.bias") for row in run] == order.tolist()
 
