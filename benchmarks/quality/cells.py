@@ -248,7 +248,8 @@ def chosen(
             return tool != "llama.cpp" and not tool.startswith("mlx_lm")
         if setting in SCHEMES:
             trains = tool == "auto-round" and setting in ("nvfp4", "mxfp4", "int8")
-            return ours or trains or tool.startswith("llm-compressor")
+            packs = tool == "llama.cpp" and setting == "mxfp4"
+            return ours or trains or packs or tool.startswith("llm-compressor")
         if setting in MLX:
             return ours or tool == "mlx_lm" or (tool == "mlx_lm, gptq" and setting in ("mlx2", "mlx4", "mlx8"))
         return tool.startswith("nearplane") or (tool == "llama.cpp" and not setting[0].isdigit())

@@ -1,7 +1,7 @@
 """Our GGUF files in llama.cpp itself: does it compute what we compute, cut text alike, and take as many bytes?
 
     PYTHON benchmarks/quality/llama_client.py [--grids q4_0 q4_k_m ...] [--model FOLDER --calibration TXT --text TXT
-        --ignore PATTERN --embeddings TYPE]
+        --ignore PATTERN --embeddings TYPE --like GGUF]
 
 PYTHON is that of an environment with nearplane and llama-cpp-python (0.3.36). A line for each type and mix:
 
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=HELD_OUT)
     parser.add_argument("--ignore", nargs="*", default=())
     parser.add_argument("--embeddings", default="auto")
+    parser.add_argument("--like", help="file of the model by llama.cpp's converter, for architectures of its own")
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--seqlen", type=int, default=128)
     parser.add_argument("--windows", type=int, default=32)
@@ -118,8 +119,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             out, place = Path(scratch) / "out", Path(scratch)
             words = {"samples": asked.samples, "seqlen": asked.seqlen, "ignore": asked.ignore}
-            words["embeddings"] = asked.embeddings
-            nearplane.quantize(asked.model, out, grid=grid, calibration=str(asked.calibration), **words)
+            words |= {"embeddings": asked.embeddings, "like": asked.like}
+            nearplane.quantize(asked.model, out, grid=grid, format="gguf", calibration=str(asked.calibration), **words)
             plain = converted(out / FILE, place / "plain.gguf", 0)
             theirs = size(converted(plain, place / "theirs.gguf", FILE_TYPES[grid])) if grid in FILE_TYPES else None
             ours, native = of_a_network(out, windows), predicted(out / FILE, windows)

@@ -26,11 +26,14 @@ from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.system.safetensors_files import ShardReader
 
 BATCH = 8
-TYPES = {"q2_k": "Q2_K", "q2_k_m": "Q2_K"} | {f"q{bits}_k": f"Q{bits}_K_S" for bits in (3, 4, 5)}  # llama.cpp's names
+TYPES = {"q2_k": "Q2_K", "q2_k_m": "Q2_K", "mxfp4": "MXFP4_MOE"} | {
+    f"q{bits}_k": f"Q{bits}_K_S" for bits in (3, 4, 5)
+}  # llama.cpp's names
 PURE = (
     "q4_0",
     "iq4_nl",
     "iq4_xs",
+    "mxfp4",
     "q5_0",
     "q8_0",
     "q2_k",

@@ -96,6 +96,7 @@ def test_transformers_reads_what_we_read(mixed: tuple[Path, str]) -> None:
         pytest.param({"grid": "q3_k"}, "Q3_K", "Q6_K", "Q4_0", marks=pytest.mark.nightly),
         ({"grid": "iq4_xs"}, "IQ4_XS", "Q6_K", "IQ4_NL"),  # 256 does not divide the inputs of down
         pytest.param({"grid": "iq4_nl"}, "IQ4_NL", "Q6_K", "IQ4_NL", marks=pytest.mark.nightly),
+        ({"grid": "mxfp4", "format": "gguf"}, "MXFP4", "Q6_K", "MXFP4"),
         ({"grid": "q8_0", "embeddings": "q4_1", "solver": "round-to-nearest"}, "Q4_1", "Q4_1", "Q8_0"),
         pytest.param(
             {"grid": "q4_0", "embeddings": "bf16", "solver": "round-to-nearest"},
@@ -128,6 +129,22 @@ def test_embeddings_head_and_single_layers_have_the_types_that_are_asked_for(
         down,
     )
     assert verify(tmp_path / "out").faults == ()
+
+
+def test_mxfp4_has_the_values_of_compressed_tensors_and_transformers_reads_them(
+    model_of: Callable[..., str], text: str, tmp_path: Path
+) -> None:
+    """Rows compensate each other's errors in both files."""
+    model, ours = model_of(tie_word_embeddings=False, num_hidden_layers=1), tmp_path / "ours"
+    nearplane.quantize(model, ours, grid="mxfp4", format="gguf", embeddings="f32", calibration=text, **TOKENS)
+    nearplane.quantize(model, tmp_path / "theirs", grid="mxfp4", calibration=text, **TOKENS)
+    assert read_record(tmp_path / "theirs").recipe.format == "compressed-tensors"
+    ours, theirs = dense_network(ours).state_dict(), dense_network(tmp_path / "theirs").state_dict()
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", gguf_file=FILE, dtype=torch.float32).state_dict()
+    assert ours.keys() == theirs.keys() == read.keys()
+    for key, values in ours.items():
+        assert torch.equal(values, theirs[key]), key
+        assert torch.equal(values, read[key]), key
 
 
 @pytest.mark.nightly

@@ -240,10 +240,18 @@ def test_tokenizers_of_every_kind_have_their_tokens(name: str, source_of: Callab
 
 
 FILE_TYPES = {  # of llama.cpp
-    "q4_0": 2, "q4_1": 3, "iq4_nl": 25, "iq4_xs": 30, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q6_k": 18,
+    "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q6_k": 18,
     "q2_k_m": 10, "q3_k_m": 12, "q4_k_m": 15, "q5_k_m": 17,
 }  # fmt: skip
-PURE = {"q2_k": 10, "q3_k": 11, "q4_k": 14, "q5_k": 16}  # of one type but for what the others mix in
+PURE = {
+    "iq4_nl": 25,
+    "iq4_xs": 30,
+    "mxfp4": 38,
+    "q2_k": 10,
+    "q3_k": 11,
+    "q4_k": 14,
+    "q5_k": 16,
+}  # of one type but for what the others mix in
 
 
 def types_of(path: Path) -> dict[str, tuple[str, int]]:
@@ -285,7 +293,7 @@ def test_types_and_sizes_are_those_of_llama_cpp_own_quantizer(
     nearplane.quantize(source, tmp_path / "base", grid="q8_0", embeddings="f32", **QUICK)
     plain = converted(tmp_path / "base" / FILE, tmp_path / "plain.gguf", 0)
     for grid, number in (FILE_TYPES | PURE).items():
-        nearplane.quantize(source, tmp_path / grid, grid=grid, **QUICK)
+        nearplane.quantize(source, tmp_path / grid, grid=grid, format="gguf", **QUICK)
         theirs = converted(plain, tmp_path / "theirs.gguf", number, pure=grid in PURE)
         ours, wanted = types_of(tmp_path / grid / FILE), types_of(theirs)
         if grid in PURE:  # embeddings and head have that one type there, too

@@ -49,6 +49,7 @@ def quantize(
     max_loss: Annotated[float | None, Parameter(group=LAYER_GROUP)] = None,
     tune: Annotated[Tune, Parameter(group=SOLVER_GROUP)] = "none",
     pre: Annotated[str | None, Parameter(group=GGUF_GROUP)] = None,
+    like: Annotated[str | None, Parameter(group=GGUF_GROUP)] = None,
     device: Annotated[str, Parameter(group=RUN_GROUP)] = "auto",
     compute_dtype: Annotated[ComputeDtype, Parameter(group=RUN_GROUP)] = "auto",
     overwrite: Annotated[bool, Parameter(group=RUN_GROUP, negative="")] = False,
@@ -79,6 +80,8 @@ def quantize(
         tune: After the solve, train steps, norms and codes against the original's predictions (network).
             Takes five to eleven times as long. See nearplane tune.
         pre: Name of the tokenizer's pre-tokenizer in llama.cpp, if nearplane does not recognize it.
+        like: Unquantized GGUF of the same model by llama.cpp's converter, of any architecture.
+            The new file takes its header, tokenizer, names and unquantized tensors. See Serving in the documentation.
         ignore: Regular expressions; layers are not quantized if one of them is found in their full name.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         compute_dtype: Dtype in which blocks run. Default: float32, but bfloat16 for models in bfloat16 on a GPU.
@@ -104,6 +107,7 @@ def quantize(
         max_loss=max_loss,
         tune=tune,
         pre=pre,
+        like=like,
     )
     check_quantize(model, out, recipe, overwrite=overwrite, memory=memory, device_memory=device_memory)
     opening(model)

@@ -47,6 +47,7 @@ class Place:
         tokenizer: The folder of tokenizer.json, for formats that store the tokenizer; None: `source`.
         reader: Reader of the model's dense tensors, for formats that plan all tensors first; None: it is made from `source`.
         resumes: Whether the files of a stopped run are kept, see `Container.resumable`.
+        like: A GGUF of the model whose header and unquantized tensors the new one takes.
     """
 
     out: Path
@@ -57,6 +58,7 @@ class Place:
     tokenizer: Path | None = None
     reader: TensorReader | None = None
     resumes: bool = False
+    like: Any = None
 
 
 class Container(ABC):
@@ -318,7 +320,7 @@ class Format(NamedTuple):
 
     layers: LayerFormat
     config: ConfigFile
-    container: type[Container] = Folder
+    container: Callable[..., Container] = Folder
     reader: Callable[..., TensorReader] = ShardReader
 
 

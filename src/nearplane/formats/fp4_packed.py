@@ -51,6 +51,17 @@ def apart(divisors: Mapping[str, float]) -> Iterator[tuple[str, str]]:
                 yield name, first
 
 
+def nibbles(codes: Tensor) -> Tensor:
+    """Return the four bits of codes as files have them: sign << 3 | magnitude."""
+    signed = codes - ZERO_CODE
+    return signed.abs() | (signed < 0).int() << 3
+
+
+def codes_of(nibble: Tensor) -> Tensor:
+    """Return the codes of four bits (int32) that `nibbles` made; a negative zero is a zero."""
+    return ZERO_CODE + torch.where(nibble > 7, 8 - nibble, nibble)
+
+
 class FP4Packed(Packing):
     """4-bit floats, two in a byte.
 
@@ -92,8 +103,7 @@ class FP4Packed(Packing):
         out, columns = matrix.codes.shape
         if columns % self.HOLDS.run:
             raise FormatError(f"{name} has {columns} inputs, expected a multiple of {self.HOLDS.run}.")
-        signed = matrix.codes - ZERO_CODE
-        code = signed.abs() | (signed < 0).int() << 3
+        code = nibbles(matrix.codes)
         packed = {f"{name}.weight_packed": (code[:, ::2] | code[:, 1::2] << 4).to(torch.uint8)}
         return packed | self.scales(name, matrix.grid, out)
 
@@ -122,9 +132,7 @@ class FP4Packed(Packing):
             "high": format.high,
             "levels": torch.tensor(format.levels, dtype=torch.float64),
         }
-        return QuantizedMatrix(
-            codes=ZERO_CODE + torch.where(code > 7, 8 - code, code), grid=self.grid(name, tensors, scale, codes)
-        )
+        return QuantizedMatrix(codes=codes_of(code), grid=self.grid(name, tensors, scale, codes))
 
 
 class MXFP4Packed(FP4Packed):

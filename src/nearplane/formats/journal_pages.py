@@ -56,7 +56,7 @@ def run_inputs(
 
     Args:
         recipe: The recipe as JSON.
-        files: Folders whose files are hashed, by their names in messages.
+        files: Folders whose files are hashed, or single files, by their names in messages.
         text: Digest of the tokens.
         versions: Versions of the packages that compute.
         device: The device that computes.
@@ -76,7 +76,10 @@ def run_inputs(
 
 
 def _hashed(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (name, path) of a model's files that are run inputs, in the folder or named by its index."""
+    """Yield (name, path) of one file, or of a model's files that are inputs, in the folder or named by its index."""
+    if folder.is_file():
+        yield folder.name, folder
+        return
     paths = {path for path in folder.iterdir() if path.suffix in HASHED_SUFFIXES and path.is_file()}
     if (folder / INDEX).is_file():
         paths.update(folder / name for name in read_index(folder / INDEX)[0])

@@ -31,7 +31,7 @@ FORMATS = Formats(
         "awq": ".awq:FORMAT",
         "mlx": ".mlx:FORMAT",
         "nearplane": ".native:FORMAT",
-        "gguf": ".gguf.gguf_container:FORMAT",
+        "gguf": ".gguf.gguf_format:FORMAT",
     }
 )
 

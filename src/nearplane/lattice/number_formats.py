@@ -89,6 +89,11 @@ class NumberFormat:
         return False
 
     @property
+    def only_in_gguf(self) -> bool:
+        """Whether no file format but GGUF has it."""
+        return False
+
+    @property
     def global_scale(self) -> bool:
         """Whether all steps of a layer, and of the layers that a runtime joins with it, are divided by one number."""
         return self.fit == "shared"
@@ -132,7 +137,7 @@ class BlockFormat(NumberFormat):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockType(BlockFormat):
-    """Block type of llama.cpp, a `BlockFormat` with 16-bit steps.
+    """Block type of llama.cpp, a `BlockFormat` whose steps have 16 bits; those of mxfp4 are powers of two.
 
     Layouts: `ggml/src/ggml-common.h` of llama.cpp; `formats/gguf/gguf_layers.py` packs them.
 
@@ -148,12 +153,19 @@ class BlockType(BlockFormat):
     fallback: str | None = None
 
     @property
+    def only_in_gguf(self) -> bool:
+        """Whether no file format but GGUF has it: not that of runtimes which round inputs."""
+        return self.inputs is None
+
+    @property
     def rate(self) -> float:
         """Bits per weight, including the steps."""
         return 8 * self.bytes / self.columns
 
 
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # denser around 0
+E2M1 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # four-bit floats, 0 once
+FP4_MX = InputRounding(kind="fp", bits=4, group=32, steps="float8_e8m0fnu")
 TYPES: dict[str, BlockType] = {
     kind.name: kind
     for kind in (
@@ -165,6 +177,10 @@ TYPES: dict[str, BlockType] = {
         BlockType(
             name="iq4_xs", number=23, columns=256, bytes=136, bits=4, group=32, levels=IQ4_NL, sc=(-32, 31),
             fit="multiples", fallback="iq4_nl",
+        ),
+        BlockType(
+            name="mxfp4", number=39, columns=32, bytes=17, bits=4, group=32, levels=E2M1, steps="float8_e8m0fnu",
+            fit="octaves", inputs=FP4_MX,
         ),
         BlockType(name="q8_0", number=8, columns=32, bytes=34, bits=8, symmetric=True, group=32),
         BlockType(
@@ -195,13 +211,11 @@ INTEGERS = (
     "integers as int8, int4-g128, int8-row, int3-g64-asym, int3-g64-min"  # description of these formats in messages
 )
 ENTROPY_CODED_FORMAT = NumberFormat(name="coded", bits=0)  # codes without limits, entropy-coded
-E2M1 = (-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # four-bit floats, 0 once
-FP4_MX = InputRounding(kind="fp", bits=4, group=32, steps="float8_e8m0fnu")
 FP4_NV = InputRounding(kind="fp", bits=4, group=16, steps="float8_e4m3fn")
 FP8_GROUP = InputRounding(kind="fp", bits=8, group=128)
 FP8_MX = InputRounding(kind="fp", bits=8, group=32, steps="float8_e8m0fnu")
 FP8_TOKEN, INT8_TOKEN = InputRounding(kind="fp", bits=8), InputRounding(kind="int", bits=8)
-MXFP4 = NumberFormat(name="mxfp4", bits=4, group=32, levels=E2M1, steps="float8_e8m0fnu", fit="octaves", inputs=FP4_MX)
+MXFP4 = TYPES["mxfp4"]  # also in compressed-tensors
 NVFP4 = NumberFormat(name="nvfp4", bits=4, group=16, levels=E2M1, steps="float8_e4m3fn", fit="shared", inputs=FP4_NV)
 _HALF = [m / 8 * 2**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][1:-1]
 E4M3 = (*(-level for level in reversed(_HALF)), 0.0, *_HALF)  # eight-bit floats to 448, without not-a-number, 0 once

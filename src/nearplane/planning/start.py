@@ -12,6 +12,7 @@ from nearplane.calibration.given import Given
 from nearplane.calibration.one_forward import default_batch
 from nearplane.calibration.windows import Windows
 from nearplane.formats.container import Container, Place
+from nearplane.formats.gguf.like import Like
 from nearplane.formats.journal_pages import run_inputs
 from nearplane.formats.table import open_container
 from nearplane.models.model import Model
@@ -35,6 +36,7 @@ class Options:
         name: Name of the model in the run record.
         given: Texts or tokens that were passed from Python.
         limits: Limits of memory.
+        like: The compared GGUF whose header the new one takes.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Options:
     trust_remote_code: bool
     progress: Progress
     limits: Limits = field(default_factory=Limits)
+    like: Like | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,8 @@ class Job:
     def run_inputs(self) -> dict[str, Any]:
         """Return all that the output depends on as JSON, equal for runs with equal output; see `journal_pages.run_inputs`."""
         files, device = {"model": self.model.folder}, self.options.device
+        if self.options.like is not None:
+            files["file of --like"] = self.options.like.path
         return run_inputs(asdict(self.asked), files, self.windows.digest(), versions(), device)
 
     def record(self) -> RunRecord:
@@ -83,7 +88,7 @@ class Job:
             sources=windows.sources,
             text=windows.digest(),
             stored=self.model.stored,
-            skipped=tuple(self.model.skipped),
+            skipped=(*self.model.skipped, *(self.options.like.reasons if self.options.like is not None else ())),
         )
 
 
@@ -132,13 +137,14 @@ def container_for(
     *,
     overwrite: bool,
     trust_remote_code: bool,
+    like: Like | None = None,
 ) -> Container:
     """Return the checkpoint to write into `out`, which also holds what a stopped run has written.
 
     Args:
         model: The original model.
         recipe: The recipe of the layers.
-        out, overwrite, trust_remote_code: Arguments of `Place`.
+        out, overwrite, trust_remote_code, like: Arguments of `Place`.
         config: The quantization_config; None: derived from the recipe.
     """
     place = Place(
@@ -147,9 +153,10 @@ def container_for(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         network=model.config.to_dict(),
-        tokenizer=model.tokenizer_folder() if recipe.files.for_llama_cpp else None,
+        tokenizer=model.tokenizer_folder() if recipe.files.for_llama_cpp and like is None else None,
         reader=model.reader,
         resumes=True,
+        like=like,
     )
     config = quantization_config(model, recipe) if config is None else config
     return open_container(place, config, dtype=model.dtype, shards=len(model.blocks) + 1)

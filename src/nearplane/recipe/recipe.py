@@ -137,6 +137,8 @@ class Recipe:
         tune: Training after the solve. network: train steps, norms and, at 2 and 3 bits, codes on the KL divergence from the
             original model's predictions; see `nearplane tune`. Entropy-coded weights keep their size.
         pre: Name of the pre-tokenizer in llama.cpp, for a GGUF. Default: derived from the structure of the tokenizer.
+        like: Path of an unquantized GGUF of the same model by llama.cpp's converter. The new GGUF takes its header,
+            tokenizer, names and unquantized tensors, so that any architecture can be written.
     """
 
     scheme: AnyScheme = field(default_factory=GridScheme)
@@ -149,13 +151,24 @@ class Recipe:
     max_loss: float | None = None
     tune: Tune = "none"
     pre: str | None = None
+    like: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "ignore"):
             if isinstance(several := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(several))
         check_fields(
-            self, "scheme", "calibration", "layers", "format", "ignore", "allocate", "tune", "pre", "activations"
+            self,
+            "scheme",
+            "calibration",
+            "layers",
+            "format",
+            "ignore",
+            "allocate",
+            "tune",
+            "pre",
+            "like",
+            "activations",
         )
         if self.format is None:
             minimum = getattr(self.scheme, "minimum", False)
@@ -171,6 +184,8 @@ class Recipe:
             raise RecipeError(
                 f"--pre is {self.pre!r}, but the format is {self.format}: only a GGUF has a pre-tokenizer. Leave out --pre."
             )
+        if self.like is not None:
+            self._check_like()
         if self.allocate is None:
             object.__setattr__(self, "allocate", self.scheme.default_allocation)
         if isinstance(self.scheme, BlockScheme):
@@ -193,6 +208,25 @@ class Recipe:
     def files(self) -> FileFormat:
         """Properties of the format of the files."""
         return FILE_FORMATS[self.format]
+
+    def _check_like(self) -> None:
+        """Refuse options that contradict a file whose header is taken.
+
+        Raises:
+            RecipeError: The message names them.
+        """
+        if not self.files.for_llama_cpp:
+            raise RecipeError(
+                f"--like is for a GGUF, but the format is {self.format}. Use --format gguf, or leave out --like."
+            )
+        if self.pre is not None:
+            raise RecipeError(
+                f"--pre is {self.pre!r}, but --like takes the tokenizer of {self.like}. Leave out one of them."
+            )
+        if self.tune != "none":
+            raise RecipeError(
+                "--tune does not go with --like, whose file keeps the norms of the original. Leave out one of them."
+            )
 
     def _check_minima(self) -> None:
         """Refuse minima in formats other than MLX and grids without minima in MLX, and likewise embeddings and head.
@@ -388,6 +422,7 @@ RECIPE_FIELDS = {
     "max_loss",
     "tune",
     "pre",
+    "like",
     "activations",
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
-from nearplane.lattice.number_formats import ENTROPY_CODED_FORMAT, TYPES, NumberFormat, find_format, integers
+from nearplane.lattice.number_formats import ENTROPY_CODED_FORMAT, NumberFormat, find_format, integers
 from nearplane.recipe.file_formats import Format
 from nearplane.system.arguments import check_fields, whole, within
 
@@ -161,7 +161,7 @@ def spelled_out(options: Mapping[str, Any]) -> dict[str, Any]:
         RecipeError: One of these options is given too, with another value.
     """
     format = find_format(str(options.get("grid")).lower())
-    if format is None or format.name in TYPES:
+    if format is None or format.only_in_gguf:
         return dict(options)
     implied, others = options_of(format), {name: value for name, value in options.items() if name != "grid"}
     for name in implied:

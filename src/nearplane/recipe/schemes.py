@@ -40,7 +40,7 @@ from nearplane.system.arguments import check_fields, whole, within
 Scale = Literal["minmax", "mse"]
 Rows = Literal["sensitivity", "equal"]
 BlockName = Literal[  # of llama.cpp
-    "q4_0", "q4_1", "iq4_nl", "iq4_xs", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"
+    "q4_0", "q4_1", "iq4_nl", "iq4_xs", "mxfp4", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"
 ]  # fmt: skip
 GridName = Literal[BlockName, "q2_k_m", "q3_k_m", "q4_k_m", "q5_k_m"]  # with llama.cpp's mixes of types
 Dense = Literal["f32", "f16", "bf16"]
@@ -185,10 +185,10 @@ class BlockScheme(Scheme):
 
     Args:
         grid: Name of a number format, for example int4-g128, int8, int3-g64-asym, nvfp4, mxfp4, fp8, fp8-block or mxfp8. In
-            a GGUF it may be a type of llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs) or one
-            of its mixes (q2_k_m, q3_k_m, q4_k_m, q5_k_m). It may also be a number of bits per weight with steps, for example 4.5:
-            types of layers are then chosen by measuring. Rows that blocks of 256 do not divide get the type that llama.cpp uses
-            instead.
+            a GGUF it may be a type of llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl,
+            iq4_xs, mxfp4) or one of its mixes (q2_k_m, q3_k_m, q4_k_m, q5_k_m). It may also be a number of bits per
+            weight with steps, for example 4.5: types of layers are then chosen by measuring. Rows that blocks of 256 do
+            not divide get the type that llama.cpp uses instead.
         size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used
             instead of --rate. With --format gguf, each layer gets a type of llama.cpp, chosen by measuring.
         embeddings: Type of the embeddings and the head. f32, f16 and bf16 store them unquantized in that type. auto follows
@@ -232,7 +232,8 @@ class BlockScheme(Scheme):
             bits = float(str(self.grid))
         except ValueError:
             if self.grid not in GridName.__args__:  # type: ignore[attr-defined]
-                names = ", ".join([*GridName.__args__, *(each.name for each in FLOATS)])  # type: ignore[attr-defined]
+                known = (*GridName.__args__, *(each.name for each in FLOATS))  # type: ignore[attr-defined]
+                names = ", ".join(dict.fromkeys(known))
                 raise RecipeError(f"grid is {self.grid!r}; expected one of {names}, or {INTEGERS}.") from None
             return
         rates = [TYPES[name].rate for name in MEASURED_TYPES]
@@ -289,6 +290,11 @@ class BlockScheme(Scheme):
     def mixed(self) -> bool:
         """Whether types differ between layers."""
         return self.grid not in TYPES
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether rows compensate each other's errors, the default for these levels in other files, too."""
+        return self.calibrated and self.number_format.levels == E2M1
 
     @property
     def misfit(self) -> str:
@@ -400,7 +406,8 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
         if spread == "slope" or (isinstance(bits, float) and not bits.is_integer()):
             given = {name: value for name, value in given.items() if name != "bits"} | {"grid": f"{bits:g}"}
             title = f"--bits {bits:g} of a GGUF, for which types are chosen by measuring,"
-    blocks = ("grid" in given and (format is None or format.name in TYPES)) or (in_blocks and "size" in given)
+    of_llama_cpp = format is None or format.only_in_gguf or (in_blocks and format.name in TYPES)
+    blocks = ("grid" in given and of_llama_cpp) or (in_blocks and "size" in given)
     coded = "rate" in given or ("size" in given and not blocks)
     if "grid" in given and ("rate" in given or ("size" in given and not in_blocks)):
         name = "rate" if "rate" in given else "size"

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from nearplane.lattice.number_formats import TYPES, BlockFormat, NumberFormat
+from nearplane.lattice.number_formats import BlockFormat, NumberFormat
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.sizes import counted, size_text
 from nearplane.record.evaluation_table import evaluation_tables
@@ -195,7 +195,7 @@ def _meaning(format: NumberFormat) -> str:
         steps += " and a minimum"
     elif not format.symmetric:
         steps += " and a zero point"
-    return f"{format.bits}-bit {numbers}, {steps}{', in blocks of llama.cpp' if format.name in TYPES else ''}"
+    return f"{format.bits}-bit {numbers}, {steps}{', in blocks of llama.cpp' if format.only_in_gguf else ''}"
 
 
 def _used(record: RunRecord, origin: Origin, dense: str | None) -> Iterator[str]:

@@ -253,6 +253,8 @@ class RunRecord:
             del fields["compute_dtype"]
         if self.recipe.activations == "none":
             del fields["recipe"]["activations"]
+        if self.recipe.like is None:
+            del fields["recipe"]["like"]
         return fields
 
     def embedded(self) -> RunRecord:

@@ -52,7 +52,8 @@ def uses(record: RunRecord, config: Mapping[str, Any], folder: str) -> list[Use]
     """
     files, quoted = record.recipe.files, json.dumps(folder, ensure_ascii=False)
     if files.for_llama_cpp:
-        return list(_in_llama_cpp(folder, quoted, config))
+        both = list(_in_llama_cpp(folder, quoted, config))
+        return both if record.recipe.like is None else both[:1]  # transformers may not know the names in the file
     if files.for_mlx:
         return list(_in_mlx(folder, quoted))
     if files.by_nearplane:

@@ -189,6 +189,7 @@ def left(record: RunRecord) -> Iterator[str]:
             yield f"not quantized: {pattern}, {len(names):,} of them ({reason})"
     if record.recipe.ignore:
         how = " (float32 is stored as F16, as llama.cpp does)" if record.recipe.files.for_llama_cpp else ""
+        how = how if record.recipe.like is None else f" (as in {record.recipe.like}, or in Q8_0)"
         yield f"not quantized{how}: all layers that match --ignore {' '.join(record.recipe.ignore)}"
 
 

@@ -97,6 +97,10 @@ def check_quantize(
         )
     check_named(_path(model))
     _check_number_formats(recipe)
+    if recipe.like is not None:
+        check_path("--like", recipe.like)
+        if not Path(recipe.like).is_file():
+            raise RecipeError(f"--like {recipe.like} is not a file. Pass a GGUF by llama.cpp's convert_hf_to_gguf.py.")
     if recipe.calibration.samples is not None:  # else the model decides
         check_shares(texts_of(recipe.calibration.calibration), recipe.calibration.samples)
     Unfinished(Path(out), overwrite=overwrite, sources=_folders(model))
@@ -159,6 +163,8 @@ def check_recipe(recipe: Recipe, called: str) -> None:
                 f"{called} cannot be tuned: it has weights in {scheme.number_format.name}, and 8-bit floats are not trained. "
                 f"Quantize with --bits, --rate, or --grid nvfp4 or mxfp4."
             )
+    if recipe.like is not None:
+        raise RecipeError(f"{called} cannot be tuned: it was written by --like, which tuning does not support yet.")
     if getattr(recipe.scheme, "size", None) is not None:
         raise RecipeError(
             f"{called} cannot be tuned: it was quantized with --size, and tuning makes the run record longer. Quantize with "

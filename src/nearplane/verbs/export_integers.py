@@ -33,7 +33,7 @@ from nearplane.models.model import DTYPES, Model
 from nearplane.planning.folder_size import max_record_bytes
 from nearplane.planning.request import check_request, quantization_config
 from nearplane.planning.start import container_for
-from nearplane.recipe.file_formats import Format
+from nearplane.recipe.file_formats import FILE_FORMATS, Format
 from nearplane.recipe.recipe import LayerScheme, Recipe
 from nearplane.recipe.scheme import Scheme, options_of
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, Ends, GridScheme
@@ -75,9 +75,10 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
     trial = _tried(source, stored, model, format)
     model.dtype = trial.dtype  # that of steps, where they have the model's
     recipe = _recipe(record, model, format, trial.formats)
-    if record is not None and isinstance(recipe.scheme, BlockScheme) and record.recipe.scheme.joins_rows:
+    if record is not None and recipe.scheme.joins_rows != record.recipe.scheme.joins_rows:
         log.warning(
-            "The new folder has no run record: a recipe with blocks of llama.cpp cannot say that rows compensated each other."
+            "The new folder has no run record: a recipe with blocks of llama.cpp cannot say whether rows compensated "
+            "each other."
         )
         record = None
     grouped = recipe.grouped(layer.shape[1] for layer in model.layers)
@@ -225,8 +226,8 @@ def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mappin
         if isinstance(base.scheme, GridScheme) and all(
             formats[each.name] == each.number_format for each in record.layers
         ):
-            return replace(base, format=cast(Format, format))
-    blocks = any(
+            return replace(base, format=cast(Format, format), pre=None, like=None)
+    blocks = FILE_FORMATS[format].for_llama_cpp and any(
         isinstance(each, BlockType) and not (each.single and each.symmetric and each.levels is None)
         for each in formats.values()
     )
@@ -248,7 +249,7 @@ def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mappin
     layers = tuple(
         LayerScheme(pattern=f"^{re.escape(name)}$", scheme=each) for name, each in others.items() if each != scheme
     )
-    return replace(base, scheme=scheme, layers=layers, format=cast(Format, format), allocate=None, pre=None)
+    return replace(base, scheme=scheme, layers=layers, format=cast(Format, format), allocate=None, pre=None, like=None)
 
 
 def _dtype_of_embeddings(model: Model) -> str:

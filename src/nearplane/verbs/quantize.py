@@ -34,8 +34,8 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     """
     model, settled = open_resolved(folder, recipe, trust_remote_code=options.trust_remote_code)  # weights stay on disk
     check_disk(out, model, settled)
-    remote, overwrite = options.trust_remote_code, options.overwrite
-    with container_for(model, settled, out, overwrite=overwrite, trust_remote_code=remote) as container:
+    remote, overwrite, like = options.trust_remote_code, options.overwrite, options.like
+    with container_for(model, settled, out, overwrite=overwrite, trust_remote_code=remote, like=like) as container:
         windows = calibration_windows(model, settled, options.given)
         check_tokens(model, settled, windows)
         job = Job(model=model, asked=recipe, recipe=settled, windows=windows, options=options)

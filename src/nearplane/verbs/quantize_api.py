@@ -22,6 +22,7 @@ from nearplane.errors import NearplaneError, RecipeError
 from nearplane.models.model import Model
 from nearplane.models.pretrained import find_folder
 from nearplane.planning.folder_size import check_disk
+from nearplane.planning.like import with_like
 from nearplane.planning.start import Job, Options, open_resolved
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, read_record
@@ -125,6 +126,8 @@ def quantize(
                 "--tune network trains in one process: a step needs the one before. Quantize with several processes, then run "
                 "nearplane tune with one."
             )
+        recipe, like = with_like(folder, recipe, trust_remote_code=trust_remote_code)
+        options = replace(options, like=like)
         quantizes = quantize_folder if recipe.tune == "none" else _then_tuned
         follower = Follower(partial(_opened, folder, recipe, trust_remote_code), place)
         options_of = {f"recipe ({name})": value for name, value in asdict(recipe).items()}

@@ -287,7 +287,7 @@ def _windows(saved: Checkpoint, faults: list[Fault]) -> Windows | None:
         CalibrationError: The text cannot be read.
     """
     record, model = saved.record, saved.model
-    if tuple(model.skipped) != record.skipped:
+    if tuple(model.skipped) != tuple(entry for entry in record.skipped if entry[0] not in model.ignored):  # by --like
         what = f"it lists {len(record.skipped)} skipped layers; the model has {len(model.skipped)}, or others"
         faults.append(Fault(where=RECORD, what=what))
     try:

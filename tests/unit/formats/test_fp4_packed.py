@@ -235,7 +235,7 @@ def test_experts_that_transformers_would_decode_wrong_are_refused_and_may_be_lef
     ("options", "message"),
     [
         ({"format": "gptq"}, "GPTQ stores integers, not mxfp4"),
-        ({"format": "gguf"}, "a GGUF cannot store mxfp4. It stores 4, 5, 8 bits"),
+        ({"format": "gguf", "grid": "nvfp4"}, "a GGUF cannot store nvfp4. It stores 4, 5, 8 bits"),
         ({"bits": 3}, "bits is 3, but --grid mxfp4 determines"),
         ({"rate": 3}, "grid is 'mxfp4' and rate 3"),
     ],
@@ -243,7 +243,7 @@ def test_experts_that_transformers_would_decode_wrong_are_refused_and_may_be_lef
 def test_what_does_not_go_with_it_is_refused(tmp_path, tokens, options, message):
     save_tiny(tmp_path / "model", "llama", **SIZES)
     with pytest.raises(RecipeError, match=message):
-        nearplane.quantize(tmp_path / "model", tmp_path / "out", grid="mxfp4", calibration=tokens, **options)
+        nearplane.quantize(tmp_path / "model", tmp_path / "out", calibration=tokens, **{"grid": "mxfp4"} | options)
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,7 @@ from nearplane.formats.gguf.gguf_header import (
     parts_of,
     read_header,
 )
-from nearplane.formats.gguf.gguf_layers import Blocks, Config
-from nearplane.formats.gguf.gguf_reader import DENSE, GGUFReader
+from nearplane.formats.gguf.gguf_reader import DENSE
 from nearplane.formats.gguf.names import llama_names, reshaping, rule_of, stacked_name
 from nearplane.formats.layer_format import read_config
 from nearplane.lattice.number_formats import TYPES
@@ -84,14 +83,18 @@ class GGUFFile(Container):
         super().__init__(place, format, config, dtype=dtype, shards=shards)
         gguf_package()
         self._network = dict(place.network)
-        self._header()  # refuses networks that llama.cpp does not compute
-        self._source = place.reader or source_reader(place.source, read_config(place.source))
-        llama_names(self._source.names(), self._network)  # refuses tensors that llama.cpp does not have
+        self._prepare()
         self._size = 0  # bytes of the file
         self._infos: dict[str, Info] = {}  # by name in the checkpoint
         self._sums: dict[str, str] = {}
         self._file: BinaryIO | None = None
         self._record = b""
+
+    def _prepare(self) -> None:
+        """Refuse networks that llama.cpp does not compute, and name their tensors."""
+        self._header()
+        self._source = self.place.reader or source_reader(self.place.source, read_config(self.place.source))
+        llama_names(self._source.names(), self._network)  # refuses tensors that llama.cpp does not have
 
     def begin(self) -> None:
         """Reset the state; the file is created with the first block, as types of layers may change until then."""
@@ -107,14 +110,18 @@ class GGUFFile(Container):
         writer = gguf.GGUFWriter(None, architecture_of(self._network).name)
         writer.add_name(self.place.source.name)
         tell(writer, self._network)
-        types = list(self.config["types"].values())
-        usual = f"MOSTLY_{max(sorted(set(types)), key=types.count) if types else 'f16'}".upper()
-        known = gguf.LlamaFileType.__members__
-        writer.add_file_type(known[usual] if usual in known else known[f"{usual}_M"])
+        writer.add_file_type(self._file_type())
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         folder = self.place.tokenizer or self.place.source
         vocabulary(folder, self._network["vocab_size"], self.config.get("pre")).write(writer, folder)
         return writer
+
+    def _file_type(self) -> int:
+        """Return llama.cpp's number for files of the most frequent type of layers."""
+        types = list(self.config["types"].values())
+        usual = f"MOSTLY_{max(sorted(set(types)), key=types.count) if types else 'f16'}".upper()
+        known = gguf_package().LlamaFileType.__members__
+        return int(next(known[usual + end] for end in ("", "_M", "_MOE") if usual + end in known))
 
     def _begin_file(self, path: Path) -> int:
         """Write the header; return the number of bytes that the file will have in the end."""
@@ -194,22 +201,38 @@ class GGUFFile(Container):
         size = 0
         try:
             if self._file is None:
-                self._file = self._open()
-                size = self._size - sum(_padded_size(info) for info in self._infos.values())
-                tensors = {**tensors, **rope_factors(self._network)}
-            for name, tensor in tensors.items():
-                stem, _, suffix = name.rpartition(".")
-                name = f"{stem}.weight" if suffix in self.layers.SUFFIXES else name
-                if (info := self._infos.get(name)) is not None:  # llama.cpp needs no others
-                    rule = rule_of(info.name, self._fields, dims=1 if info.type not in DENSE else tensor.dim())
-                    self._put(self._file, name, info, rule.into(tensor.detach().cpu()))
-                    size += _padded_size(info)
+                tensors = {**tensors, **self._start()}
+                size = self._size - sum(map(self._share, self._infos))
+            assert self._file is not None, "opened above"
+            size += self._store(self._file, tensors)
             self._file.flush()
         except OSError as error:
             raise FormatError(
                 f"{self.folder / FILE} could not be written ({error}). Free some space and repeat the command. The folder is "
                 f"marked {INCOMPLETE} and does not load."
             ) from error
+        return size
+
+    def _start(self) -> dict[str, Tensor]:
+        """Create the file; return tensors that no checkpoint has."""
+        self._file = self._open()
+        return rope_factors(self._network)
+
+    def _share(self, name: str) -> int:
+        """Return the bytes of a tensor that are counted when its block is written."""
+        info = self._infos[name]
+        return padded(info.begin + info.size) - padded(info.begin)
+
+    def _store(self, file: BinaryIO, tensors: Mapping[str, Tensor]) -> int:
+        """Write tensors of the checkpoint; return their bytes with the padding after them."""
+        size = 0
+        for name, tensor in tensors.items():
+            stem, _, suffix = name.rpartition(".")
+            name = f"{stem}.weight" if suffix in self.layers.SUFFIXES else name
+            if (info := self._infos.get(name)) is not None:  # llama.cpp needs no others
+                rule = rule_of(info.name, self._fields, dims=1 if info.type not in DENSE else tensor.dim())
+                self._put(file, name, info, rule.into(tensor.detach().cpu()))
+                size += self._share(name)
         return size
 
     def _put(self, file: BinaryIO, name: str, info: Info, tensor: Tensor) -> None:
@@ -259,8 +282,8 @@ class GGUFFile(Container):
         if missing := sorted(self._infos.keys() - self._sums.keys()):
             raise FormatError(f"{self.folder / FILE}: {len(missing)} tensors were not given, first {missing[0]}.")
         sums: dict[str, str] = {}  # by tensor in the file
-        for name in self._infos:
-            sums[stacked_name(name)] = sums.get(stacked_name(name), "") + self._sums[name]
+        for name, info in self._infos.items():
+            sums[info.name] = sums.get(info.name, "") + self._sums[name]
         text = b"".join(struct.pack("<Q", len(each)) + each.encode() for each in sums.values())
         path = self.folder / FILE
         for key, skipped, content in (
@@ -322,11 +345,3 @@ def planned_tensors(
                 f"a block: use one type, for example --layer '\\.experts\\.=grid:q4_k'."
             )
     return plan
-
-
-FORMAT = Format(Blocks(), Config(), GGUFFile, GGUFReader)
-
-
-def _padded_size(info: Info) -> int:
-    """Return the bytes of a tensor, including the padding after it."""
-    return padded(info.begin + info.size) - padded(info.begin)

@@ -33,6 +33,7 @@ KEY_PREFIX = "nearplane."  # of nearplane's own keys
 RECORD_KEY = f"{KEY_PREFIX}record"  # the run record as JSON, padded with spaces
 TENSORS = f"{KEY_PREFIX}tensors"  # name of every tensor in the checkpoint; experts with a star
 SUMS = f"{KEY_PREFIX}sha256"  # SHA-256 of the data of every tensor; one per expert
+LIKE_KEY = f"{KEY_PREFIX}like"  # name of the file of which `--like` took the header; `TENSORS` are then of `Content`
 STAR = "*"  # replaces the expert's number in the name of a tensor with the matrices of all experts
 METADATA = f"{KEY_PREFIX}metadata_sha256"  # SHA-256 of the metadata of network and tokenizer
 NETWORK_KEYS = ("general.architecture", "general.alignment")  # general keys that change what tensors are

@@ -4,7 +4,8 @@
 
 The type of the blocks is part of the name here and stands in the header of the file.
 
-A block holds 32 or 256 neighbours of a row. Types of 32 have a 16-bit step and some a 16-bit minimum; those of 256
+A block holds 32 or 256 neighbours of a row. Types of 32 have a 16-bit step (mxfp4: the exponent of a power of two,
+8 bits) and some a 16-bit minimum; those of 256
 ("k-quants", see `kquants.py`) have 16-bit numbers for the block and short integers for its groups. Codes and steps are
 stored bit for bit: nothing is rounded here, and a value that a type cannot store exactly is an error.
 
@@ -20,12 +21,15 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.fp4_packed import codes_of, nibbles
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.formats.gguf.kquants import KQUANTS, Fields, joined, split
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import ConfigFile, Held, LayerFormat, Quantized
+from nearplane.formats.packing import exponents, powers
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import TYPES, BlockType, NumberFormat
+from nearplane.lattice.number_formats import MXFP4, TYPES, BlockType, NumberFormat
+from nearplane.lattice.octaves import OctaveGrid
 from nearplane.lattice.superblock import SuperGrid, in_blocks, on_two_levels
 from nearplane.recipe.file_formats import FILE_FORMATS, GGUF_INTEGERS
 
@@ -228,8 +232,11 @@ def _on_levels(kind: BlockType, matrix: QuantizedMatrix[Any]) -> Fields:
             f"neighbours, the type's levels, and no zeros."
         )
     _within(kind, "codes", matrix.codes, (kind.low, kind.high))
-    d = _halves(f"{kind.name}: a step (d)", grid.scale.reshape(-1))
     codes = matrix.codes.reshape(-1, kind.columns).to(torch.uint8)
+    if kind == MXFP4:
+        d, codes = exponents(kind.name, grid.scale).view(-1, 1), nibbles(codes.int()).to(torch.uint8)
+    else:
+        d = _halves(f"{kind.name}: a step (d)", grid.scale.reshape(-1))
     return Fields(codes=codes, d=d, dmin=d[:, :0], sc=d[:, :0], m=d[:, :0])
 
 
@@ -253,11 +260,13 @@ def unpack(kind: BlockType, raw: Tensor, columns: int) -> QuantizedMatrix[Any]:
     out = len(raw)
     blocks = raw.reshape(-1, kind.bytes)
     fields = KQUANTS[kind.name].unpack(blocks) if kind.name in KQUANTS else _unpack(kind, blocks)
+    if kind == MXFP4:
+        fields = fields._replace(codes=codes_of(fields.codes.to(torch.int32)))
     group, codes = torch.arange(columns, device=raw.device) // kind.group, fields.codes.to(torch.int32) + kind.low
     levels = None if kind.levels is None else torch.tensor(kind.levels, dtype=torch.float64)
     if levels is not None and kind.single:
-        scale = _halves_of(fields.d).view(out, -1)
-        plain = Grid(
+        scale = (powers(fields.d) if kind == MXFP4 else _halves_of(fields.d)).view(out, -1)
+        plain = (OctaveGrid if kind == MXFP4 else Grid)(
             scale=scale, zero=torch.zeros_like(scale), group=group, low=kind.low, high=kind.high, levels=levels
         )
         return QuantizedMatrix(codes=codes.view(out, columns), grid=plain)
@@ -292,8 +301,8 @@ def _pack(kind: BlockType, f: Fields) -> Tensor:
 
 def _unpack(kind: BlockType, raw: Tensor) -> Fields:
     """Return the fields of blocks of 32, each of which is one group."""
-    fifth = 4 if kind.bits == 5 else 0
-    d, dmin, high, low = raw.split([2, 2 * kind.m, fifth, kind.bytes - 2 - 2 * kind.m - fifth], 1)
+    step, fifth = 1 if kind == MXFP4 else 2, 4 if kind.bits == 5 else 0
+    d, dmin, high, low = raw.split([step, 2 * kind.m, fifth, kind.bytes - step - 2 * kind.m - fifth], 1)
     codes = low ^ 128 if kind.bits == 8 else split(low, 4).reshape(-1, 32)
     if fifth:
         codes = codes | split(high, 1).mT.reshape(-1, 32) << 4

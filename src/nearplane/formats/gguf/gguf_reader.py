@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ from nearplane.system.safetensors_files import DTYPE_NAMES, TensorInfo, TensorRe
 DENSE = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # types without blocks
 
 
+def path_in(folder: Path) -> Path:
+    """Return the path of the file of a folder; of a temporary folder the user's file."""
+    return (folder / FILE).resolve() if folder.name.startswith(LONE) else folder / FILE
+
+
 class GGUFReader(TensorReader):
     """Reader of the tensors of `model.gguf` in a folder, by their names in the original checkpoint.
 
@@ -47,9 +52,7 @@ class GGUFReader(TensorReader):
     """
 
     def __init__(self, folder: Path, *, unfinished: bool = False) -> None:
-        self.folder, self.path = folder, folder / FILE
-        if folder.name.startswith(LONE):
-            self.path = self.path.resolve()  # the user's file
+        self.folder, self.path = folder, path_in(folder)
         if not unfinished:
             refuse_unfinished(folder)
         if not self.path.is_file():
@@ -57,11 +60,14 @@ class GGUFReader(TensorReader):
         header = self.header = read_header(self.path)
         if not unfinished:
             check_metadata(self.path, header)
-        names = checkpoint_names(self.path, header)
-        sums = header.fields.get(SUMS) if header.own else [""] * len(names)
-        if not isinstance(sums, list) or len(sums) != len(names) or not all(isinstance(each, str) for each in sums):
-            raise ModelError(f"{self.path} has no valid key {SUMS}. Fetch the file again.")
         self.infos = {}
+        self._fill(unfinished)
+
+    def _fill(self, unfinished: bool) -> None:
+        """Describe the tensors by their names in the checkpoint, with their places in the file and their SHA-256."""
+        header = self.header
+        names = checkpoint_names(self.path, header)
+        sums = self._texts(SUMS) if header.own else [""] * len(names)
         self._infos: dict[str, Info] = {}
         self._sums: dict[str, str] = {}
         for info, name, digests in zip(header.tensors, names, sums, strict=True):
@@ -88,15 +94,7 @@ class GGUFReader(TensorReader):
         with self.path.open("rb") as file:
             for name in names:
                 info = self._infos[name]
-                file.seek(info.begin)
-                raw = bytearray(file.read(info.size))
-                if len(raw) != info.size:
-                    raise ModelError(f"{self.path}: tensor {name} is truncated. Fetch the file again.")
-                if name in self._sums and (digest := hashlib.sha256(raw).hexdigest()) != self._sums[name]:
-                    raise FormatError(
-                        f"{self.path}: {name} is damaged: its SHA-256 is {digest[:16]}.., expected "
-                        f"{self._sums[name][:16]}... Fetch the folder again."
-                    )
+                raw = self._raw(file, name, info, self._sums.get(name))
                 tensors[name] = self._rule(info).back(_tensor(raw, info))
         return tensors
 
@@ -137,6 +135,31 @@ class GGUFReader(TensorReader):
                 f"{self.path}: {info.name} has the shape {info.shape} and {len(sums)} letters of SHA-256, which do not "
                 f"fit {name}. Fetch the file again."
             )
+
+    def _texts(self, key: str) -> list[str]:
+        """Return a list of nearplane's own in the header, with one text for every tensor."""
+        texts = self.header.fields.get(key)
+        count = len(self.header.tensors)
+        if not isinstance(texts, list) or len(texts) != count or not all(isinstance(each, str) for each in texts):
+            raise ModelError(f"{self.path} has no valid key {key}. Fetch the file again.")
+        return texts
+
+    def _raw(self, file: BinaryIO, name: str, info: Info, digest: str | None) -> bytearray:
+        """Read the bytes of a tensor or of a part of it, and compare their SHA-256.
+
+        Raises:
+            FormatError, ModelError: They are damaged or truncated.
+        """
+        file.seek(info.begin)
+        raw = bytearray(file.read(info.size))
+        if len(raw) != info.size:
+            raise ModelError(f"{self.path}: tensor {name} is truncated. Fetch the file again.")
+        if digest is not None and (actual := hashlib.sha256(raw).hexdigest()) != digest:
+            raise FormatError(
+                f"{self.path}: {name} is damaged: its SHA-256 is {actual[:16]}.., expected {digest[:16]}... Fetch the "
+                f"folder again."
+            )
+        return raw
 
     def _shape(self, info: Info) -> tuple[int, ...]:
         """Return the shape of a tensor; blocks are (out, bytes of a row)."""

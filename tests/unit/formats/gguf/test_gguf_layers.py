@@ -13,12 +13,12 @@ from torch import Tensor
 from nearplane.errors import FormatError
 from nearplane.formats.gguf.gguf_layers import pack, unpack
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import TYPES, BlockType
+from nearplane.lattice.number_formats import MXFP4, TYPES, BlockType
 
 KINDS = pytest.mark.parametrize("kind", TYPES.values(), ids=TYPES)
 NUMBERS = {  # where a block's halves begin
     "q4_0": (0,), "q4_1": (0, 2), "iq4_nl": (0,), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,),
-    "iq4_xs": (0,), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
+    "iq4_xs": (0,), "mxfp4": (), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,),
 }  # fmt: skip
 
 
@@ -35,6 +35,10 @@ def blocks(
         if numbers is not None:
             drawn = torch.tensor(numbers).repeat(len(raw))[place : place + len(raw)]
         raw[:, start : start + 2] = drawn.half().view(torch.uint8).view(-1, 2)
+    if kind == MXFP4:
+        raw[:, 0] = torch.tensor([0, 1, 127, 252]).repeat(len(raw))[: len(raw)]  # exponents; 252 is the largest for 6.0
+        raw[:, 1:] = torch.where(raw[:, 1:] & 15 == 8, raw[:, 1:] - 8, raw[:, 1:])  # zeros are positive
+        raw[:, 1:] = torch.where(raw[:, 1:] >> 4 == 8, raw[:, 1:] - 128, raw[:, 1:])
     return raw.view(rows, -1)
 
 
@@ -70,7 +74,7 @@ def test_sizes_are_those_of_the_package(kind: BlockType) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [TYPES[name] for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")], ids=lambda k: k.name
+    "kind", [TYPES[name] for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4")], ids=lambda k: k.name
 )
 def test_values_that_gguf_quantized_pack_to_its_own_bytes(kind: BlockType) -> None:
     values = np.random.default_rng(0).normal(size=(4, 96)).astype(np.float32)
@@ -90,6 +94,16 @@ def test_what_a_type_with_levels_cannot_hold_is_refused() -> None:
     for name, other in others.items():
         with pytest.raises(FormatError, match="expected one for each 32 neighbours, the type's levels, and no zeros"):
             pack(kind, replace(matrix, grid=replace(grid, **{name: other})))
+
+
+def test_steps_of_mxfp4_are_powers_of_two_and_a_negative_zero_is_read_as_zero() -> None:
+    raw = torch.full((1, MXFP4.bytes), 8 << 4 | 8, dtype=torch.uint8)
+    raw[0, 0] = 127
+    matrix = unpack(MXFP4, raw, 32)
+    assert torch.equal(matrix.decode(), expected(MXFP4, raw))
+    assert pack(MXFP4, matrix).tolist() == [[127, *[0] * 16]]
+    with pytest.raises(FormatError, match="mxfp4: a step is not a power of two"):
+        pack(MXFP4, replace(matrix, grid=replace(matrix.grid, scale=matrix.grid.scale * 1.5)))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TYPES.values() if kind.levels is None], ids=lambda kind: kind.name)

@@ -91,6 +91,6 @@ def test_layers_are_told_apart_by_their_names(name: str, role: str) -> None:
 
 def test_rates_count_steps_and_all() -> None:
     assert {name: kind.rate for name, kind in TYPES.items()} == {
-        "q4_0": 4.5, "q4_1": 5.0, "iq4_nl": 4.5, "iq4_xs": 4.25, "q5_0": 5.5, "q5_1": 6.0, "q8_0": 8.5,
+        "q4_0": 4.5, "q4_1": 5.0, "iq4_nl": 4.5, "iq4_xs": 4.25, "mxfp4": 4.25, "q5_0": 5.5, "q5_1": 6.0, "q8_0": 8.5,
         "q2_k": 2.625, "q3_k": 3.4375, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625,
     }  # fmt: skip

@@ -1,0 +1,95 @@
+"""The GGUF of `--like` beside the model: its tensors compared, and layers that it cannot hold quantized left out."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from nearplane.errors import first_few
+from nearplane.formats.gguf.like import Like, Source, compare
+from nearplane.models.experts import ExpertLayer
+from nearplane.models.layers import Conv1DLayer, Layer
+from nearplane.models.model import Model
+from nearplane.planning.request import open_original
+from nearplane.recipe.recipe import Recipe
+
+logger = logging.getLogger("nearplane")
+
+
+def with_like(folder: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Recipe, Like | None]:
+    """Compare the GGUF of a recipe with the model; return the recipe without the layers that cannot be quantized in it.
+
+    Raises:
+        NearplaneError: A tensor of the file is not in the model, or one of them cannot be read.
+    """
+    if recipe.like is None:
+        return recipe, None
+    model = open_original(folder, recipe, trust_remote_code=trust_remote_code)
+    layers = {f"{layer.written(model.weights)}.weight": layer for layer in model.layers}
+    config = model.config.get_text_config().to_dict()
+    like = compare(Path(recipe.like), _sources(model, layers), layers.keys(), config, str(folder))
+    modules = [name for name, module in model.network.named_modules() if isinstance(module, Conv1D)]
+    like = replace(like, turned=like.turned - {model.weights.source_name(f"{name}.weight") for name in modules})
+    if not like.left:
+        return recipe, like
+    reasons = {layers[name].name: why for name, why in like.left.items()}
+    logger.warning(
+        f"{len(reasons)} layers are not quantized: {first_few([f'{n} ({why})' for n, why in reasons.items()])}"
+    )
+    patterns = {re.sub("[0-9]+", "[0-9]+", re.escape(name)) for name in reasons}
+    kept = [layer.name for layer in model.layers if layer.name not in reasons]
+    ignore = []
+    for pattern in sorted(patterns):
+        names = [name for name in reasons if re.fullmatch(pattern, name)]
+        others = any(re.fullmatch(pattern, name) for name in kept)
+        ignore += [f"^{re.escape(name)}$" for name in names] if others else [f"^{pattern}$"]
+    like = replace(like, reasons=tuple(reasons.items()))
+    return replace(recipe, ignore=(*recipe.ignore, *ignore)), like
+
+
+def _sources(model: Model, layers: dict[str, Layer]) -> dict[str, Source]:
+    """Return the tensors of a model by name; layers by their names in a checkpoint of the quantized model."""
+    read = _Last(model).read
+    sources = {
+        name: Source(model.reader.shape(name), lambda name=name: read(name))  # type: ignore[misc]
+        for name in model.reader.names()
+    }
+    for layer in layers.values():
+        for name in layer.copies(model.weights):
+            sources.pop(name, None)
+    for name, layer in layers.items():
+        sources[name] = Source(layer.shape, _reading(layer, layer.copies(model.weights)[0], read))
+    return sources
+
+
+def _reading(layer: Layer, stored: str, read: Callable[[str], Tensor]) -> Callable[[], Tensor]:
+    """Return a function that reads the (out, in) matrix of a layer from the stored tensor."""
+
+    def matrix() -> Tensor:
+        tensor = read(stored)
+        if isinstance(layer, ExpertLayer) and tensor.dim() > 2:  # of all experts
+            tensor = tensor[layer.expert]
+            return (tensor.T if layer.transposed else tensor)[layer.outputs]
+        return tensor.T if isinstance(layer, Conv1DLayer) else tensor.reshape(layer.shape)
+
+    return matrix
+
+
+class _Last:
+    """Reader of a model's tensors that keeps the last one, which may hold the matrices of many experts."""
+
+    def __init__(self, model: Model) -> None:
+        self._reader, self._name, self._tensor = model.reader, "", Tensor()
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor; it is not to be changed."""
+        if name != self._name:
+            self._tensor = self._reader.read([name])[name]
+            self._name = name
+        return self._tensor
