@@ -18,7 +18,7 @@ from nearplane.coding.packed_matrix import PackedMatrix
 from nearplane.compiled import compiled
 from nearplane.loading import product_cpu
 from nearplane.loading.product_cpu import BLOCK
-from nearplane.loading.words_linear import WordsLinear, by_block
+from nearplane.loading.words_linear import WordsLinear, by_block, dense_dtype
 
 Integers = npt.NDArray[np.int32]
 
@@ -76,6 +76,28 @@ class CodedLinear(WordsLinear):
         patches = self.patch_rows.numpy(), self.patch_columns.numpy(), self.patch_bits.view(torch.float32).numpy()
         _add_patches(x.contiguous().numpy(), *patches, y)
         return torch.from_numpy(y)
+
+    def by_strips(self, x: Tensor) -> Tensor:
+        """Return the product (rows, outputs) of inputs of any dtype, on any device.
+
+        Inputs are multiplied by the scales of columns, but in float64, where values are those that the file stands for.
+        """
+        if x.dtype == torch.float64:
+            return super().by_strips(x)
+        wide, dtype = x.float(), dense_dtype() if x.dtype == torch.bfloat16 and x.is_cpu else torch.float32
+        parts = [
+            (bits, words.cpu().numpy(), (wide.index_select(1, columns) * scale).to(dtype))
+            for bits, words, columns, scale in self._parts()
+        ]
+        steps, sums = self.steps.cpu().view(torch.float32).numpy(), []
+        for a in range(0, len(steps), count := torch.get_num_threads()):
+            of = slice(a, a + count)
+            values = (product_cpu.values(words[of], steps[of], steps[of, :0], bits) for bits, words, _ in parts)
+            strips = (torch.from_numpy(each).to(x.device, dtype) for each in values)
+            products = [part @ strip for (_, _, part), strip in zip(parts, strips, strict=True)]
+            sums.append(torch.stack(products).float().sum(0))
+        patches = wide.index_select(1, self.patch_columns) * self.patch_bits.view(torch.float32)
+        return torch.cat(sums, dim=1).index_add_(1, self.patch_rows, patches).to(x.dtype)
 
     def strips(self) -> Iterator[Tensor]:
         """Yield decoded (in, outputs) values."""
