@@ -2,7 +2,7 @@
 
     y = row_scale * (codes @ (column_scale * x)) + bias
 
-Columns whose codes lie in -8 ... 7 take 4 bits, others 8. Codes that no 8 bits hold are patches: values of their own.
+Columns take 4 bits if nearly all of their codes lie in -8 ... 7, others 8. Other codes are patches: values of their own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from nearplane.loading.words_linear import WordsLinear, by_block, dense_dtype
 
 Integers = npt.NDArray[np.int32]
 
-# words of nibbles, which hold `code + 8`, and of bytes, which hold codes, become those that `product_cpu` reads
-SIGNS = {4: np.int32(-(2**31)), 8: np.int32(0x808080)}
+MAX_PATCHED = 0.01  # share of the codes of a column that may be patches, so that the others take 4 bits
 
 
 class CodedLinear(WordsLinear):
@@ -49,20 +48,27 @@ class CodedLinear(WordsLinear):
 
     def __init__(self, packed: PackedMatrix, dtype: torch.dtype) -> None:
         super().__init__(packed.shape, dtype)
-        by_row = np.argsort(packed.patch_rows, kind="stable")
-        rows, columns = packed.patch_rows[by_row], packed.patch_columns[by_row]
-        patched = packed.patch_delta[by_row].astype(np.int64)
-        for bits in (4, 8):
-            codes, order = _gathered(packed, bits)
-            at = np.full(self.in_features, -1)
-            at[order[order < self.in_features]] = np.flatnonzero(order < self.in_features)
-            mine = at[columns] >= 0
-            patched[mine] += _taken(codes, rows[mine], at[columns[mine]], bits)
-            words = product_cpu.in_blocks(codes.view(np.int32) ^ SIGNS[bits])
-            scale = np.append(packed.column_scale, np.float32(0))[order]
-            order = np.minimum(order, self.in_features - 1)
-            self._keep({f"words_{bits}": words, f"columns_{bits}": order, f"scale_{bits}": scale.view(np.int32)})
-        values = patched.astype(np.float32) * packed.row_scale[rows] * packed.column_scale[columns]
+        codes, places = _codes(packed), np.argsort(packed.column_order)
+        rows, at = packed.patch_rows, places[packed.patch_columns]
+        patched = codes[rows, at] + packed.patch_delta
+        codes[rows, at] = 0
+        outside = (codes.view(np.uint8) + np.uint8(8)) > 15
+        narrow = _counts(outside) <= MAX_PATCHED * len(codes)
+        outside &= narrow
+        more, there = np.divmod(np.flatnonzero(outside), self.in_features)
+        rows, at = np.concatenate([rows, more]), np.concatenate([at, there])
+        patched = np.concatenate([patched, codes[more, there]])
+        codes[more, there] = 0
+        for bits, chosen in ((4, narrow), (8, ~narrow)):
+            used = np.flatnonzero(chosen)
+            used = np.append(used, np.full(-len(used) % (32 // bits), -1))
+            columns = np.where(used < 0, 0, packed.column_order[used])
+            scale = np.where(used < 0, np.float32(0), packed.column_scale[columns]).astype(np.float32)
+            words = product_cpu.pack(codes, bits, used)
+            self._keep({f"words_{bits}": words, f"columns_{bits}": columns, f"scale_{bits}": scale.view(np.int32)})
+        by_row = np.argsort(rows, kind="stable")
+        rows, columns = rows[by_row], packed.column_order[at[by_row]]
+        values = patched[by_row].astype(np.float32) * packed.row_scale[rows] * packed.column_scale[columns]
         self._keep({"patch_rows": rows, "patch_columns": columns, "patch_bits": values.view(np.int32)})
         self.register_buffer("steps", by_block(torch.from_numpy(packed.row_scale)[:, None]), persistent=False)
 
@@ -124,7 +130,18 @@ class CodedLinear(WordsLinear):
 
     def _keep(self, arrays: dict[str, np.ndarray]) -> None:
         for name, array in arrays.items():
-            self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)), persistent=False)
+            array = np.ascontiguousarray(array, np.int32)
+            self.register_buffer(name, torch.from_numpy(array), persistent=False)
+
+
+@compiled(error_model="numpy")
+def _counts(chosen: npt.NDArray[np.bool_]) -> Integers:  # pragma: no cover
+    """Return the number of chosen entries in every column."""
+    counts = np.zeros(chosen.shape[1], np.int32)
+    for row in range(len(chosen)):
+        for column in range(chosen.shape[1]):
+            counts[column] += chosen[row, column]
+    return counts
 
 
 @compiled(error_model="numpy")
@@ -137,32 +154,15 @@ def _add_patches(
             y[row, rows[patch]] += x[row, columns[patch]] * values[patch]
 
 
-def _gathered(packed: PackedMatrix, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes (out, bytes) of the columns whose codes take some bits, in whole words, and their columns.
-
-    Columns are those of each code of a row, (places,) int32; `in` where a place has none.
-    """
-    out, width = packed.shape
-    each, codes, columns = 8 // bits, [np.empty((out, 0), np.uint8)], [np.empty(0, np.int32)]
+def _codes(packed: PackedMatrix) -> npt.NDArray[np.int8]:
+    """Return the codes (out, in) without patches, rows in their order and columns by position."""
+    codes, order = np.empty(packed.shape, np.int8), np.argsort(packed.row_order)
     for start, stop, nibbles, first, row_bytes in packed.groups:
-        if nibbles == (bits == 4):
-            codes.append(np.asarray(packed.codes)[first : first + out * row_bytes].reshape(out, row_bytes))
-            columns.append(packed.column_order[start:stop])
-            columns.append(np.full(each * row_bytes - (stop - start), width, np.int32))
-    gap = -sum(part.shape[1] for part in codes) % 4
-    codes.append(np.zeros((out, gap), np.uint8))
-    columns.append(np.full(each * gap, width, np.int32))
-    return np.concatenate(codes, axis=1)[np.argsort(packed.row_order)], np.concatenate(columns)
-
-
-def _taken(codes: np.ndarray, rows: np.ndarray, places: np.ndarray, bits: int) -> np.ndarray:
-    """Return the codes at some rows and places of bytes (out, bytes), and put 0 in their place."""
-    if bits == 8:
-        taken: np.ndarray = codes[rows, places].view(np.int8).astype(np.int64)
-        codes[rows, places] = 0
-        return taken
-    byte, shift = codes[rows, places // 2], 4 * (places % 2)
-    np.bitwise_and.at(codes, (rows, places // 2), (240 >> shift).astype(np.uint8))
-    np.bitwise_or.at(codes, (rows, places // 2), (8 << shift).astype(np.uint8))
-    nibbles: np.ndarray = (byte >> shift & 15).astype(np.int64) - 8
-    return nibbles
+        part = np.asarray(packed.codes)[first : first + len(order) * row_bytes].reshape(-1, row_bytes)[order]
+        if nibbles:
+            codes[:, start:stop:2] = part & 15
+            codes[:, start + 1 : stop : 2] = (part >> 4)[:, : (stop - start) // 2]
+            codes[:, start:stop] -= 8
+        else:
+            codes[:, start:stop] = part.view(np.int8)
+    return codes

@@ -16,10 +16,10 @@ from torch import Tensor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.loading import product_cpu
-from nearplane.loading.product_cpu import BLOCK, WIDTHS
+from nearplane.loading.product_cpu import WIDTHS
 from nearplane.loading.words_linear import WordsLinear, by_block
 
-MAX_PACKED_WEIGHTS = 2**20  # weights packed at a time
+MAX_ROUNDED_WEIGHTS = 2**20  # weights of a head rounded at a time
 
 
 class GridLinear(WordsLinear):
@@ -47,11 +47,9 @@ class GridLinear(WordsLinear):
         order = None if bool((group[1:] >= group[:-1]).all()) else group.argsort(stable=True).to(torch.int32)
         super().__init__((codes.shape[0], codes.shape[1]), dtype, order)
         self.bits = bits
-        most = BLOCK * max(1, MAX_PACKED_WEIGHTS // (self.in_features * BLOCK))
-        parts = codes.split(most)
-        parts = parts if order is None else tuple(part.index_select(1, order) for part in parts)
-        words = [torch.from_numpy(product_cpu.pack(part.to(torch.int32).numpy(), bits)) for part in parts]
-        self.register_buffer("words", torch.cat(words), persistent=False)
+        columns = np.arange(self.in_features) if order is None else order.numpy()
+        words = torch.from_numpy(product_cpu.pack(codes.numpy(), bits, columns))
+        self.register_buffer("words", words, persistent=False)
         self.register_buffer("step_bits", by_block(steps), persistent=False)
         none = bool((offsets == 0).all())
         self.register_buffer("offset_bits", by_block(offsets[:, :0] if none else offsets), persistent=False)
@@ -118,7 +116,7 @@ def rounded_to_8_bits(weight: Tensor) -> GridLinear:
         weight: Of any dtype; `in` is a multiple of 4.
     """
     steps, codes = weight.new_empty(len(weight), 1, dtype=torch.float32), torch.empty_like(weight, dtype=torch.int8)
-    for a in range(0, len(weight), most := max(1, MAX_PACKED_WEIGHTS // weight.shape[1])):
+    for a in range(0, len(weight), most := max(1, MAX_ROUNDED_WEIGHTS // weight.shape[1])):
         part = weight[a : a + most].float()
         step = part.abs().amax(1, keepdim=True) / 127
         steps[a : a + most], codes[a : a + most] = (

@@ -28,22 +28,17 @@ WIDTHS = (2, 4, 8)  # bits of a field
 MIN_THREADED_WEIGHTS = 2**18  # with fewer, one thread computes everything
 
 
-def pack(codes: Words, bits: int) -> Words:
-    """Return words (blocks, in / fields, BLOCK) of codes (out, in) around 0; `in` is a multiple of the fields.
+def pack(codes: npt.NDArray[np.integer], bits: int, columns: npt.NDArray[np.integer]) -> Words:
+    """Return words (blocks, in / fields, BLOCK) of some columns of codes around 0; outputs are filled up to blocks.
 
-    Outputs are filled up to whole blocks with codes 0.
+    Args:
+        codes: (out, any) integers from -2^(bits - 1) to 2^(bits - 1) - 1.
+        bits: Of a field.
+        columns: (in,) column of `codes` for each place, a multiple of the number of fields; -1: code 0.
     """
-    fields = codes.reshape(len(codes), -1, 32 // bits)
-    words = fields[..., -1] << 32 - bits
-    for i in range(fields.shape[-1] - 1):
-        words |= fields[..., i] + (1 << bits - 1) << bits * i
-    return in_blocks(words)
-
-
-def in_blocks(words: Words) -> Words:
-    """Return words (out, words) as (blocks, words, BLOCK); outputs are filled up to whole blocks."""
-    filled = np.pad(words, ((0, -len(words) % BLOCK), (0, 0)))
-    return np.ascontiguousarray(filled.reshape(len(filled) // BLOCK, BLOCK, words.shape[1]).transpose(0, 2, 1))
+    words = np.zeros((-(-len(codes) // BLOCK), len(columns) * bits // 32, BLOCK), np.int32)
+    _kernels(bits).pack(codes, columns.astype(np.int64), words)
+    return words
 
 
 def product(x: Floats, words: Words, steps: Floats, offsets: Floats, bits: int) -> Floats:
@@ -86,8 +81,9 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 class _Kernels(NamedTuple):
-    """Compiled functions that write products and values of words with a certain number of fields."""
+    """Compiled functions that write words with a certain number of fields, their products and values."""
 
+    pack: Callable[[npt.NDArray[np.integer], npt.NDArray[np.int64], Words], None]
     product: Callable[[Floats, Words, Floats, Floats, int, int, Floats], None]
     values: Callable[[Words, Floats, Floats, int, int, Floats], None]
 
@@ -101,6 +97,21 @@ def _kernels(bits: int) -> _Kernels:
     # offsets of fields: those of 128 are subtracted from each code, smaller ones from sums, which costs less
     each, summed = (1, np.float32(0)) if bits == 8 else (0, half)
     offset_at = np.array([each * 2.0 ** (bits * i + bits - 1) for i in range(last)] + [0], np.float32)
+
+    @compiled(error_model="numpy")
+    def pack(codes: npt.NDArray[np.integer], columns: npt.NDArray[np.int64], words: Words) -> None:  # pragma: no cover
+        """Write the words of codes; see the function of that name."""
+        line = np.zeros(len(columns), np.int32)
+        for row in range(len(codes)):
+            for place in range(len(columns)):
+                if columns[place] >= 0:
+                    line[place] = codes[row, columns[place]]
+            block, k = row // BLOCK, row % BLOCK
+            for j in range(words.shape[1]):
+                word = line[j * fields + last] << np.int32(bits * last)
+                for i in range(last):
+                    word |= (line[j * fields + i] + np.int32(half)) << np.int32(bits * i)
+                words[block, j, k] = word
 
     @compiled(fastmath={"contract"}, error_model="numpy")
     def product(
@@ -163,4 +174,4 @@ def _kernels(bits: int) -> _Kernels:
                         for k in range(BLOCK):
                             out[k] += offset[k]
 
-    return _Kernels(product, values)
+    return _Kernels(pack, product, values)

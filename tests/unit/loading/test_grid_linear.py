@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from checkpoints import random_matrix
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.superblock import SuperGrid
-from nearplane.loading import grid_linear as module
 from nearplane.loading import product_cpu
 from nearplane.loading.grid_linear import GridLinear, grid_linear
-from nearplane.loading.product_cpu import BLOCK
 from nearplane.loading.words_linear import MAX_ROWS
 
 EXACT = 2**-20  # largest relative error of float32 sums of COLUMNS products, with offsets that are rounded once
@@ -91,15 +89,6 @@ def test_threads_share_blocks_and_change_nothing(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(together[0], alone[0])
     assert torch.equal(together[2], alone[2])
     assert (together[1] - alone[1]).norm() <= EXACT * alone[1].norm()
-
-
-def test_parts_of_a_few_outputs_are_packed_to_the_same_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = "4 bits, asymmetric, permuted"
-    _, whole = made(case)
-    monkeypatch.setattr(module, "MAX_PACKED_WEIGHTS", COLUMNS)
-    _, layer = made(case)
-    assert layer.words.shape == (2, COLUMNS // 8, BLOCK)
-    assert torch.equal(layer.words, whole.words)
 
 
 @pytest.mark.parametrize("case", ["4 bits, asymmetric, 7 outputs", "8 bits"])
