@@ -79,20 +79,20 @@ MODES = (
     Mode(setting="mlx4", options={"bits": 4, **MLX}, runtimes=("mlx",), loss=Loss(0.66, 0.64, 0.67, 3)),
     Mode(setting="mlx3", options={"bits": 3, **MLX}, runtimes=("mlx",), loss=Loss(2.9, 2.7, 3.1, 3)),
     Mode(setting="mlx2", options={"bits": 2, **MLX}, runtimes=("mlx",), loss=Loss(13, 12, 15, 3)),
-    # in memory, columns of codes take 4 or 8 bits a weight; these on the demo 7.8, 4.7 and 4.6 with their steps
+    # in memory, columns of codes take 4 or 8 bits a weight; these on the demo 6.3, 4.4 and 4.3 with steps and patches
     Mode(
         setting="3.125",
         options={"rate": 3.125},
         runtimes=("nearplane",),
         loss=Loss(0.8, 0.66, 0.97, 4),
-        packed_bits=8,
+        packed_bits=6.3,
     ),
     Mode(
         setting="2.125",
         options={"rate": 2.125},
         runtimes=("nearplane",),
         loss=Loss(3.8, 3.2, 4.8, 4),
-        packed_bits=5,
+        packed_bits=4.5,
     ),
-    Mode(setting="1.5", options={"rate": 1.5}, runtimes=("nearplane",), loss=Loss(11, 8.7, 17, 4), packed_bits=5),
+    Mode(setting="1.5", options={"rate": 1.5}, runtimes=("nearplane",), loss=Loss(11, 8.7, 17, 4), packed_bits=4.4),
 )
