@@ -103,7 +103,7 @@ def test_what_is_entropy_coded_is_loaded_packed_and_computes_the_same(made):
         for device in DEVICES:
             model = nearplane.load(folder, device=device)
             found.append([model(TOKENS[:2, :length].to(device)).logits.cpu() for length in (1, 32)])
-    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*found, strict=True))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=5e-5) for a, b in zip(*found, strict=True))
 
 
 class StoppedError(Exception):

@@ -83,7 +83,7 @@ def _blocks(folder: Path) -> Weights:
 
 def _logits(folder: Path) -> Tensor:
     with torch.no_grad():
-        return nearplane.load(folder, dtype=torch.float32, device="cpu")(TOKENS).logits
+        return nearplane.load(folder, dtype=torch.float32, device="cpu", packed=False)(TOKENS).logits
 
 
 def _scores(model: Path, text: Tensor | Path) -> dict[str, Any]:

@@ -197,7 +197,8 @@ def as_folder(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenize
         yield str(model)
         return
     check_model(model)
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+    packed = any(getattr(module, "holds_codes", False) for module in model.modules())
+    if packed or getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
         raise ModelError(f"The {type(model).__name__} passed as model is already quantized. Pass the original model.")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(

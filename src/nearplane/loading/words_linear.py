@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,12 @@ class WordsLinear(nn.Module):
         shape: (out, in) of the values.
         dtype: Dtype of `weight`.
         column_order: (in,) int32 column of x at each position; None where columns are in their order.
+
+    Attributes:
+        holds_codes: True, by which a packed network is known.
     """
+
+    holds_codes: ClassVar[bool] = True
 
     bias: nn.Parameter | None
     column_order: Tensor | None
