@@ -2,10 +2,10 @@
 
 python benchmarks/quality/packed_answers.py MODEL CALIBRATION.txt HELDOUT.txt [--samples 64] [--windows 32]
 
-The model is quantized in some formats that the kernels take. Divergences are means over tokens, in nats:
+The model is quantized in some formats whose layers stay packed. Divergences are means over tokens, in nats:
 
     checkpoint  of the float32 network of the exact weights from the original: what quantizing lost
-    weights     of the float32 network of the packed weights, whose steps are bfloat16, from that of the exact ones
+    weights     of the float32 network of the packed weights from that of the exact ones
     packed      of the network that `nearplane.load` makes in bfloat16 from the float32 network of the exact weights
     decoded     the same of the bfloat16 network of decoded weights
 """
