@@ -48,14 +48,17 @@ class CodedLinear(WordsLinear):
 
     def __init__(self, packed: PackedMatrix, dtype: torch.dtype) -> None:
         super().__init__(packed.shape, dtype)
-        codes, places = _codes(packed), np.argsort(packed.column_order)
-        rows, at = packed.patch_rows, places[packed.patch_columns]
+        codes, counts = np.empty(packed.shape, np.int8), np.zeros(packed.shape[1], np.int32)
+        groups = np.array(packed.groups, np.int64).reshape(-1, 5)
+        _unpack(np.asarray(packed.codes), groups, np.argsort(packed.row_order), codes, counts)
+        narrow = counts <= MAX_PATCHED * len(codes)
+        rows, at = packed.patch_rows, np.argsort(packed.column_order)[packed.patch_columns]
         patched = codes[rows, at] + packed.patch_delta
+        np.subtract.at(counts, at, np.abs(codes[rows, at] + 0.5) > 8)
         codes[rows, at] = 0
-        outside = (codes.view(np.uint8) + np.uint8(8)) > 15
-        narrow = _counts(outside) <= MAX_PATCHED * len(codes)
-        outside &= narrow
-        more, there = np.divmod(np.flatnonzero(outside), self.in_features)
+        found = np.empty(counts[narrow].sum(), np.int64)
+        _outside(codes, narrow, found)
+        more, there = np.divmod(found, self.in_features)
         rows, at = np.concatenate([rows, more]), np.concatenate([at, there])
         patched = np.concatenate([patched, codes[more, there]])
         codes[more, there] = 0
@@ -135,13 +138,43 @@ class CodedLinear(WordsLinear):
 
 
 @compiled(error_model="numpy")
-def _counts(chosen: npt.NDArray[np.bool_]) -> Integers:  # pragma: no cover
-    """Return the number of chosen entries in every column."""
-    counts = np.zeros(chosen.shape[1], np.int32)
-    for row in range(len(chosen)):
-        for column in range(chosen.shape[1]):
-            counts[column] += chosen[row, column]
-    return counts
+def _unpack(
+    packed: npt.NDArray[np.uint8],
+    groups: npt.NDArray[np.int64],
+    order: npt.NDArray[np.int64],
+    codes: npt.NDArray[np.int8],
+    counts: Integers,
+) -> None:  # pragma: no cover
+    """Write the codes of every row; count in each column those outside of 4 bits."""
+    for row in range(len(codes)):
+        line = codes[row]
+        for group in range(len(groups)):
+            start, stop, nibbles, first, width = groups[group]
+            part = packed[first + order[row] * width : first + (order[row] + 1) * width]
+            if nibbles:
+                for j in range((stop - start) // 2):
+                    line[start + 2 * j] = np.int8(part[j] & 15) - np.int8(8)
+                    line[start + 2 * j + 1] = np.int8(part[j] >> 4) - np.int8(8)
+                if (stop - start) % 2:
+                    line[stop - 1] = np.int8(part[width - 1] & 15) - np.int8(8)
+            else:
+                for j in range(width):
+                    line[start + j] = np.int8(part[j])
+        for column in range(len(line)):
+            counts[column] += np.uint8(line[column] + 8) > 15
+
+
+@compiled(error_model="numpy")
+def _outside(
+    codes: npt.NDArray[np.int8], narrow: npt.NDArray[np.bool_], found: npt.NDArray[np.int64]
+) -> None:  # pragma: no cover
+    """Write the places, row times columns plus column, of the codes outside of 4 bits in narrow columns."""
+    count, width = 0, codes.shape[1]
+    for row in range(len(codes)):
+        for column in range(width):
+            if narrow[column] and np.uint8(codes[row, column] + 8) > 15:
+                found[count] = row * width + column
+                count += 1
 
 
 @compiled(error_model="numpy")
@@ -152,17 +185,3 @@ def _add_patches(
     for row in range(len(x)):
         for patch in range(len(rows)):
             y[row, rows[patch]] += x[row, columns[patch]] * values[patch]
-
-
-def _codes(packed: PackedMatrix) -> npt.NDArray[np.int8]:
-    """Return the codes (out, in) without patches, rows in their order and columns by position."""
-    codes, order = np.empty(packed.shape, np.int8), np.argsort(packed.row_order)
-    for start, stop, nibbles, first, row_bytes in packed.groups:
-        part = np.asarray(packed.codes)[first : first + len(order) * row_bytes].reshape(-1, row_bytes)[order]
-        if nibbles:
-            codes[:, start:stop:2] = part & 15
-            codes[:, start + 1 : stop : 2] = (part >> 4)[:, : (stop - start) // 2]
-            codes[:, start:stop] -= 8
-        else:
-            codes[:, start:stop] = part.view(np.int8)
-    return codes
