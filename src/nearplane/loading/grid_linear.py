@@ -119,10 +119,8 @@ def rounded_to_8_bits(weight: Tensor) -> GridLinear:
     for a in range(0, len(weight), most := max(1, MAX_ROUNDED_WEIGHTS // weight.shape[1])):
         part = weight[a : a + most].float()
         step = part.abs().amax(1, keepdim=True) / 127
-        steps[a : a + most], codes[a : a + most] = (
-            step,
-            (part / step.clamp_min(torch.finfo(torch.float32).tiny)).round(),
-        )
+        steps[a : a + most] = step
+        codes[a : a + most] = (part / step.clamp_min(torch.finfo(torch.float32).tiny)).round()
     group = torch.zeros(weight.shape[1], dtype=torch.int64)
     return GridLinear(codes, steps, torch.zeros_like(steps), group, bits=8, dtype=weight.dtype)
 
