@@ -40,19 +40,14 @@ def counted(run: Run, ranks: int) -> float:
 
     A stage passes on sums of all windows and of those held out: H, whose low limb lies below its diagonal, and C or, for a
     layer alone, its lost outputs, in two limbs; rows of the extra windows in both networks, of all ranks;
-    codes, in a byte, of the layers that other ranks solve; then the values of each layer in 4 bytes.
+    codes, in a byte, of the rows that other ranks solve; then the values of each layer in 4 bytes.
     """
     sums = sum(
         2 * (8 * (n * n + SPAN * n) + 16 * n * (group[0][0] if len(group) == 1 else n))
         for group, n in ((group, group[0][1]) for group in run.layers)
     )
     extra = sum(2 * 4 * EXTRA_TOKENS * group[0][1] for group in run.layers)
-    codes = 0
-    for group in run.layers:
-        shares = [0] * ranks
-        for out, n in sorted(group, key=lambda shape: -shape[0] * shape[1]):
-            shares[shares.index(min(shares))] += out * n
-        codes += sum(shares[1:])
+    codes = run.weights * (ranks - 1) / ranks
     return sums + extra + codes + 4.0 * run.weights
 
 

@@ -19,6 +19,7 @@ from killing import contents
 from nearplane.calibration import activations
 from nearplane.demo import CALIBRATION
 from nearplane.errors import CalibrationError, NearplaneError, RankError
+from nearplane.lattice.factor import STRIP_ROWS
 from nearplane.system import process_group
 from nearplane.system.process_group import joined
 from nightly import daily
@@ -62,10 +63,13 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.fixture(autouse=True)
-def every_block(monkeypatch):
-    """Keep every block, however quick it is."""
-    monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", math.inf)
+@pytest.fixture(autouse=True, scope="module")
+def every_block_and_short_strips():
+    """Keep every block, however quick it is, and divide layers of a few rows, as larger ones are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", math.inf)
+        patch.setattr("nearplane.lattice.factor.STRIP_ROWS", 16)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -289,8 +293,10 @@ def test_a_silent_rank_is_named(monkeypatch):
     assert re.match(r"Rank 1 \(process \d+ on .+\) has given no sign of life for 3 seconds", printed)
 
 
-def test_processes_of_the_command_line(models, text, whole, tmp_path, monkeypatch):
-    out = tmp_path / "out"
+def test_processes_of_the_command_line(models, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("nearplane.lattice.factor.STRIP_ROWS", STRIP_ROWS)  # as in processes that the command starts
+    out, alone = tmp_path / "out", tmp_path / "alone"
+    nearplane.quantize(models["dense"], alone, calibration=text, **GRID, **TEXT)
 
     def run():
         import sys
@@ -306,7 +312,7 @@ def test_processes_of_the_command_line(models, text, whole, tmp_path, monkeypatc
     assert code == 0, said
     assert printed.count("layers quantized to") == 1
     assert said.count("opening") == 1, "one voice"
-    assert contents(out)["layers"] == contents(whole("grid"))["layers"]
+    assert contents(out)["layers"] == contents(alone)["layers"]
 
 
 def test_evaluate_and_verify_give_the_same_numbers(models, text, whole, tmp_path):

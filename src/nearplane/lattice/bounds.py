@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,32 +79,76 @@ def _quadratic_form(E: Tensor, triangle: Tensor) -> Tensor:
     return (times_triangle(E, triangle) * E).sum(1)
 
 
+class LayerFacts(NamedTuple):
+    """Numbers of a whole layer that its certificate needs besides the figures of the rows.
+
+    Args:
+        largest: Largest magnitude of a weight.
+        peak: Largest energy of an input, on the diagonal of H.
+        trace: Energy of all inputs.
+        alive: Number of inputs that are not always 0.
+        squared: Sum of the squares of H in the row of the input of most energy.
+    """
+
+    largest: float
+    peak: float
+    trace: float
+    alive: float
+    squared: float
+
+    @classmethod
+    def of(cls, W: Tensor, H: Tensor) -> LayerFacts:
+        """Return the facts of weights (out, in) and the Hessian (in, in)."""
+        diagonal = H.diagonal()
+        strongest = H.index_select(0, diagonal.argmax(keepdim=True))  # (1, in), of the input of most energy
+        facts = diagonal.max(), diagonal.sum(), diagonal.count_nonzero(), strongest.square().sum()
+        lowest, highest, *others = read(*W.aminmax(), *facts)
+        return cls(max(-lowest, highest), *others)
+
+
 def certify(
     W: Tensor, target: Tensor, solution: Solution, H: Tensor, factor: Factor, *, values: Tensor | None = None
 ) -> Certificate:
-    """Measure a quantized matrix against its target, some rows at a time.
+    """Measure a quantized matrix against its target; see `figures_of_rows` for the arguments."""
+    facts = LayerFacts.of(W, H)
+    figures = figures_of_rows(W, target, solution, H, factor, facts, values=values)
+    return certificate_of(figures, facts, target.shape[1], swept=solution.outside is not None)
+
+
+def figures_of_rows(
+    W: Tensor,
+    target: Tensor,
+    solution: Solution,
+    H: Tensor,
+    factor: Factor,
+    facts: LayerFacts,
+    *,
+    values: Tensor | None = None,
+) -> Tensor:
+    """Measure rows of a quantized matrix against their target, some at a time.
 
     Args:
-        W: (out, in) weights; the relative loss is the loss over their energy under `H`.
-        target: (out, in) matrix that was quantized: the weights, or the corrected target.
+        W: (rows, in) weights; the relative loss is the loss over their energy under `H`.
+        target: (rows, in) matrix that was quantized: the weights, or the corrected target.
         solution: Codes, their grid, and the counts of sweep targets outside the grid. Without these counts every weight
             was rounded separately, and the bounds do not hold.
         H: (in, in) undamped Hessian, in the dtype of the computation. The loss is `damped_loss - lambda mean(E^2)`,
             as accurate as that dtype unless damping exceeds `H` by many powers of ten.
         factor: Factor of the damped `H`, in the order of the sweep.
-        values: (out, in) decoded weights if they were changed after the sweep; None: those of the grid.
+        facts: Numbers of the whole layer.
+        values: (rows, in) decoded weights if they were changed after the sweep; None: those of the grid.
+
+    Returns:
+        (8, rows) of every row: loss, damped loss, loss of rounding to nearest, energy under H, sum of squared weights, upper
+        bound of the damped loss, number of targets outside the grid, gamma; see `Certificate`. Sums over the inputs.
     """
     dtype, matrix = H.dtype, solution.matrix
     swept = solution.outside is not None
     order, U = factor.order, factor.U.to(dtype)
     d = factor.d.to(dtype).masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
     # for errors that are large along strong directions of `H`, where float32 is accurate enough
-    diagonal = H.diagonal()
-    strongest = H.index_select(0, diagonal.argmax(keepdim=True))  # (1, in), of the input of most energy
-    facts = diagonal.max(), diagonal.sum(), diagonal.count_nonzero(), strongest.square().sum()
-    lowest, highest, peak, trace, alive, squared = read(*W.aminmax(), *facts)
-    largest, (least, most) = max(-lowest, highest), SAFE_SQUARES
-    safe = least < largest**2 * peak < most
+    least, most = SAFE_SQUARES
+    safe = least < facts.largest**2 * facts.peak < most
     triangle = folded(H, torch.promote_types(W.dtype, torch.float32) if safe else dtype)
     parts: list[Tensor] = []  # (8, rows) each
     for rows in strips(target, MEASURED_ROWS):
@@ -136,13 +181,19 @@ def certify(
         squares = W[rows].to(dtype).square().sum(1)
         figures = loss, damped, nearest, energy, squares, bounds, outside_part.to(dtype), gammas
         parts.append(torch.stack(figures))
-    by_row = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    losses, outside, gammas = by_row[0], by_row[-2], by_row[-1]
-    size, (out, columns), clipped = target.numel(), target.shape, outside > 0
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def certificate_of(figures: Tensor, facts: LayerFacts, columns: int, *, swept: bool) -> Certificate:
+    """Return the certificate of a layer of so many columns from the figures of its rows; see `figures_of_rows`."""
+    losses, outside, gammas = figures[0], figures[-2], figures[-1]
+    out, clipped = len(losses), outside > 0
+    size = out * columns
     gamma = gammas.masked_fill(clipped, -torch.inf).max()
-    sums = read(by_row[:-1].sum(1), clipped.sum(dtype=dtype), gamma)
+    sums = read(figures[:-1].sum(1), clipped.sum(dtype=figures.dtype), gamma)
     loss_sum, damped_sum, nearest_sum, energy_sum, square, bound_sum, outside_sum, clipped_rows, largest_gamma = sums
     bound = bound_sum / out / columns
+    share, directions = facts.largest**2 / (square or 1.0), facts.squared / (facts.peak or 1.0)
     return Certificate(
         loss=loss_sum / size,
         row_losses=losses / columns,
@@ -154,9 +205,7 @@ def certify(
         gamma=largest_gamma if swept and clipped_rows < out else None,
         clipped=outside_sum / size,
         clipped_rows=clipped_rows / out,
-        degenerate=degeneracy(
-            largest**2 / (square or 1.0), energy_sum / out, columns, trace, alive, squared / (peak or 1.0)
-        ),
+        degenerate=degeneracy(share, energy_sum / out, columns, facts.trace, facts.alive, directions),
     )
 
 
@@ -190,17 +239,17 @@ def losses_on_extra(
     Outputs are computed in the dtype of `W`, some rows of `W` at a time; squared differences are summed in float64.
 
     Args:
-        W, target, matrix, values: Weights, target, codes on a grid, and changed values; see `certify`.
+        W, target, matrix, values: Weights, target, codes on a grid, and changed values of some rows; see `figures_of_rows`.
         extra: Inputs of the layer on the extra windows; without those of the original model, `x` is `x_hat`.
 
     Returns:
-        (3,) float64: the mean of `(W x - V x_hat)^2` over outputs and rows, divided by in; its ratio to the mean of
-        `(W x)^2`; and the first figure again, for rounding `target` to nearest on the grid.
+        (parts, 3) float64, for `means_on_extra`: sums over the outputs of each part of the rows, means over tokens divided by
+        in, of `(W x - V x_hat)^2`, of the same for rounding `target` to nearest on the grid, and of `(W x)^2`.
     """
     dtype = torch.promote_types(W.dtype, torch.float32)
     X_hat = extra.X_hat.to(dtype).T  # (in, tokens)
     X = X_hat if extra.X is None else extra.X.to(dtype).T
-    sums = torch.zeros(3, dtype=torch.float64, device=W.device)
+    parts = []
     for rows in strips(target, MEASURED_ROWS):
         part = matrix.grid.of_rows(rows).to(dtype)
         V = part.decode(matrix.codes[rows]) if values is None else values[rows]
@@ -208,10 +257,19 @@ def losses_on_extra(
         energy = _norms(outputs)
         loss = _norms(torch.addmm(outputs, V.to(dtype), X_hat, alpha=-1))
         nearest = _norms(outputs.addmm_(part.round(target[rows].to(dtype))[1], X_hat, alpha=-1))
-        sums += torch.stack([loss, nearest, energy]).square_().sum(1)
-    loss, nearest, energy = sums
-    size = target.numel() * X.shape[1]
-    return torch.stack([loss / size, (loss / energy).masked_fill(energy == 0, 0), nearest / size])
+        parts.append(torch.stack([loss, nearest, energy]).square_().sum(1))
+    return torch.stack(parts) / X.shape.numel()
+
+
+def means_on_extra(parts: Tensor, outputs: int) -> Tensor:
+    """Return means over so many outputs from (parts, 3) of all parts of a layer, see `losses_on_extra`.
+
+    Returns:
+        (3,) float64: the mean of `(W x - V x_hat)^2` over outputs and tokens, divided by in; its ratio to the mean of
+        `(W x)^2`; and the first figure again, for rounding `target` to nearest on the grid.
+    """
+    loss, nearest, energy = parts.sum(0) / outputs
+    return torch.stack([loss, (loss / energy).masked_fill(energy == 0, 0), nearest])
 
 
 def _norms(x: Tensor) -> Tensor:

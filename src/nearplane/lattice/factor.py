@@ -28,6 +28,7 @@ CHOLESKY_BLOCK = 192  # columns factored at once
 GPU_CHOLESKY_BLOCK = 4096  # on a GPU, where every operation costs a launch
 GPU_NUMBERS_AT_ONCE = 1 << 24  # numbers of the rows that a GPU handles at once, more than a CPU for the same reason
 ROWS_AT_ONCE = 512  # rows permuted at once, or updated by one product
+STRIP_ROWS, GPU_STRIP_ROWS = 512, 4096  # rows of a layer that are solved together; the last strip may have fewer
 MAX_TRIANGLE = 96  # rows of a triangular system that one thread solves
 MAX_SERIAL_SUM = 1 << 14  # entries that torch sums in one thread, for any number of threads
 
@@ -143,9 +144,32 @@ def permuted(H: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def strips(x: Tensor, count: int) -> list[slice]:
-    """Return parts of the rows of a matrix that are handled at once: `count` rows, on a GPU more if rows are short."""
-    rows = count if x.device.type == "cpu" else max(count, GPU_NUMBERS_AT_ONCE // x.shape[1])
-    return [slice(a, a + rows) for a in range(0, len(x), rows)]
+    """Return parts of the rows of a matrix that are handled at once: `count` rows, on a GPU more if rows are short.
+
+    `count` is a power of two. No part reaches into two strips of `strip_rows`.
+    """
+    rows = min(count, strip_rows(x.device))
+    while x.device.type != "cpu" and rows < GPU_STRIP_ROWS and 2 * rows * x.shape[1] <= GPU_NUMBERS_AT_ONCE:
+        rows *= 2
+    return _parts(len(x), rows)
+
+
+def strip_rows(device: torch.device) -> int:
+    """Return the number of rows of a layer that are solved together on a device, as one strip of the layer.
+
+    Products of matrices may round otherwise when they have another number of rows. As strips are the same whichever process
+    solves them, the results are, too.
+    """
+    return STRIP_ROWS if device.type == "cpu" else GPU_STRIP_ROWS
+
+
+def solved_strips(rows: int, device: torch.device) -> list[slice]:
+    """Return the rows of each strip of a layer of so many rows, or of a part that begins with a strip; see `strip_rows`."""
+    return _parts(rows, strip_rows(device))
+
+
+def _parts(rows: int, size: int) -> list[slice]:
+    return [slice(a, min(a + size, rows)) for a in range(0, rows, size)]
 
 
 def _reverse_cholesky(H: Tensor, damping: Tensor) -> tuple[Tensor, int | None]:

@@ -7,7 +7,7 @@ codes; solvers treat all alike. Steps are chosen in `scale.py`; codes are stored
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, NamedTuple, Self, cast
 
@@ -270,3 +270,13 @@ class QuantizedMatrix(Generic[G]):
         if torch.device(device).type == "cpu" and codes.device.type != "cpu":
             codes = narrowed(codes).to(device).to(codes.dtype)
         return QuantizedMatrix(codes=codes.to(device), grid=cast(G, self.grid.to(device)))
+
+
+def stacked(matrices: Sequence[QuantizedMatrix[Grid]]) -> QuantizedMatrix[Grid]:
+    """Return the matrix of all rows from matrices of some rows each, in order, on grids of the same groups and limits."""
+    first, *others = matrices
+    if not others:
+        return first
+    numbers = [{name: part.expand(len(m.codes), -1) for name, part in m.grid.parts.items()} for m in matrices]
+    grid = first.grid.with_parts({name: torch.cat([each[name] for each in numbers]) for name in numbers[0]})
+    return QuantizedMatrix(codes=torch.cat([m.codes for m in matrices]), grid=grid)

@@ -240,11 +240,16 @@ def mismatch(W: Tensor, H: Tensor, C: Tensor, S: Tensor | None) -> Tensor:
         C: (in, in) `X^T X_hat / tokens`.
         S: (out, in) `E[(r - r_hat) x_hat^T]` of the residual stream that the output is added to, or None.
     """
-    difference = torch.empty(H.shape, dtype=W.dtype, device=W.device)
-    for rows in strips(H, 512):  # the difference in the wider dtype, in parts
-        difference[rows] = C[rows] - H[rows]
-    lost = W @ difference
+    lost = W @ moment_difference(H, C, W.dtype)
     return lost if S is None else lost.add_(S)
+
+
+def moment_difference(H: Tensor, C: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (in, in) `C - H` in a dtype, computed in that of the moments; see `mismatch`."""
+    difference = torch.empty(H.shape, dtype=dtype, device=H.device)
+    for rows in strips(H, 512):
+        difference[rows] = C[rows] - H[rows]
+    return difference
 
 
 def correction(lost: Tensor, factor: Factor) -> Tensor:

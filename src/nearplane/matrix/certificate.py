@@ -5,15 +5,24 @@ Needs the weights, the codes and the statistics of the inputs, but not the histo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from nearplane.coding.blob import Contents, size
-from nearplane.lattice.bounds import certify, limit, limit_of_all, losses_on_extra
-from nearplane.lattice.factor import read
+from nearplane.lattice.bounds import (
+    LayerFacts,
+    certificate_of,
+    figures_of_rows,
+    limit,
+    limit_of_all,
+    losses_on_extra,
+    means_on_extra,
+)
+from nearplane.lattice.factor import Factor, read, solved_strips
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.solvers import SOLVERS, Solution, sweep_planes
 from nearplane.matrix.inputs import Inputs, corrected
@@ -37,6 +46,52 @@ class SolvedMatrix:
     base: float | None = None
     outside: Tensor | None = None
     tuned: bool = False
+
+
+class SharedFacts(NamedTuple):
+    """Facts of a layer that all its rows share.
+
+    Args:
+        weights: See `bounds.LayerFacts`.
+        swept: Whether the bounds of the sweep hold.
+        correction: Part of the correction in the target.
+        damp, sweep_damp: Damping of the correction's and of the sweep's factor.
+        base: Step of exponent 0 in the sweep of entropy-coded weights.
+    """
+
+    weights: LayerFacts
+    swept: bool
+    correction: float
+    damp: float
+    sweep_damp: float
+    base: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRows:
+    """Figures of some rows of a layer; `record_of` makes the layer's record from those of all rows.
+
+    Args:
+        figures: (8, rows) losses and bounds, see `bounds.figures_of_rows`.
+        energy: (rows,) mean square of the target, times the weight of the row.
+        weight: (rows,) weight of the errors of each row.
+        dead: (2,) number of inputs that were always 0, and of those among them that are not 0 in the original model.
+        on_extra: (parts, 3) losses on the extra windows, on all and on those of each text; see `bounds.losses_on_extra`.
+        layer: Facts that the figures of all rows of the layer share.
+    """
+
+    figures: Tensor
+    energy: Tensor
+    weight: Tensor
+    dead: Tensor
+    on_extra: tuple[Tensor | None, ...]
+    layer: SharedFacts
+
+    def to(self, device: torch.device | str) -> MeasuredRows:
+        """Return the figures on another device."""
+        on_extra = tuple(None if part is None else part.to(device) for part in self.on_extra)
+        moved = {name: getattr(self, name).to(device) for name in ("figures", "energy", "weight", "dead")}
+        return replace(self, **moved, on_extra=on_extra)
 
 
 def remeasure(name: str, W: Tensor, inputs: Inputs, scheme: AnyScheme, known: SolvedMatrix) -> LayerRecord:
@@ -72,6 +127,22 @@ def measure(
     Returns:
         The layer's record without seconds, bytes, checksum and the rate that was asked for.
     """
+    rows = measured_rows(W, slice(None), aim, known, inputs, scheme)
+    return record_of(name, [rows], known.matrix, inputs, scheme)
+
+
+def measured_rows(
+    W: Tensor, rows: slice, aim: tuple[Tensor, float], known: SolvedMatrix, inputs: Inputs, scheme: AnyScheme
+) -> MeasuredRows:
+    """Measure some rows of a quantized matrix against their target.
+
+    Args:
+        W: (out, in) weights of all rows.
+        rows: Which are measured.
+        aim: (rows, in) their target, and the part of the correction in it.
+        known: Their codes and grid.
+        inputs, scheme: See `measure`.
+    """
     release()  # free the solve's memory, because measuring needs as much
     (target, correction), matrix, base, outside = aim, known.matrix, known.base, known.outside
     moments, H, grid = inputs.moments, inputs.moments.H, matrix.grid
@@ -84,54 +155,97 @@ def measure(
         outside = torch.zeros(len(target), dtype=torch.int32, device=target.device)
     elif outside is None:  # the final codes do not show where the sweep clipped
         wide = target.to(torch.promote_types(W.dtype, torch.float32))
-        outside = sweep_planes(wide, cast(Grid, grid), sweep).outside
-    values = None if base is None else matrix.decode()
+        outside = clipped_targets(wide, cast(Grid, grid), sweep)
+    values, sweep_damp = None if base is None else matrix.decode(), sweep.damp
     solution = Solution(matrix=cast("QuantizedMatrix[Grid]", on_grid), outside=outside)
-    figures, sweep_damp = certify(W, target, solution, H, sweep, values=values), sweep.damp
+    facts, weights = LayerFacts.of(W, H), W[rows]
+    figures = figures_of_rows(weights, target, solution, H, sweep, facts, values=values)
     del sweep
     inputs.certified(scheme)
     parts = [] if moments.extra is None else [moments.extra, *moments.extra.by_source()]
-    on_extra = [losses_on_extra(W, target, on_grid, part, values=values) for part in parts if part is not None]
+    on_extra = [
+        None if part is None else losses_on_extra(weights, target, on_grid, part, values=values) for part in parts
+    ]
+    weight = grid.row_weight().to(figures).expand(len(target))
+    pruned = damped.dead if moments.alive is None else damped.dead & moments.alive
+    return MeasuredRows(
+        figures=figures,
+        energy=target.to(figures).square().mean(1) * weight,
+        weight=weight,
+        dead=torch.stack([damped.dead.sum(), pruned.sum()]),
+        on_extra=tuple(on_extra),
+        layer=SharedFacts(
+            weights=facts,
+            swept=outside is not None,
+            correction=correction,
+            damp=damped.damp,
+            sweep_damp=sweep_damp,
+            base=base,
+        ),
+    )
+
+
+def record_of(
+    name: str, measured: Sequence[MeasuredRows], matrix: QuantizedMatrix, inputs: Inputs, scheme: AnyScheme
+) -> LayerRecord:
+    """Return the record of a layer from its matrix and the figures of all its rows, in their order; see `measure`."""
+    layer, moments, (out, columns) = measured[0].layer, inputs.moments, matrix.codes.shape
+    figures = certificate_of(
+        torch.cat([each.figures for each in measured], dim=1), layer.weights, columns, swept=layer.swept
+    )
     entropy = None  # on fixed grids; else bits per weight under the tables in the file
-    if isinstance(grid, ProductGrid):
-        on_host = QuantizedMatrix(codes=matrix.codes, grid=grid).to("cpu")
+    if isinstance(matrix.grid, ProductGrid):
+        on_host = QuantizedMatrix(codes=matrix.codes, grid=matrix.grid).to("cpu")
         entropy = size(Contents.of(on_host.codes, on_host.grid)).payload / matrix.codes.numel()
     losses = figures.row_losses  # (out,), means over the inputs
-    weight = grid.row_weight().to(losses)
-    energy = target.to(losses).square().mean(1) * weight
-    groups = means(losses, row_groups(*W.shape))
-    pruned = damped.dead if moments.alive is None else damped.dead & moments.alive
-    facts = (losses * weight).mean(), energy.min(), energy.double().log2().mean(), damped.dead.sum(), pruned.sum()
-    loss, least, mean_log_energy, dead, pruned_inputs, *others = read(*facts, groups, *on_extra)
+    weight, energy = torch.cat([each.weight for each in measured]), torch.cat([each.energy for each in measured])
+    groups = means(losses, row_groups(out, columns))
+    parts = [
+        None if each[0] is None else torch.cat(each) for each in zip(*(rows.on_extra for rows in measured), strict=True)
+    ]
+    on_extra = [means_on_extra(part, out) for part in parts if part is not None]
+    facts = (losses * weight).mean(), energy.min(), energy.double().log2().mean()
+    loss, least, mean_log_energy, dead, pruned, *others = read(*facts, measured[0].dead, groups, *on_extra)
     row_losses, found = others[: len(groups)], iter(others[len(groups) :])
     none: tuple[float | None, ...] = (None, None, None)
     extra, *by_source = [none if part is None else (next(found), next(found), next(found)) for part in parts] or [none]
-    measured = {field.name: getattr(figures, field.name) for field in fields(figures) if field.name != "row_losses"}
+    fields_of_figures = {
+        field.name: getattr(figures, field.name) for field in fields(figures) if field.name != "row_losses"
+    }
     return LayerRecord(
         name=name,
-        out_features=W.shape[0],
-        in_features=W.shape[1],
-        **measured,
+        out_features=out,
+        in_features=columns,
+        **fields_of_figures,
         format=scheme.number_format.name,
         row_losses=tuple(float(f"{each:.9g}") for each in row_losses),
-        limit=None if len(H) > MAX_CERTIFIED_INPUTS else limit_under(inputs, loss, energy, least, mean_log_energy),
+        limit=None if columns > MAX_CERTIFIED_INPUTS else limit_under(inputs, loss, energy, least, mean_log_energy),
         entropy=entropy,
-        base=base,
-        correction=correction,
-        damp=damped.damp,
-        sweep_damp=sweep_damp,
+        base=layer.base,
+        correction=layer.correction,
+        damp=layer.damp,
+        sweep_damp=layer.sweep_damp,
         extra_loss=extra[0],
         extra_relative_loss=extra[1],
         extra_nearest_loss=extra[2],
         extra_by_source=tuple(each[1] for each in by_source),
         dead=int(dead),
-        pruned=None if moments.alive is None else int(pruned_inputs),
+        pruned=None if moments.alive is None else int(pruned),
         tokens=moments.tokens - (moments.blended or 0),
         alike=moments.alike,
         blended=moments.blended,
         order=scheme.order,
         seconds=0.0,
     )
+
+
+def clipped_targets(target: Tensor, grid: Grid, factor: Factor) -> Tensor:
+    """Return (rows,) the number of clipped targets in a sweep of rows to a grid, strip by strip; see `Solution`."""
+    parts = [
+        sweep_planes(target[rows], grid.of_rows(rows), factor).outside
+        for rows in solved_strips(len(target), target.device)
+    ]
+    return torch.cat([part for part in parts if part is not None])
 
 
 def means(x: Tensor, count: int) -> Tensor:

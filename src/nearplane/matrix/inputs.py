@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.factor import Factor, factorize, one_thread, read
-from nearplane.lattice.moments import Moments, correction, mismatch, trust, weighted_difference
+from nearplane.lattice.factor import Factor, factorize, one_thread, read, solved_strips
+from nearplane.lattice.moments import Moments, correction, moment_difference, trust, weighted_difference
 from nearplane.recipe.scheme import Order, Scheme
 from nearplane.system.device import refuse_meta
 from nearplane.system.memory import release
@@ -230,44 +230,61 @@ def _floating(array: Any, called: str, expected: str) -> Tensor:
     return array.detach().to(torch.promote_types(array.dtype, torch.float32))
 
 
-def corrected(W: Tensor, inputs: Inputs, scheme: Scheme) -> tuple[Tensor, float]:
+def corrected(W: Tensor, inputs: Inputs, scheme: Scheme, rows: slice = slice(None)) -> tuple[Tensor, float]:
     """Return the target of the lattice problem, 0 for dead inputs, and the weight (0 to 1) of the correction in it.
 
     The weight is measured: a correction of `TRIED_ROWS` rows, fitted on four fifths of the windows, is scaled for the
     least error on the other windows. The correction of all rows is fitted on all windows. The target has the dtype of
     `W`; in float32 it is off by less than a thousandth of a step.
+
+    Args:
+        W: (out, in) weights of all rows.
+        inputs, scheme: Statistics of the inputs, and whether and how to correct.
+        rows: Rows of the target, from the first row of a strip on; see `strip_rows`.
     """
     if inputs.spent:
         raise NumericalError("These inputs were used once for a target, and their moments are freed. Make new Inputs.")
     moments, dead = inputs.moments, inputs.damped_for_the_correction(scheme).dead
-    target, rho = W, 0.0
+    weights, rho = W[rows], 0.0
+    target = weights.clone()
     if scheme.correct and moments.corrects and moments.held_out is not None and moments.held_out.corrects:
-        lost = _lost(W, moments)
-        rho = _correction_weight(W, lost, inputs, scheme)
+        difference = _difference(W, moments)
+        rho = _correction_weight(W, difference, inputs, scheme)
         if rho != 0.0:
-            target = torch.add(W, correction(lost, inputs.factor_of_the_correction(scheme)), alpha=rho)
-        del lost
+            first, factor = rows.start or 0, inputs.factor_of_the_correction(scheme)
+            for part in solved_strips(len(target), target.device):
+                lost = _lost(weights[part], moments, difference, slice(first + part.start, first + part.stop))
+                target[part].add_(correction(lost, factor), alpha=rho)
+        del difference
     del moments
     inputs.corrected(scheme)
     release()  # free the correction's memory, because solving needs as much
-    return W.masked_fill(dead, 0) if target is W else target.masked_fill_(dead, 0), rho
+    return target.masked_fill_(dead, 0), rho
 
 
-def _lost(W: Tensor, moments: Moments) -> Tensor:
-    """Return (out, in) `Moments.lost`, or the same from C and H, in the dtype of `W`."""
+def _difference(W: Tensor, moments: Moments) -> Tensor | None:
+    """Return (in, in) `C - H` in the dtype of `W`; None where lost outputs were summed instead."""
     if moments.lost is not None:
-        return moments.lost.to(W.dtype)
+        return None
     assert moments.C is not None, "these moments hold no statistics of the original model"
-    return mismatch(W, moments.H, moments.C, None)
+    return moment_difference(moments.H, moments.C, W.dtype)
 
 
-def _correction_weight(W: Tensor, lost: Tensor, inputs: Inputs, scheme: Scheme) -> float:
+def _lost(W: Tensor, moments: Moments, difference: Tensor | None, rows: Tensor | slice) -> Tensor:
+    """Return (rows, in) `Moments.lost` of the rows of weights `W` (rows, in), or the same from C and H."""
+    if difference is not None:
+        return W @ difference
+    assert moments.lost is not None, "lost outputs were summed, or C was"
+    return moments.lost[rows].to(W.dtype)
+
+
+def _correction_weight(W: Tensor, difference: Tensor | None, inputs: Inputs, scheme: Scheme) -> float:
     """Return the weight of the correction, see `trust`, from the gain of some evenly spread rows on held-out tokens."""
     moments, held_out = inputs.moments, inputs.moments.held_out
     assert held_out is not None
     rows = torch.linspace(0, len(W) - 1, min(TRIED_ROWS, len(W)), dtype=torch.float64).round().long().to(W.device)
-    held_out_rows = held_out if held_out.lost is None else replace(held_out, lost=held_out.lost[rows])
-    lost_held_out = _lost(W[rows], held_out_rows)
-    lost_fitting = weighted_difference(lost[rows], moments.tokens, lost_held_out, held_out.tokens)
+    lost = _lost(W[rows], moments, difference, rows)
+    lost_held_out = _lost(W[rows], held_out, _difference(W, held_out), rows)
+    lost_fitting = weighted_difference(lost, moments.tokens, lost_held_out, held_out.tokens)
     trial = correction(lost_fitting, inputs.factor_of_the_correction(scheme, fitting=True))
     return trust(lost_held_out, held_out.H, trial)

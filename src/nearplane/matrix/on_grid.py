@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
-from nearplane.lattice.factor import Factor, factorize, one_thread
+from nearplane.lattice.factor import Factor, factorize, one_thread, solved_strips
 from nearplane.lattice.fits import FITS
-from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix, stacked
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.polish import polish, refine
 from nearplane.lattice.scale import Steps, StepStorage
 from nearplane.lattice.solvers import SOLVERS, Problem, Solution
-from nearplane.matrix.certificate import SolvedMatrix, measure
+from nearplane.matrix.certificate import MeasuredRows, SolvedMatrix, measured_rows, record_of
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.recipe.scheme import Scheme
 from nearplane.recipe.schemes import BlockScheme, GridScheme
@@ -73,12 +73,42 @@ def quantize_matrix(
         RecipeError: The group size does not divide the inputs, or the scheme is of another kind.
         NumericalError: A weight is not finite, or the Hessian not positive definite, not symmetric or of a wrong size.
     """
+    W, inputs = lattice_problem(W, statistics, name)
+    rows = solve_rows(W, slice(None), inputs, scheme, storage=storage, name=name, together=together)
+    return joined([rows], inputs, scheme, name=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolvedRows:
+    """Some rows of a layer after their solve: codes on a grid, figures for the layer's record, and the time that they took."""
+
+    matrix: QuantizedMatrix[Grid]
+    measured: MeasuredRows
+    seconds: float
+
+
+def solve_rows(
+    W: Tensor,
+    rows: slice,
+    inputs: Inputs,
+    scheme: GridScheme | BlockScheme,
+    *,
+    storage: torch.dtype | StepStorage = torch.float16,
+    name: str = "matrix",
+    together: Sequence[Tensor] = (),
+) -> SolvedRows:
+    """Solve some rows of a layer on a fixed grid, to the same bits as with all others; see `quantize_matrix`.
+
+    Args:
+        W: (out, in) weights of all rows.
+        rows: Whole strips of `strip_rows` rows; all rows if a two-sided scheme joins them.
+        inputs, scheme, storage, name, together: See `quantize_matrix`.
+    """
     began = time.perf_counter()
     if getattr(scheme, "entropy_coded", True):
         raise RecipeError(
             f"{name}: found a {type(scheme).__name__}, expected a GridScheme. Use quantize_matrix_to_rate for a rate."
         )
-    W, inputs = lattice_problem(W, statistics, name)
     stored = storage if isinstance(storage, StepStorage) else StepStorage(storage)
     if stored.dtype not in (*STEP_DTYPES, W.dtype):
         raise RecipeError(f"storage is {stored.dtype}; expected torch.float16, torch.bfloat16 or torch.float32.")
@@ -90,53 +120,76 @@ def quantize_matrix(
     scheme = scheme.grouped([W.shape[1]])
     if scheme.mixed or W.shape[1] % scheme.number_format.run:
         raise RecipeError(f"{name}: {W.shape[1]} inputs {scheme.misfit}")
-    if len(W) % (rows := scheme.number_format.rows):
+    if len(W) % (shared := scheme.number_format.rows):
         raise RecipeError(
-            f"{name}: {len(W)} outputs are not a multiple of the {rows} rows that share steps. Use another --grid."
+            f"{name}: {len(W)} outputs are not a multiple of the {shared} rows that share steps. Use another --grid."
         )
     if stored.peak is None and scheme.number_format.global_scale:
         stored = stored._replace(peak=float(W.abs().max()))
     try:
-        aim = corrected(W, inputs, scheme)
+        aim = corrected(W, inputs, scheme, rows)
         wide = aim[0].to(torch.promote_types(W.dtype, torch.float32))
         if scheme.joins_rows and together:
             solution = solve_joined(wide, together, lambda part: solve(part, inputs, scheme, stored))
         else:
             solution = solve(wide, inputs, scheme, stored)
-        record = measure(name, W, aim, SolvedMatrix(matrix=solution.matrix, outside=solution.outside), inputs, scheme)
+        known = SolvedMatrix(matrix=solution.matrix, outside=solution.outside)
+        measured = measured_rows(W, rows, aim, known, inputs, scheme)
     except NumericalError as error:
         raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
-    return solution.matrix, replace(record, seconds=round(time.perf_counter() - began, 6))
+    return SolvedRows(matrix=solution.matrix, measured=measured, seconds=time.perf_counter() - began)
+
+
+def joined(
+    parts: Sequence[SolvedRows], inputs: Inputs, scheme: GridScheme | BlockScheme, *, name: str
+) -> tuple[QuantizedMatrix[Grid], LayerRecord]:
+    """Return codes and grid of a layer, and its record, from all its rows in their order."""
+    began = time.perf_counter()
+    matrix = stacked([part.matrix for part in parts])
+    scheme = scheme.grouped([matrix.codes.shape[1]])
+    record = record_of(name, [part.measured for part in parts], matrix, inputs, scheme)
+    seconds = sum(part.seconds for part in parts) + time.perf_counter() - began
+    return matrix, replace(record, seconds=round(seconds, 6))
 
 
 def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, storage: StepStorage) -> Solution:
-    """Fit a grid to the target, round the target to it, and refine both."""
+    """Fit a grid to the target, round the target to it, and refine both, strip by strip."""
     factor = inputs.factor_of_the_sweep(scheme)
     importance = inputs.moments.H.diagonal().sqrt() if scheme.calibrated else target.new_ones(target.shape[1])
+    if storage.peak is None and scheme.number_format.global_scale:
+        storage = storage._replace(peak=float(target.abs().max()))
     steps = Steps(
         format=scheme.number_format,
         search=getattr(scheme, "scale", "mse"),
         storage=storage.dtype,
         peak=storage.peak,
     )
-    grid, fit = FITS[steps.format.fit](target, importance, steps)
-    release()  # memory of the factorization and of the search for steps
-    rounds, sweeps = scheme.rounds or 0, scheme.polish or 0
-    if not rounds and not sweeps:
-        return rounded(target, grid, factor, scheme, inputs.moments.H)
-    H = inputs.damped(factor, target.dtype)
-    mean = H.diagonal().mean()
-    # a power of two that keeps float32 from overflowing and changes no code; 1 if all inputs are 0
-    unit = (torch.frexp(mean).mantissa / mean).nan_to_num(nan=1.0).clamp(2.0**-126, 2.0**126)
-    H.mul_(unit)
+    H, rounds, sweeps = None, scheme.rounds or 0, scheme.polish or 0
+    if rounds or sweeps:
+        H = inputs.damped(factor, target.dtype)
+        mean = H.diagonal().mean()
+        # a power of two that keeps float32 from overflowing and changes no code; 1 if all inputs are 0
+        unit = (torch.frexp(mean).mantissa / mean).nan_to_num(nan=1.0).clamp(2.0**-126, 2.0**126)
+        H.mul_(unit)
 
-    def once(now: Grid) -> Solution:
-        solution = rounded(target, now, factor, scheme, inputs.moments.H)
-        return solution if solution.losses is None else replace(solution, losses=solution.losses * unit)
+    def of_strip(strip: Tensor) -> Solution:
+        grid, fit = FITS[steps.format.fit](strip, importance, steps)
+        release()  # memory of the factorization and of the search for steps
+        if H is None:
+            return rounded(strip, grid, factor, scheme, inputs.moments.H)
 
-    solution = refine(target, H, grid, fit, once, rounds=rounds)
-    return (
-        replace(solution, matrix=polish(target, solution.matrix, H, sweeps=sweeps), losses=None) if sweeps else solution
+        def once(now: Grid) -> Solution:
+            solution = rounded(strip, now, factor, scheme, inputs.moments.H)
+            return solution if solution.losses is None else replace(solution, losses=solution.losses * unit)
+
+        solution = refine(strip, H, grid, fit, once, rounds=rounds)
+        polished = polish(strip, solution.matrix, H, sweeps=sweeps) if sweeps else solution.matrix
+        return replace(solution, matrix=polished, losses=None)
+
+    solutions = [of_strip(target[rows]) for rows in solved_strips(len(target), target.device)]
+    outside = [each.outside for each in solutions if each.outside is not None]
+    return Solution(
+        matrix=stacked([each.matrix for each in solutions]), outside=torch.cat(outside) if outside else None
     )
 
 
@@ -195,13 +248,8 @@ def _passed_on(M: Tensor, errors: Tensor, rows: range) -> Tensor:
 def _assembled(solved: Sequence[tuple[Tensor, QuantizedMatrix[Grid]]]) -> QuantizedMatrix[Grid]:
     """Return the matrix of all rows from parts that were solved separately."""
     inverse = torch.cat([rows for rows, _ in solved]).argsort()
-    codes = torch.cat([matrix.codes for _, matrix in solved])[inverse]
-
-    def of_all(name: str) -> Tensor:
-        return torch.cat([m.grid.parts[name].expand(len(m.codes), -1) for _, m in solved])[inverse]
-
-    grid = solved[0][1].grid
-    return QuantizedMatrix(codes=codes, grid=grid.with_parts({name: of_all(name) for name in grid.parts}))
+    matrix = stacked([matrix for _, matrix in solved])
+    return QuantizedMatrix(codes=matrix.codes[inverse], grid=matrix.grid.of_rows(inverse))
 
 
 def with_tensors(record: LayerRecord, name: str, size: int, checksum: str) -> LayerRecord:

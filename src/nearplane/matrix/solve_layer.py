@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.scale import StepStorage
-from nearplane.matrix.inputs import Inputs
-from nearplane.matrix.on_grid import quantize_matrix
+from nearplane.matrix.inputs import Inputs, lattice_problem
+from nearplane.matrix.on_grid import SolvedRows, quantize_matrix, solve_rows
 from nearplane.matrix.to_rate import quantize_matrix_to_rate
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
 from nearplane.record.record import LayerRecord
@@ -66,3 +66,14 @@ def solve_layer(task: Task) -> tuple[QuantizedMatrix, LayerRecord]:
             return quantize_matrix(
                 task.W, task.inputs, task.scheme, storage=task.storage, name=task.name, together=task.together
             )
+
+
+def solve_some_rows(task: Task, rows: slice) -> SolvedRows:
+    """Quantize whole strips of rows of a layer on a fixed grid; `joined` makes the layer of all rows.
+
+    Raises:
+        NumericalError: As for `solve_layer`.
+    """
+    assert isinstance(task.scheme, GridScheme | BlockScheme), "rows of layers at a rate are not solved apart"
+    W, inputs = lattice_problem(task.W, task.inputs, task.name)
+    return solve_rows(W, rows, inputs, task.scheme, storage=task.storage, name=task.name)

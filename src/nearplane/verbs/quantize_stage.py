@@ -1,21 +1,29 @@
-"""The solve of the layers of a stage. On several processes (ranks) each solves some of the layers, as wholes."""
+"""The solve of the layers of a stage. On several processes (ranks) each solves some rows of the layers, or whole layers.
+
+Rows of a layer on a fixed grid are divided between ranks in strips. A layer at a rate, whose search needs the coded size of
+all its rows, and a two-sided layer, whose rows compensate each other, are solved as wholes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import accumulate, groupby
+from math import inf, prod
 
 import torch
 from torch import Tensor
 
 from nearplane.calibration.walk import Stage
+from nearplane.lattice.factor import solved_strips
 from nearplane.lattice.grid import QuantizedMatrix, narrowed
 from nearplane.lattice.scale import StepStorage
-from nearplane.matrix.solve_layer import Task, solve_layer
+from nearplane.matrix.on_grid import SolvedRows, joined
+from nearplane.matrix.solve_layer import Task, solve_layer, solve_some_rows
 from nearplane.models.layers import Layer
 from nearplane.planning.ledger import Solved
-from nearplane.recipe.schemes import AnyScheme
+from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme
 from nearplane.record.record import LayerRecord
 from nearplane.system.out_of_memory import working_on
 from nearplane.system.ranks import current
@@ -28,6 +36,7 @@ class Order:
     Args:
         number: Number of the layer in its stage.
         again: Whether it may be solved once more, so that its inputs are kept.
+        rows: The rows to solve; None: the whole layer.
     """
 
     number: int
@@ -38,9 +47,15 @@ class Order:
     sensitivity: Tensor | None
     max_loss: float | None
     together: tuple[Tensor, ...]
+    rows: slice | None = None
 
-    def solved(self, stage: Stage) -> tuple[QuantizedMatrix, LayerRecord]:
-        """Solve the layer with its weights and inputs on this rank."""
+    @property
+    def divides(self) -> bool:
+        """Whether ranks may solve some rows of the layer each."""
+        return not (self.scheme.entropy_coded or (self.scheme.joins_rows and self.together))
+
+    def solved(self, stage: Stage) -> Found:
+        """Solve the layer, or its rows, with its weights and inputs on this rank."""
         layer, inputs = stage.layers[self.number], stage.inputs[self.number]
         task = Task(
             name=layer.name,
@@ -54,7 +69,11 @@ class Order:
             together=tuple(G.to(layer.weight.device) for G in self.together),
         )
         with working_on(layer.name):
-            return solve_layer(task)
+            return solve_layer(task) if self.rows is None else solve_some_rows(task, self.rows)
+
+
+Found = tuple[QuantizedMatrix, LayerRecord] | SolvedRows
+"""A solved layer with its record, or some rows of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +86,26 @@ class _Share:
         stage.solved = [order.solved(stage) for order in self.orders[current().rank]]
 
 
-class _Sent(NamedTuple):
-    """A solved layer on its way to rank 0: its matrix on the CPU with narrow codes, their dtype, and its record."""
-
-    matrix: QuantizedMatrix
-    dtype: torch.dtype
-    record: LayerRecord
-
-    def arrived(self) -> tuple[QuantizedMatrix, LayerRecord]:
-        """Return the matrix with its codes as they were, and the record."""
-        return replace(self.matrix, codes=self.matrix.codes.to(self.dtype)), self.record
-
-
-def _results(stage: Stage) -> list[_Sent]:
-    """Return what this rank has solved of a stage."""
-    found = []
-    for matrix, record in stage.solved:
-        there = matrix.to("cpu")
-        found.append(_Sent(replace(there, codes=narrowed(there.codes)), there.codes.dtype, record))
+def _results(stage: Stage) -> list[Found]:
+    """Return what this rank has solved of a stage, with matrices on the CPU and narrow codes."""
+    found = [_moved(each, torch.device("cpu"), narrowed) for each in stage.solved]
     stage.solved = []
     return found
+
+
+def _moved(found: Found, device: torch.device, codes: Callable[[Tensor], Tensor]) -> Found:
+    """Return what was solved on another device, its codes in another dtype."""
+    if isinstance(found, SolvedRows):
+        there, measured = found.matrix.to(device), found.measured.to(device)
+        return replace(found, matrix=replace(there, codes=codes(there.codes)), measured=measured)
+    matrix, record = found[0].to(device), found[1]
+    return replace(matrix, codes=codes(matrix.codes)), record
 
 
 def solve_stage(stage: Stage, orders: Sequence[Order]) -> list[Solved]:
     """Solve the layers of a stage, each by its scheme and with the second moments of its inputs, in their order.
 
-    Each rank solves some of them. A layer is solved by one rank alone, so that results do not depend on their number.
+    Each rank solves some strips of rows, or whole layers, so that results do not depend on the number of ranks.
     """
     if not orders:  # the end of a block
         return []
@@ -100,21 +113,64 @@ def solve_stage(stage: Stage, orders: Sequence[Order]) -> list[Solved]:
     share = _Share(dealt(orders, stage.layers, ranks.world))
     ranks.start(share)
     share(stage)
-    found = dict(zip((order.number for order in share.orders[0]), stage.solved, strict=True))
+    found: dict[int, list[Found]] = {order.number: [] for order in orders}
+    for order, each in zip(share.orders[0], stage.solved, strict=True):
+        found[order.number].append(each)
     stage.solved = []
     for rank in ranks.others:
         if share.orders[rank]:
-            numbers = [order.number for order in share.orders[rank]]
-            found |= zip(numbers, (each.arrived() for each in ranks.ask(rank, _results)), strict=True)
-    return [Solved(layer, *found[number]) for number, layer in enumerate(stage.layers)]
+            for order, each in zip(share.orders[rank], ranks.ask(rank, _results), strict=True):
+                device = stage.layers[order.number].weight.device
+                found[order.number].append(_moved(each, device, lambda codes: codes.to(torch.int32)))
+    return [_whole(stage, order, found[order.number]) for order in orders]
+
+
+def _whole(stage: Stage, order: Order, found: list[Found]) -> Solved:
+    """Return a solved layer from what ranks found, in the order of its rows."""
+    layer, inputs = stage.layers[order.number], stage.inputs[order.number]
+    rows = [each for each in found if isinstance(each, SolvedRows)]
+    if rows:
+        assert isinstance(order.scheme, GridScheme | BlockScheme), "only layers on a fixed grid are divided"
+        with working_on(layer.name):
+            return Solved(layer, *joined(rows, inputs, order.scheme, name=layer.name))
+    (matrix, record), *_ = (each for each in found if not isinstance(each, SolvedRows))
+    return Solved(layer, matrix, record)
 
 
 def dealt(orders: Sequence[Order], layers: Sequence[Layer], ranks: int) -> tuple[tuple[Order, ...], ...]:
-    """Deal layers to ranks: the largest first, each to the rank that has the fewest weights so far."""
+    """Deal layers to ranks: wholes first, the largest to the rank that has the fewest weights so far, then strips of rows.
+
+    Strips go to the ranks in their order, until each has as many weights as the others. One rank solves all layers whole.
+    """
     shares: list[list[Order]] = [[] for _ in range(ranks)]
     weights = [0] * ranks
-    for order in sorted(orders, key=lambda order: -layers[order.number].weight.numel()):
+    divided = [order for order in orders if ranks > 1 and order.divides]
+    wholes = [order for order in orders if order not in divided]
+    for order in sorted(wholes, key=lambda order: -prod(layers[order.number].shape)):
         rank = weights.index(min(weights))
         shares[rank].append(order)
-        weights[rank] += layers[order.number].weight.numel()
+        weights[rank] += prod(layers[order.number].shape)
+    strips, sizes = [], []
+    for order in divided:
+        layer = layers[order.number]
+        for rows in solved_strips(layer.shape[0], layer.weight.device):
+            strips.append((order, rows))
+            sizes.append((rows.stop - rows.start) * layer.shape[1])
+    level = _level(weights, sum(sizes))
+    ends = [*accumulate(max(0, level - weight) for weight in weights)]  # of the strips of each rank, in weights
+    middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
+    owners = [min(bisect_right(ends, middle), ranks - 1) for middle in middles]
+    for (_, rank), same in groupby(zip(strips, owners, strict=True), key=lambda each: (each[0][0].number, each[1])):
+        (order, first), *_ = neighbours = [strip for strip, _ in same]
+        shares[rank].append(replace(order, rows=slice(first.start, neighbours[-1][1].stop)))
     return tuple(tuple(sorted(share, key=lambda order: order.number)) for share in shares)
+
+
+def _level(weights: Sequence[int], more: int) -> float:
+    """Return what each rank has at least if so many more weights go to those that have the fewest."""
+    ascending = sorted(weights)
+    for count, following in enumerate([*ascending[1:], inf], 1):
+        level = (sum(ascending[:count]) + more) / count
+        if level <= following:
+            break
+    return level

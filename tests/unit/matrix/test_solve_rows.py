@@ -1,0 +1,64 @@
+"""Strips of rows that are solved apart, as several processes do, have the bits of the whole layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from nearplane.lattice.factor import STRIP_ROWS
+from nearplane.lattice.moments import Extra, Moments
+from nearplane.lattice.number_formats import BY_NAME
+from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.on_grid import joined, quantize_matrix, solve_rows
+from nearplane.recipe.schemes import BlockScheme, GridScheme
+
+ROWS, COLUMNS = 2 * STRIP_ROWS + 128, 256
+SCHEMES = {
+    "4 bits": GridScheme(bits=4, group_size=64),
+    "2 bits, not symmetric": GridScheme(bits=2, group_size=32, symmetric=False),
+    "k-best": GridScheme(bits=3, group_size=64, solver="k-best", beam=4),
+    "to nearest": GridScheme(bits=4, group_size=64, solver="round-to-nearest"),
+    "8 bits": GridScheme(grid="int8"),
+    "8-bit floats in tiles": GridScheme(grid="fp8-block"),
+    "nvfp4": GridScheme(grid="nvfp4"),
+    "mxfp4": GridScheme(grid="mxfp4"),
+    "q4_k": BlockScheme("q4_k"),
+    "q2_k": BlockScheme("q2_k"),
+    "iq4_xs": BlockScheme("iq4_xs"),
+}
+
+
+def moments(generator: torch.Generator) -> Moments:
+    """Return moments of two networks, with windows that are held out and extra ones."""
+
+    def seen(tokens: int) -> tuple[Tensor, Tensor]:
+        X = torch.randn(tokens, COLUMNS, generator=generator, dtype=torch.float64) * torch.linspace(0.2, 2, COLUMNS)
+        X[:, 7] = 0
+        return X, X + 0.1 * torch.randn(X.shape, generator=generator, dtype=torch.float64).masked_fill(X == 0, 0)
+
+    def of(X: Tensor, X_hat: Tensor) -> Moments:
+        return Moments(H=X_hat.T @ X_hat / len(X), C=X.T @ X_hat / len(X), tokens=len(X))
+
+    (X, X_hat), (_, extra) = seen(1000), seen(70)
+    return replace(of(X, X_hat), held_out=of(X[:200], X_hat[:200]), extra=Extra(X_hat=extra.float()))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_rows_that_are_solved_apart_have_the_bits_of_the_whole(name: str, generator: torch.Generator) -> None:
+    W = torch.randn(ROWS, COLUMNS, generator=generator) * 0.02
+    known, scheme = moments(generator), SCHEMES[name]
+    matrix, record = quantize_matrix(W, known, scheme)
+    cuts = [slice(0, STRIP_ROWS), slice(STRIP_ROWS, ROWS)]
+    parts = [solve_rows(W, rows, Inputs(known).used_once(), scheme) for rows in cuts]  # each with inputs of its own
+    both, of_both = joined(parts, Inputs(known), scheme, name="matrix")
+    assert both.same_as(matrix)
+    assert record.correction
+    assert replace(of_both, seconds=0.0) == replace(record, seconds=0.0)
+
+
+def test_rows_that_share_steps_are_in_one_strip() -> None:
+    for kind in BY_NAME.values():
+        assert STRIP_ROWS % kind.rows == 0, kind.name  # of a CPU, and a GPU has more
