@@ -2,8 +2,8 @@
 
 python tools/site_pages.py build/docs        (then `zensical build`; `make docs` does both)
 
-Made are commands.md from the command line, api.md from docstrings, licences.md from what is installed, and llms.txt,
-the list of all pages for language models.
+Made are commands.md from the command line, calculator.md from sizes, api.md from docstrings, licences.md from what is
+installed, and llms.txt, the list of all pages for language models.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import calculator_page
 from licences import licences_page
 
 import nearplane
@@ -46,6 +47,7 @@ def main() -> None:
     for page in out.rglob("*.md"):
         page.write_text(OUTSIDE.sub(r"`\1`", page.read_text()))
     (out / "commands.md").write_text(commands_page())
+    (out / "calculator.md").write_text(calculator_page.page())
     (out / "api.md").write_text(api_page())
     (out / "licences.md").write_text(licences_page())
     (out / "llms.txt").write_text(llms_text(out))
