@@ -65,7 +65,7 @@ from pretended_kernels import compiled, interpreted
 LOOPS = ("search of steps", "sweep", "descent", "k-best")  # whose kernels differ between states
 SCALE = 16  # by which layers are smaller that are counted
 SIDES = {  # sizes of the package that are divided by it, and those that are divided by its square
-    factor: ("CHOLESKY_BLOCK", "GPU_CHOLESKY_BLOCK", "ROWS_AT_ONCE"),
+    factor: ("CHOLESKY_BLOCK", "GPU_CHOLESKY_BLOCK", "GPU_STRIP_ROWS", "ROWS_AT_ONCE"),
     bounds: ("MEASURED_ROWS", "BLOCK_COLUMNS"),
     certificate: ("MAX_CERTIFIED_INPUTS",),
     to_rate: ("MEASURED_ROWS", "SEARCHED_ROWS"),

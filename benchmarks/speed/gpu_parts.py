@@ -51,7 +51,7 @@ FUNCTIONS = {  # part: its functions; what one calls that belongs to another par
     "sweep": ("lattice.solvers:sweep_planes",),
     "descent": ("lattice.polish:descend",),
     "k-best": ("lattice.beam:k_best",),
-    "certificate": ("matrix.certificate:measure", "matrix.to_rate:scaled"),
+    "certificate": ("matrix.certificate:measured_rows", "matrix.certificate:record_of", "matrix.to_rate:scaled"),
     "coding": ("coding.blob:encode", "coding.blob:size"),
     "packing": ("formats.container:Container.add",),
     "writing": ("formats.container:Container.close_block", "formats.container:Container.seal"),

@@ -2,9 +2,10 @@
 
     python benchmarks/speed/ranks_model.py
 
-Ranks divide forward passes and moments; the rest of a block is done by rank 0 while the others wait. So, per block,
+Ranks divide forward passes and moments, and the rows of the layers of a stage in strips. All factor the moments, which is not
+divided, and rank 0 packs and writes while the others wait. So, per block,
 
-    seconds = (forwards + moments) / ranks + all else + bytes / bandwidth
+    seconds = (forwards + moments) / ranks + solve x (strips of the busiest rank / strips) + all else + bytes / bandwidth
 
 The seconds of one H100 are those of docs/results/gpu-model.md at 4 bits, with 256 windows of 2,048 tokens. For shapes that it
 does not have, each part grows from that of 70B as its multiplications do. Bytes are counted from shapes: the sums of each stage,
@@ -18,8 +19,11 @@ from pathlib import Path
 
 from gpu_parts import MODELS, Shape
 
+from nearplane.lattice.factor import GPU_STRIP_ROWS
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "gpu-model.md"
 DIVIDED = ("forwards", "moments")
+SOLVE = ("target", "search of steps", "sweep", "descent", "certificate")  # of rows
 NETWORKS = {"NVLink, 300 GB/s": 300e9, "PCIe, 20 GB/s": 20e9, "100 Gbit/s": 11e9, "10 Gbit/s": 1.1e9}
 RANKS = (1, 2, 8, 64)
 
@@ -44,7 +48,8 @@ def work(shape: Shape) -> dict[str, float]:
     return {
         "forwards": sum(count * share * n * out for n, out, count, share in stages(shape)),
         "moments": sum(count * share * n * (n / 2 + min(n, out)) for n, out, count, share in stages(shape)),
-        "rest": sum(count * (n**3 / 3 + out * n * n) for n, out, count, _ in stages(shape)),
+        "solve": sum(count * out * n * n for n, out, count, _ in stages(shape)),
+        "rest": sum(count * (n**3 / 3 + out * n) for n, out, count, _ in stages(shape)),
     }
 
 
@@ -59,7 +64,7 @@ def values(shape: Shape) -> float:
 
 
 def seconds_of(name: str) -> dict[str, float]:
-    """Return the modelled seconds of a block on an H100 at 4 bits: forwards, moments, and the rest."""
+    """Return the modelled seconds of a block on an H100 at 4 bits: forwards, moments, solve of rows, and the rest."""
     known = modelled()
     if name in known:
         return known[name]
@@ -76,19 +81,30 @@ def modelled() -> dict[str, dict[str, float]]:
         column = heads.index(f"{name} H100 now")
         cells = [[re.sub(r"[*\s]", "", cell) for cell in line.strip("|").split("|")] for line in lines[2:]]
         parts = {row[0]: float(row[column + 1]) for row in cells}
-        rest = parts["allbutreading"] - sum(parts[each] for each in DIVIDED)
-        found[name] = {each: parts[each] for each in DIVIDED} | {"rest": rest}
+        solve = sum(parts[each.replace(" ", "")] for each in SOLVE)
+        rest = parts["allbutreading"] - sum(parts[each] for each in DIVIDED) - solve
+        found[name] = {each: parts[each] for each in DIVIDED} | {"solve": solve, "rest": rest}
     return found
+
+
+def share_of_the_busiest(shape: Shape, ranks: int) -> float:
+    """Return the share of the solve's multiplications that the rank has which solves the most strips of each stage."""
+    mine = 0.0
+    for group in shape.groups:
+        strips = group.experts * sum(-(-out // GPU_STRIP_ROWS) for out in group.outs)
+        mine += group.experts * sum(group.outs) * group.inputs**2 * -(-strips // ranks) / strips
+    return mine / work(shape)["solve"]
 
 
 def main() -> None:
     """Print the tables."""
-    print("| model, one block | forwards + moments, s | all else, s | sums, GB | values, GB |")
-    print("|---|---:|---:|---:|---:|")
+    print("| model, one block | forwards + moments, s | solve of rows, s | all else, s | sums, GB | values, GB |")
+    print("|---|---:|---:|---:|---:|---:|")
     for name, shape in SHAPES.items():
         took = seconds_of(name)
         shared = took["forwards"] + took["moments"]
-        print(f"| {name} | {shared:.1f} | {took['rest']:.1f} | {sums(shape) / 1e9:.1f} | {values(shape) / 1e9:.1f} |")
+        parts = f"{shared:.1f} | {took['solve']:.1f} | {took['rest']:.1f}"
+        print(f"| {name} | {parts} | {sums(shape) / 1e9:.1f} | {values(shape) / 1e9:.1f} |")
     print()
     print("| minutes of a model | " + " | ".join(f"{ranks} GPU{'s' * (ranks > 1)}" for ranks in RANKS) + " |")
     print("|---|" + "---:|" * len(RANKS))
@@ -99,7 +115,8 @@ def main() -> None:
             cells = []
             for ranks in RANKS:
                 passed = 0.0 if ranks == 1 else (2 * sums(shape) * (ranks - 1) / ranks + values(shape)) / bandwidth
-                cells.append(f"{shape.blocks * (shared / ranks + took['rest'] + passed) / 60:,.1f}")
+                solve = took["solve"] * share_of_the_busiest(shape, ranks)
+                cells.append(f"{shape.blocks * (shared / ranks + solve + took['rest'] + passed) / 60:,.1f}")
             print(f"| {name}, {network} | {' | '.join(cells)} |")
 
 

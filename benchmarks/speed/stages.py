@@ -32,7 +32,7 @@ STAGES = {  # name: (file, functions), whichever of them a commit has
     "steps": ("lattice/scale.py", ["grid"]),
     "sweeps": ("lattice/solvers.py", ["sweep_planes", "nearest_plane"]),
     "sweeps and refinement": ("lattice/polish.py", ["refine"]),
-    "certificates": ("matrix/certificate.py", ["measure"]),
+    "certificates": ("matrix/certificate.py", ["measured_rows", "record_of"]),
     "of them the limit": ("matrix/inputs.py", ["eigenvalues", "mean_log_eigenvalue"]),
     "of them extra windows": ("lattice/bounds.py", ["losses_beside"]),
 }

@@ -37,6 +37,8 @@ PARTS = {  # function: part; modules and names as of whichever commit has them
     "lattice.beam.k_best": "k-best",
     "matrix.to_rate.scaled": "scaled",
     "matrix.certificate.measure": "certificates",
+    "matrix.certificate.measured_rows": "certificates",
+    "matrix.certificate.record_of": "certificates",
     "matrix.certificate.profiles": "certificates",
 }
 
