@@ -5,10 +5,10 @@ One block is in memory at a time, forwards and then backwards. The quantization 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -16,12 +16,16 @@ from torch import Tensor
 from nearplane.calibration.activations import Stream, finish, readout, skeleton
 from nearplane.calibration.one_forward import default_batch
 from nearplane.calibration.states_on_disk import StatesOnDisk
+from nearplane.calibration.walk import Followed
 from nearplane.errors import CalibrationError
 from nearplane.models.kinds import NOTHING_TO_MEASURE, has_head, predicts_always_the_same
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.system.device import repeatable_backward
+from nearplane.system.matmul_choice import Library
+from nearplane.system.matmul_library import library_in_use, using_library
 from nearplane.system.memory import release
+from nearplane.system.ranks import current
 
 MAX_TOKENS, MIN_TOKENS = 16384, 2048
 BATCH = 8  # windows per forward pass
@@ -66,6 +70,8 @@ def sensitivity(
     quantized embeddings an eighth, at least 4096; with `together` a quarter, at least 8192. The hidden states between
     all blocks are kept in a file, in the compute dtype, so that memory does not grow with the number of blocks.
 
+    On several processes each takes some of the batches, if it is the diagonal of a network with a head, without embeddings.
+
     Args:
         model: The original model.
         tokens: (windows, seqlen) calibration tokens; the windows used are spread evenly.
@@ -81,30 +87,48 @@ def sensitivity(
     count = sensitivity_windows(model, tokens, joined=bool(together))
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
     batch = BATCH if device.type == "cpu" else default_batch(windows.shape[1])  # less for `repeatable_backward`
-    batches = windows.split(batch)
+    every, ranks = windows.split(batch), current()
+    divided = not together and model.embeddings is None and has_head(model.network)
+    if divided:
+        ranks.start(_FollowedSensitivity(tokens, dtype, seed, library_in_use()))
+    share = ranks.share(len(every)) if divided else range(len(every))
+    batches = every[share.start : share.stop]
+    blocks = model.blocks if batches else ()  # of few batches some ranks have none
     with torch.no_grad():
-        stream = skeleton(model, batches, device=device, dtype=dtype)
+        stream = skeleton(model, batches or every[:1], device=device, dtype=dtype)
     runs: dict[str, tuple[Tensor, ...]] = {}
+    sums: list[dict[str, Tensor]] = [{} for _ in batches]  # over the tokens of each batch, of squared gradients
     with closing(StatesOnDisk()) as block_inputs, torch.no_grad():  # of all blocks, batch by batch
-        last_states = stream.quantized
-        for block in model.in_turn(model.blocks, device):
+        last_states = stream.quantized[: len(batches)]
+        for block in model.in_turn(blocks, device):
             block_inputs.extend(last_states)
             with block.on(device, dtype, original=False):
                 last_states = [
                     stream.noted(stream.forward(block, block.quantized, i, x)) for i, x in enumerate(last_states)
                 ]
                 stream.check(block)
-        gradients, outputs = _from_predictions(model, stream, batches, last_states, seed)
-        for block in model.in_turn(model.blocks[::-1], device):
+        gradients: list[Tensor] = []
+        varies = False
+        if batches:
+            generator = torch.Generator().manual_seed(seed)
+            for part in every[: share.start]:
+                torch.rand(part.numel(), generator=generator)  # for labels of other ranks
+            gradients, varies = _from_predictions(model, stream, batches, last_states, generator, sums)
+        if has_head(model.network) and not any(ranks.gather(varies) if divided else [varies]):
+            raise CalibrationError(NOTHING_TO_MEASURE)
+        for block in model.in_turn(blocks[::-1], device):
             states = [block_inputs.pop() for _ in gradients][::-1]
             with block.on(device, dtype, original=False):
-                gradients, sums, products = _back(block, stream, states, gradients, together)
+                gradients, products = _back(block, stream, states, gradients, sums, together)
             release()  # else the C library keeps freed activations of every block
-            outputs |= sums
             runs |= {
                 name: tuple((total / windows.numel()).float() for total in totals) for name, totals in products.items()
             }
-    outputs = {name: total / windows.numel() for name, total in outputs.items()}
+    if divided and ranks.world > 1:
+        on_host = [{name: one.cpu() for name, one in each.items()} for each in sums]
+        sums = [{name: one.to(device) for name, one in each.items()} for some in ranks.gather(on_host) for each in some]
+    names = dict.fromkeys(name for each in sums for name in each)
+    outputs = {name: _sum(each[name] for each in sums if name in each) / windows.numel() for name in names}
     if model.embeddings is None:
         return Sensitivity(outputs=outputs, together=runs)
     if not model.tied:
@@ -116,6 +140,21 @@ def sensitivity(
         finish(model, Stream(last_states, {}, extra=stream.extra), windows, dtype)
         G += second_moment(last_states)
     return Sensitivity(outputs=outputs, embeddings=G, together=runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _FollowedSensitivity:
+    """A measurement of rank 0, in which another rank takes part: it passes its share of the batches."""
+
+    tokens: Tensor
+    dtype: torch.dtype
+    seed: int
+    library: Library
+
+    def __call__(self, followed: Followed) -> None:
+        with using_library(self.library):
+            place = followed.device.place
+            sensitivity(followed.model, self.tokens, device=place, dtype=self.dtype, seed=self.seed)
 
 
 def sensitivity_windows(model: Model, tokens: Tensor, *, joined: bool = False) -> int:
@@ -143,19 +182,28 @@ def _embedding_scale(embeddings: Block, hidden: Sequence[Tensor], tokens: Sequen
     return float(sum((row * x).sum() for row, x in pairs) / sum(row.square().sum() for row, _ in pairs))
 
 
+def _sum(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of tensors, in their order."""
+    return reduce(torch.add, tensors)
+
+
 def _from_predictions(
-    model: Model, stream: Stream, tokens: tuple[Tensor, ...], hidden: Sequence[Tensor], seed: int
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model: Model,
+    stream: Stream,
+    tokens: Sequence[Tensor],
+    hidden: Sequence[Tensor],
+    generator: torch.Generator,
+    sums: Sequence[dict[str, Tensor]],
+) -> tuple[list[Tensor], bool]:
     """Return the gradients of drawn labels' log-likelihood with respect to the hidden states after the last block.
 
-    If the head is quantized, also returns {its name: sums over tokens of squared gradients of its outputs}.
+    If the head is quantized, the squared gradients of its outputs are added to `sums` of each batch. Also returns whether
+    predictions vary.
     """
     head, device = model.embeddings if model.tied else model.head, hidden[0].device
-    sums = {} if head is None else {head.name: torch.zeros(head.layers[0].shape[0], dtype=torch.float64, device=device)}
-    generator = torch.Generator().manual_seed(seed)
     gradients, varies = [], False
     with readout(model, stream, device=device, dtype=hidden[0].dtype) as logits, torch.enable_grad():
-        for part, x in zip(tokens, hidden, strict=True):
+        for part, x, squares in zip(tokens, hidden, sums, strict=True):
             rows = []
             for window, state in zip(part, x, strict=True):  # one at a time: logits are large
                 leaf = state[None].detach().requires_grad_()
@@ -164,8 +212,9 @@ def _from_predictions(
                     predicted = output.log_softmax(-1)
                     varies |= not predicts_always_the_same(predicted.detach())
                     p = predicted.detach().exp()
-                    for total in sums.values():
-                        total += (p * (1 - p)).sum(0)
+                    if head is not None:
+                        square = (p * (1 - p)).sum(0).double()
+                        squares[head.name] = squares[head.name] + square if head.name in squares else square
                     uniform = torch.rand(len(p), 1, generator=generator).to(device)
                     likelihood = predicted.gather(-1, draw_labels(p, uniform)).sum()
                 else:
@@ -174,9 +223,7 @@ def _from_predictions(
                     likelihood = (output * drawn).sum()
                 rows.append(torch.autograd.grad(likelihood, leaf)[0])
             gradients.append(torch.cat(rows))
-    if has_head(model.network) and not varies:
-        raise CalibrationError(NOTHING_TO_MEASURE)
-    return _finite(gradients, "the head" if has_head(model.network) else "the end"), sums
+    return _finite(gradients, "the head" if has_head(model.network) else "the end"), varies
 
 
 def draw_labels(p: Tensor, uniform: Tensor) -> Tensor:
@@ -200,19 +247,25 @@ def _finite(gradients: list[Tensor], name: str) -> list[Tensor]:
 
 
 def _back(
-    block: Block, stream: Stream, inputs: list[Tensor], gradients: list[Tensor], together: Collection[str] = ()
-) -> tuple[list[Tensor], dict[str, Tensor], dict[str, list[Tensor]]]:
+    block: Block,
+    stream: Stream,
+    inputs: list[Tensor],
+    gradients: list[Tensor],
+    sums: Sequence[dict[str, Tensor]],
+    together: Collection[str],
+) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
     """Propagate gradients from the outputs of a block to its inputs.
 
-    Also returns, by layer, sums over tokens of squared output gradients, and of their products within runs of outputs.
+    Squared output gradients of each layer are added to `sums` of each batch. Also returns, by layer, sums over all tokens of
+    products of gradients within runs of outputs.
     """
-    sums: dict[str, Tensor] = {}
     products: dict[str, list[Tensor]] = {}
+    now: list[dict[str, Tensor]] = []  # the last is the one of the batch that passes
 
     def count(layer: Layer, gradient: Tensor) -> None:
-        rows = layer.outputs_of(gradient).double()  # (tokens, out)
+        rows, squares = layer.outputs_of(gradient).double(), now[-1]  # (tokens, out)
         square = rows.square().sum(0)
-        sums[layer.name] = sums[layer.name] + square if layer.name in sums else square
+        squares[layer.name] = squares[layer.name] + square if layer.name in squares else square
         if layer.name in together:
             parts = [run.T @ run for run in rows.tensor_split(-(-layer.shape[0] // RUN_ROWS), dim=1)]
             earlier = products.get(layer.name)
@@ -226,8 +279,9 @@ def _back(
     with ExitStack() as hooks, torch.enable_grad(), repeatable_backward(inputs[0].device):
         for layer in block.quantized_layers():
             hooks.enter_context(layer.after(after))
-        for i, (x, gradient) in enumerate(zip(inputs, gradients, strict=True)):
+        for i, (x, gradient, squares) in enumerate(zip(inputs, gradients, sums, strict=True)):
+            now.append(squares)
             leaf = x.detach().requires_grad_()
             output = stream.forward(block, block.quantized, i, leaf)
             input_gradients.append(torch.autograd.grad(output, leaf, gradient)[0])
-    return _finite(input_gradients, block.name), sums, products
+    return _finite(input_gradients, block.name), products

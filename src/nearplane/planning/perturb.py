@@ -49,7 +49,8 @@ class Perturbations:
     """Perturbations of each layer alone, for measuring the network's loss.
 
     Args:
-        of: Function from weights (out, in) and their inputs to makers of perturbed weights, with rates ascending.
+        of: Function from weights (out, in) and their inputs to makers of perturbed weights, with rates ascending. On several
+            processes it must be possible to pickle it.
         points: Number of perturbations of each layer that are measured.
         together: Whether layers that runtimes fuse (same input, experts of a kind, tied weights) are perturbed together and share
             a curve. Experts in one parameter always share one: gate and up of all experts, down of all experts.
@@ -67,6 +68,10 @@ class Perturbations:
             return 0.0
         return expected_loss(W, perturbed.values, inputs.moments.H, self.sensitivity[name])
 
+    def to(self, device: torch.device | str) -> Perturbations:
+        """Return the perturbations with sensitivities on another device."""
+        return replace(self, sensitivity={name: each.to(device) for name, each in self.sensitivity.items()})
+
 
 def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturbations:
     """Return perturbations like entropy-coded weights: codes without limits, steps by water-filling, one sweep each.
@@ -76,16 +81,21 @@ def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturbations:
     bend of the curve at low rates without the noise of a measurement, and gives better rates than measuring all three points.
     """
 
-    def middle(W: Tensor, inputs: Inputs) -> Perturbed:
-        factor = inputs.factor(scheme.order, scheme.damp)
-        W = W.masked_fill(factor.dead, 0)
-        points = [waterfilled(W, factor, rate) for rate in rates]
-        measured = points[len(points) // 2]
-        others = [one for one in points if one is not measured and measured.loss > 0]
-        shape = tuple((one.rate, one.loss / measured.loss) for one in others)
-        return Perturbed(measured.rate, measured.matrix.decode(), shape)
+    return Perturbations(of=partial(_at_rates, rates, scheme), points=1)
 
-    return Perturbations(of=lambda W, inputs: [partial(middle, W, inputs)], points=1)
+
+def _at_rates(rates: Sequence[float], scheme: Scheme, W: Tensor, inputs: Inputs) -> list[Callable[[], Perturbed]]:
+    return [partial(_at_the_middle, rates, scheme, W, inputs)]
+
+
+def _at_the_middle(rates: Sequence[float], scheme: Scheme, W: Tensor, inputs: Inputs) -> Perturbed:
+    factor = inputs.factor(scheme.order, scheme.damp)
+    W = W.masked_fill(factor.dead, 0)
+    points = [waterfilled(W, factor, rate) for rate in rates]
+    measured = points[len(points) // 2]
+    others = [one for one in points if one is not measured and measured.loss > 0]
+    shape = tuple((one.rate, one.loss / measured.loss) for one in others)
+    return Perturbed(measured.rate, measured.matrix.decode(), shape)
 
 
 class Waterfilled(NamedTuple):
@@ -130,23 +140,24 @@ def entropy(codes: Tensor) -> float:
 def to_widths(widths: Sequence[int], scheme: GridScheme, storage: torch.dtype) -> Perturbations:
     """Return perturbations like weights on a scheme's fixed grids with these bits per code; nothing is refined."""
     plain = replace(scheme, polish=0, rounds=0)
-    schemes = {float(width): replace(plain, bits=width) for width in widths}
+    schemes = [replace(plain, bits=width) for width in widths]
+    return Perturbations(of=partial(_at_widths, schemes, storage), points=len(widths), together=True)
 
-    def perturb(W: Tensor, inputs: Inputs) -> Sequence[Callable[[], Perturbed]]:
-        return [partial(_on_grid, W, inputs, rate, scheme, storage) for rate, scheme in schemes.items()]
 
-    return Perturbations(of=perturb, points=len(widths), together=True)
+def _at_widths(
+    schemes: Sequence[GridScheme], storage: torch.dtype, W: Tensor, inputs: Inputs
+) -> list[Callable[[], Perturbed]]:
+    return [partial(_on_grid, W, inputs, float(scheme.bits), scheme, storage) for scheme in schemes]
 
 
 def to_types(names: Sequence[str], scheme: BlockScheme) -> Perturbations:
     """Return perturbations like weights in blocks of llama.cpp's types, with the types' rates; nothing is refined."""
-    plain = replace(scheme, polish=0, rounds=0)
+    return Perturbations(of=partial(_at_types, names, replace(scheme, polish=0, rounds=0)), points=len(names))
 
-    def perturb(W: Tensor, inputs: Inputs) -> Sequence[Callable[[], Perturbed]]:
-        kinds = sorted({fitting(name, W.shape[1]) for name in names}, key=lambda kind: kind.rate)
-        return [partial(_on_grid, W, inputs, kind.rate, plain.storing(kind), torch.float16) for kind in kinds]
 
-    return Perturbations(of=perturb, points=len(names))
+def _at_types(names: Sequence[str], scheme: BlockScheme, W: Tensor, inputs: Inputs) -> list[Callable[[], Perturbed]]:
+    kinds = sorted({fitting(name, W.shape[1]) for name in names}, key=lambda kind: kind.rate)
+    return [partial(_on_grid, W, inputs, kind.rate, scheme.storing(kind), torch.float16) for kind in kinds]
 
 
 def _on_grid(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from nearplane.calibration.activations import Stream, positions_per_window, read
 from nearplane.calibration.second_moments import observe, sum_moments
 from nearplane.calibration.stages import rows_by_batch, stages
 from nearplane.calibration.states_on_disk import Keep
+from nearplane.calibration.walk import Followed
 from nearplane.calibration.watch import RoutedRows, Rows
 from nearplane.errors import CalibrationError
 from nearplane.matrix.inputs import Inputs
@@ -32,8 +33,11 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.planning.allocate import Curve, sum_of
 from nearplane.planning.perturb import Change, Perturbations, corrected_losses, measured_blocks, relative_energy, within
+from nearplane.system.matmul_choice import Library
+from nearplane.system.matmul_library import library_in_use, using_library
 from nearplane.system.memory import release
 from nearplane.system.progress import Progress, logged, silent
+from nearplane.system.ranks import Ranks, current
 
 BATCH = 8  # maximum windows of a forward pass
 SEQLEN = 512  # maximum tokens of a window; more windows make a more even sample
@@ -75,6 +79,7 @@ class _Traveller:
         block: Number of the block with these layers.
         place: Index of the first of its differences from the original hidden states, bfloat16, one per batch; None if
             they are not propagated.
+        loss: Measured loss of the network; None if it was not measured.
     """
 
     layers: tuple[str, ...]
@@ -84,6 +89,20 @@ class _Traveller:
     expected: float
     block: int = 0
     place: int | None = None
+    loss: float | None = None
+
+
+class _Turns:
+    """Deals perturbations to ranks, each to the rank that perturbed the fewest weights so far. All ranks deal alike."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._rank, self._weights = ranks.rank, [0] * ranks.world
+
+    def mine(self, layers: Iterable[Layer]) -> bool:
+        """Return whether the next perturbation, of these layers, is this rank's."""
+        rank = self._weights.index(min(self._weights))
+        self._weights[rank] += sum(math.prod(layer.shape) for layer in layers)
+        return rank == self._rank
 
 
 @torch.no_grad()
@@ -113,6 +132,8 @@ def probe(
     and propagation costs at most half a forward pass on all tokens (or on `MAX_TRAVELLERS * MIN_TOKENS`). Measuring
     three of five blocks changed the KL of two models at rates by -5 to +2 %, without sensitivities by -2 to +1 %.
 
+    On several processes each perturbs some of the layers. All of them pass the original network, whose statistics they need.
+
     Args:
         model: The model to quantize.
         tokens: (windows, seqlen) calibration tokens; cut into windows of at most 512.
@@ -124,6 +145,8 @@ def probe(
     Raises:
         CalibrationError: Predictions are not finite, or layers did not run.
     """
+    ranks = current()
+    ranks.start(_FollowedProbe(tokens, perturbations.to("cpu"), dtype, keep, library_in_use()))
     measured, windows, size = _sample(model, tokens, perturbations.points)
     deep = len(measured) < len(model.blocks)
     layers = {layer.name for block in model.blocks for layer in block.layers}
@@ -131,7 +154,8 @@ def probe(
         perturbations = replace(perturbations, sensitivity={})
     stream = skeleton(model, windows.split(min(BATCH, size)), device=device, dtype=dtype, keep=keep)
     batches = size // min(BATCH, size)
-    travellers: list[_Traveller] = []
+    travellers: list[_Traveller | None] = []  # None: of another rank
+    turns = _Turns(ranks)
     differences = keep(())  # of all travellers
     blocks = logged(model.in_turn(model.blocks, device), "probing", len(model.blocks), blocks=[1] * len(model.blocks))
     for number, block in enumerate(progress(blocks, "probing", len(model.blocks))):
@@ -139,10 +163,12 @@ def probe(
             before = [stream.quantized[i] for i in range(batches)]
             after = [stream.forward(block, block.quantized, i, x) for i, x in enumerate(before)]
             onward = partial(_onward, stream, block, before, after)
-            for first in (one.place for one in travellers if one.place is not None):
-                for i in range(batches):
-                    differences[first + i] = onward(i, differences[first + i])
-            for born in _perturbed(block, stream, perturbations):
+            for index in range(len(differences)):
+                differences[index] = onward(index % batches, differences[index])
+            for born in _perturbed(block, stream, perturbations, turns):
+                travellers.append(born)
+                if born is None:
+                    continue
                 travels = not deep or (number in measured and born.point == perturbations.points // 2)
                 seen = range(batches) if travels or not perturbations.sensitivity else ()
                 difference = [onward(i, torch.zeros(())) for i in seen]
@@ -152,20 +178,41 @@ def probe(
                 if travels:
                     born.place = len(differences)
                     differences.extend(difference)
-                travellers.append(born)
             stream.passed(block)
         release()  # return memory of this block that the C library keeps
-    arrived = [one for one in travellers if one.place is not None]
+    arrived = [one for one in travellers if one is not None and one.place is not None]
     losses = _losses(model, stream, windows[:size].split(size // batches), differences, device, dtype)
-    if deep:
-        measured_losses = {id(one): loss for one, loss in zip(arrived, losses, strict=True)}
-        names = {layer.name: within(layer.name, block.name) for block in model.blocks for layer in block.layers}
-        changes = []
-        for one in travellers:
-            names_within = tuple(names[layer] for layer in one.layers)
-            changes.append(Change(one.block, names_within, one.expected, measured_losses.get(id(one))))
-        losses = corrected_losses(changes)
-    return _curves(model, travellers, losses, tied=perturbations.together)
+    for one, loss in zip(arrived, losses, strict=True):
+        one.loss = loss
+    every = [next(one for one in same if one is not None) for same in zip(*ranks.gather(travellers), strict=True)]
+    if not deep:
+        return _curves(model, every, [one.loss for one in every if one.loss is not None], tied=perturbations.together)
+    names = {layer.name: within(layer.name, block.name) for block in model.blocks for layer in block.layers}
+    changes = [Change(one.block, tuple(names[layer] for layer in one.layers), one.expected, one.loss) for one in every]
+    return _curves(model, every, corrected_losses(changes), tied=perturbations.together)
+
+
+@dataclass(frozen=True, slots=True)
+class _FollowedProbe:
+    """A probe of rank 0, in which another rank takes part: it perturbs its share of the layers."""
+
+    tokens: Tensor
+    perturbations: Perturbations
+    dtype: torch.dtype
+    keep: Keep
+    library: Library
+
+    def __call__(self, followed: Followed) -> None:
+        place = followed.device.place
+        with using_library(self.library):
+            probe(
+                followed.model,
+                self.tokens,
+                self.perturbations.to(place),
+                device=place,
+                dtype=self.dtype,
+                keep=self.keep,
+            )
 
 
 def _onward(
@@ -222,13 +269,18 @@ def _perturbed_sets(model: Model) -> int:
     return max(len({layer.parameter for layer in block.layers}) for block in model.blocks)
 
 
-def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> Iterator[_Traveller]:
+def _perturbed(
+    block: Block, stream: Stream, perturbations: Perturbations, turns: _Turns
+) -> Iterator[_Traveller | None]:
     """Perturb the sets of layers of a block one after the other; the block holds the weights of the one that is yielded.
+
+    None stands for a perturbation that another rank makes.
 
     Args:
         block: The block, in memory.
         stream: Hidden states before the block; after the last perturbation they are those after the original block.
         perturbations: Perturbations of each layer, with sensitivities if losses are to be estimated by them.
+        turns: How perturbations are dealt.
     """
     block_stages = stages(block, stream)
     groups, routed = [[group for group in block_stages if group[0].routed is kind] for kind in (False, True)]
@@ -236,7 +288,7 @@ def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> It
         shown = [*rows_by_batch(block, routed, stream)]
         for some in ([*range(len(routed))],) if perturbations.together else ([side] for side in range(len(routed))):
             sides = [(routed[i], [[rows[i]] for rows in shown]) for i in some]
-            yield from _experts_perturbed(sides, stream, perturbations)
+            yield from _experts_perturbed(sides, stream, perturbations, turns)
         del shown
     inputs: dict[str, Inputs] = {}
     for observed in observe(block, groups, stream, onward=True):
@@ -247,7 +299,11 @@ def _perturbed(block: Block, stream: Stream, perturbations: Perturbations) -> It
         weights = {layer: layer.read() for layer in layers}
         shared_inputs = {layer: inputs.pop(layer.name) for layer in layers}  # freed after the last layer with them
         makers_of = (perturbations.of(W, shared_inputs[layer]) for layer, W in weights.items())
+        mine = turns.mine(layers)
         for point, makers in enumerate(zip(*makers_of, strict=True)):
+            if not mine:
+                yield None
+                continue
             variants = [make() for make in makers]
             expected = 0.0
             for (layer, W), variant in zip(weights.items(), variants, strict=True):
@@ -268,18 +324,23 @@ def _experts_perturbed(
     sides: Sequence[tuple[tuple[Layer, ...], list[list[Rows | RoutedRows]]]],
     stream: Stream,
     perturbations: Perturbations,
-) -> Iterator[_Traveller]:
+    turns: _Turns,
+) -> Iterator[_Traveller | None]:
     """Perturb all experts of a block together, with the statistics of one expert's inputs in memory at a time.
 
     Args:
         sides: Groups of the experts' layers, with the inputs that every batch gives them.
         stream: Stream of the batches.
         perturbations: Perturbations of each layer.
+        turns: How perturbations are dealt.
     """
     layers = tuple(layer for group, _ in sides for layer in group)
     holders = {layer.parameter: layer.weight for layer in layers}
     weights = {name: holder.detach().clone() for name, holder in holders.items()}
     for point in range(perturbations.points):
+        if not turns.mine(layers):
+            yield None
+            continue
         rates: list[tuple[float, int]] = []  # of each layer, with its number of weights
         shapes: list[list[tuple[float, float, int]]] = []  # the same, of layers that have a shape
         expected = 0.0
