@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import nearplane
 from families import config_of, random_model
+from model_types import save_type
 from nearplane.models.ignored import merged_experts, unquantized_patterns
 from nearplane.models.model import open_model
 from nearplane.models.structure import unbuilt_parts
@@ -122,3 +124,26 @@ def test_parts_outside_the_blocks_are_said(tmp_path: Path) -> None:
         ("model.vision_tower", "outside the stack of blocks, 10 matrices"),
     )  # fmt: skip
     assert all(layer.name.startswith("model.language_model.layers.") for layer in record.layers)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
+def test_narrow_gates_of_linear_attention_stay_as_they_are(tmp_path: Path, kind: str) -> None:
+    folder = save_type(tmp_path / "model", kind, torch.bfloat16, hidden_size=256, num_attention_heads=4)
+    config, record = quantized(folder, tmp_path / "out", bits=4, group_size=16)
+    ends = dict(qwen3_next={"ba": 8}, qwen3_5_text={"b": 4, "a": 4})[kind]
+    gates = {f"model.layers.0.linear_attn.in_proj_{end}": outputs for end, outputs in ends.items()}
+    said = dict(record.skipped)
+    assert {name: said[name] for name in gates} == {
+        name: f"{outputs} outputs of 256 inputs: a gate" for name, outputs in gates.items()
+    }
+    assert gates.keys() <= set(config["ignore"])
+    before, after = ShardReader(folder), ShardReader(tmp_path / "out")
+    for name in gates:
+        assert torch.equal(
+            before.read([f"{name}.weight"])[f"{name}.weight"], after.read([f"{name}.weight"])[f"{name}.weight"]
+        )
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.arange(20)[None]
+    assert torch.isfinite(read(ids).logits).all()
+    ours = nearplane.load(tmp_path / "out", device="cpu", packed=False)
+    torch.testing.assert_close(read(ids).logits, ours(ids).logits)

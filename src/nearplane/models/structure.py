@@ -23,7 +23,7 @@ from nearplane.models.layers import EmbeddingLayer, Layer, as_layer
 
 IGNORED_REASON = "ignored"
 NOT_HANDLED = "is of no type that is handled"
-GATE = "one output: a gate"
+NARROW_OUTPUTS, NARROW_SHARE = 64, 32  # a gate has fewer outputs than the first, and at most its inputs by the second
 MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
 NOT_BUILT = "transformers does not build it"
 
@@ -42,7 +42,7 @@ def find_layers(
 
     Returns:
         The layers in module order, and (name, reason) of every other module with a floating-point weight of two or more
-        dimensions of its own: the reason is its type, `GATE`, or `IGNORED_REASON`.
+        dimensions of its own: the reason is its type, `gate_reason`, or `IGNORED_REASON`.
 
     Raises:
         RecipeError: `ignore` matches some, but not all, of the matrices in one parameter.
@@ -67,11 +67,27 @@ def find_layers(
         elif layer is None:
             shapes = ", ".join("x".join(map(str, p.shape)) for p in matrices)
             skipped.append((name, f"{type(module).__name__} ({shapes}) {NOT_HANDLED}"))
-        elif layer.shape[0] == 1:
-            skipped.append((name, GATE))
+        elif reason := gate_reason(*layer.shape):
+            skipped.append((name, reason))
         else:
             layers.append(layer)
     return layers, skipped
+
+
+def gate_reason(outputs: int, inputs: int) -> str:
+    """Return why a layer of these numbers of outputs and inputs stays unquantized as a gate; empty if it is none.
+
+    Gates, such as in_proj_a and in_proj_b of linear attention, multiply all that a head computes, and have so few weights that
+    nothing is gained by quantizing them.
+
+    >>> gate_reason(32, 2048)
+    '32 outputs of 2048 inputs: a gate'
+    >>> gate_reason(64, 2048), gate_reason(32, 512)
+    ('', '')
+    """
+    if outputs > 1 and not (outputs < NARROW_OUTPUTS and NARROW_SHARE * outputs <= inputs):
+        return ""
+    return f"{outputs} output{'s' * (outputs > 1)} of {inputs} inputs: a gate"
 
 
 def refuse_parts(stacked: Sequence[Layer], kept: Sequence[Layer]) -> None:
