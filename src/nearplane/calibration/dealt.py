@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from nearplane.system.ranks import ONE_PROCESS, Ranks
+from nearplane.system.ranks import ONE_PROCESS, Ranks, evened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Dealt:
 
     @classmethod
     def among(cls, ranks: Ranks, fitted: Sequence[int], extra: Sequence[int], sources: Sequence[int]) -> Dealt:
-        """Return the batches of a rank; each has neighbouring ones.
+        """Return the batches of a rank; each has neighbouring ones, and about as many windows as the others.
 
         Args:
             ranks: The ranks.
@@ -61,9 +61,11 @@ class Dealt:
             sources: Number of the text of each batch of extra windows; empty for a single text.
         """
         starts = [0, *accumulate((*fitted, *extra))]
+        first = [[0, *(1 + each for each in some)] for some in ranks.shares(len(fitted) - 1)]
+        owners = evened([sum(fitted[each] for each in some) for some in first], extra)
         by_rank = [
-            ([0, *(1 + each for each in some)], [len(fitted) + each for each in others])
-            for some, others in zip(ranks.shares(len(fitted) - 1), ranks.shares(len(extra)), strict=True)
+            (some, [len(fitted) + each for each, owner in enumerate(owners) if owner == rank])
+            for rank, some in enumerate(first)
         ]
         calibration, more = by_rank[ranks.rank]
         return cls(

@@ -32,6 +32,7 @@ DEFAULT_TOKENS_PER_INPUT = 50  # of the widest layer: the loss is then about 5 %
 MAX_DEFAULT_TOKENS = 2**19
 WINDOWS_PER_EXTRA = 8  # calibration windows per extra window, at least
 EXTRA_TOKENS, EXTRA_WINDOWS = 1024, 4  # enough for a measurement: no more extra windows are read
+EXTRA_PARTS = 4  # a batch of extra windows has so many times fewer than one of calibration windows
 RUN_TOKENS = 8  # text that is not repetitive repeats few runs of 8 neighbouring tokens
 MIN_DISTINCT_RUNS = 0.25  # fraction; text with less, and fewer than the widest layer has inputs, is refused
 EXPECTED_INPUTS = {
@@ -83,18 +84,20 @@ class Windows:
     def batches(self, size: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return the batches of calibration windows, the first of one window, and the batches of extra windows.
 
-        Extra windows of two texts of a mix are never in the same batch.
+        The latter are smaller, so that they even out what ranks have. Windows of two texts of a mix are never together.
         """
         assert self.fitted is not None, "this run has no windows"
         others = self.fitted[1:].split(size) if self.count > 1 else ()
         parts = [] if self.extra is None else [self.extra]
         if self.extra is not None and self.sources:
             parts = [*self.extra.split([source.extra_windows for source in self.sources])]
-        return [self.fitted[:1], *others], [batch for part in parts for batch in part.split(size)]
+        return [self.fitted[:1], *others], [batch for part in parts for batch in part.split(extra_batch(size))]
 
     def extra_sources(self, size: int) -> list[int]:
         """Return the number of the text in a mix of each batch of extra windows; empty for a single text."""
-        return [number for number, each in enumerate(self.sources) for _ in range(0, each.extra_windows, size)]
+        return [
+            number for number, each in enumerate(self.sources) for _ in range(0, each.extra_windows, extra_batch(size))
+        ]
 
     def dealt(self, size: int, ranks: Ranks) -> tuple[list[Tensor], Dealt]:
         """Return the batches of a rank, of at most `size` windows, and their place among all.
@@ -109,6 +112,11 @@ class Windows:
     def digest(self) -> str:
         """Return the `digest_of` all windows; "" if there are none."""
         return "" if self.fitted is None else digest_of(self.tokens())
+
+
+def extra_batch(size: int) -> int:
+    """Return the number of extra windows in a batch where calibration windows are in batches of `size`."""
+    return max(1, size // EXTRA_PARTS)
 
 
 def digest_of(tokens: Tensor) -> str:

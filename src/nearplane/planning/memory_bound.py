@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from nearplane.calibration.one_forward import MemorySetting, paused_bytes
 from nearplane.calibration.states_on_host import pinned_bytes
+from nearplane.calibration.windows import extra_batch
 from nearplane.lattice import kernels_torch
 from nearplane.lattice.bounds import BLOCK_COLUMNS
 from nearplane.lattice.exact_sum_torch import GPU_AT_ONCE
@@ -134,10 +135,11 @@ class Shapes:
         """Return at least the windows of the rank that has most, in batches of so many; see `Dealt.among`."""
         if self.ranks == 1:
             return self.all_windows
-        fitted, extra = (-(-count // batch) for count in (self.windows - 1, self.extra))
-        extra += self.ranks  # each text of a mix begins with a batch of its own; up to so many texts are counted
-        share = 1 + batch * -(-fitted // self.ranks), batch * -(-extra // self.ranks)
-        return min(self.windows, share[0]) + min(self.extra, share[1])
+        batches = -(-(self.windows - 1) // batch)
+        fitted = 1 + batch * -(-batches // self.ranks)
+        whole = self.all_windows + self.ranks - 1  # the first is on every rank
+        evened = -(-whole // self.ranks) + extra_batch(batch)
+        return min(self.all_windows, max(fitted, evened))
 
     @property
     def state(self) -> int:

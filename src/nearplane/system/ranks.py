@@ -6,8 +6,11 @@ windows, and answer its requests. `process_group.py` connects processes; `curren
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -95,6 +98,26 @@ _current: list[Ranks] = [ONE_PROCESS]
 def current() -> Ranks:
     """Return the ranks of the run that this process takes part in."""
     return _current[-1]
+
+
+def evened(loads: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return to which rank each of some pieces goes that are dealt in their order, so that all ranks have about equal loads.
+
+    >>> evened([4, 0], [2, 2, 2, 2])
+    [0, 1, 1, 1]
+
+    Args:
+        loads: What each rank has before.
+        sizes: Sizes of the pieces.
+    """
+    ascending, more = sorted(loads), sum(sizes)
+    for count, following in enumerate([*ascending[1:], inf], 1):
+        level = (sum(ascending[:count]) + more) / count  # of those ranks that get something
+        if level <= following:
+            break
+    ends = [*accumulate(max(0.0, level - load) for load in loads)]
+    middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
+    return [min(bisect_right(ends, middle), len(loads) - 1) for middle in middles]
 
 
 @contextmanager

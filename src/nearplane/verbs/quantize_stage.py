@@ -6,11 +6,10 @@ all its rows, and a two-sided layer, whose rows compensate each other, are solve
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
-from math import inf, prod
+from itertools import groupby
+from math import prod
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from nearplane.planning.ledger import Solved
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme
 from nearplane.record.record import LayerRecord
 from nearplane.system.out_of_memory import working_on
-from nearplane.system.ranks import current
+from nearplane.system.ranks import current, evened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,21 +155,8 @@ def dealt(orders: Sequence[Order], layers: Sequence[Layer], ranks: int) -> tuple
         for rows in solved_strips(layer.shape[0], layer.weight.device):
             strips.append((order, rows))
             sizes.append((rows.stop - rows.start) * layer.shape[1])
-    level = _level(weights, sum(sizes))
-    ends = [*accumulate(max(0, level - weight) for weight in weights)]  # of the strips of each rank, in weights
-    middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
-    owners = [min(bisect_right(ends, middle), ranks - 1) for middle in middles]
+    owners = evened(weights, sizes)
     for (_, rank), same in groupby(zip(strips, owners, strict=True), key=lambda each: (each[0][0].number, each[1])):
         (order, first), *_ = neighbours = [strip for strip, _ in same]
         shares[rank].append(replace(order, rows=slice(first.start, neighbours[-1][1].stop)))
     return tuple(tuple(sorted(share, key=lambda order: order.number)) for share in shares)
-
-
-def _level(weights: Sequence[int], more: int) -> float:
-    """Return what each rank has at least if so many more weights go to those that have the fewest."""
-    ascending = sorted(weights)
-    for count, following in enumerate([*ascending[1:], inf], 1):
-        level = (sum(ascending[:count]) + more) / count
-        if level <= following:
-            break
-    return level

@@ -103,7 +103,7 @@ def test_runs_are_counted_within_windows():
 def test_the_default_is_fifty_tokens_for_each_input_of_the_widest_layer_and_half_a_million_at_most(
     tmp_path, intermediate, tokens
 ):
-    config = config_of("llama", num_hidden_layers=1, hidden_size=32, intermediate_size=intermediate)
+    config = config_of("llama", num_hidden_layers=1, hidden_size=64, intermediate_size=intermediate)
     random_model(config).save_pretrained(tmp_path)
     found = open_model(str(tmp_path))
     assert samples_of(found, Calibration(seqlen=64)) == -(-tokens // 64)

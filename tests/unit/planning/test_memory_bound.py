@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nearplane.calibration.dealt import Dealt
 from nearplane.calibration.one_forward import MemorySetting
+from nearplane.calibration.windows import extra_batch
 from nearplane.planning.memory_bound import (
     ALLOCATOR_FACTOR,
     Blocks,
@@ -126,7 +127,8 @@ def test_on_a_gpu_hidden_states_move_to_the_host_before_the_disk() -> None:
 def test_a_rank_has_no_more_windows_than_are_counted_for_it(windows: int, extra: int, batch: int, world: int) -> None:
     """And its hidden states take the less memory the more ranks there are."""
     fitted = [1, *(min(batch, windows - a) for a in range(1, windows, batch))]
-    others = [min(batch, extra - a) for a in range(0, extra, batch)]
+    size = extra_batch(batch)
+    others = [min(size, extra - a) for a in range(0, extra, size)]
     shapes = replace(SHAPES, windows=windows, extra=extra, ranks=world)
     ranks = Ranks()
     ranks.world = world
