@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,3 +41,18 @@ def test_the_page_has_every_model_and_way(calculator: ModuleType) -> None:
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     assert len(rows) == 1 + len(KNOWN["modes"])
     assert all(row.count("|") == len(KNOWN["models"]) + 2 for row in rows)
+
+
+def test_the_table_of_the_readme_has_the_same_figures() -> None:
+    model = KNOWN["models"]["meta-llama/Llama-3.1-8B"]
+    taken = {
+        mode["options"]: (mode["loss"][0], sizes) for mode, sizes in zip(KNOWN["modes"], model["sizes"], strict=True)
+    }
+    rows = re.findall(r"^\|.*?\| `(--[^`]+)`.*\| (\S+) GB \| (\S+) \|$", (ROOT / "README.md").read_text(), re.M)
+    assert len(rows) == 7
+    names = {"--grid fp8 --activations fp8": "--grid fp8", "--bits 4 --format mlx --group-size 64": "--bits 4 --group-size 64 --format mlx",
+             "--bits 3 --format gptq_v2 --no-symmetric": "--bits 3 --no-symmetric --format gptq_v2"}  # fmt: skip
+    for options, size, ratio in rows:
+        loss, (weights, _) = taken[names.get(options, options)]
+        assert float(size) == round(weights / 1e9, 2)
+        assert float(ratio) == pytest.approx(loss, abs=0.005)
