@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nearplane.coding.blob import Contents, decode_packed, encode, stored_base
+from coded import contents
+from nearplane.coding.blob import Contents, decode_packed, encode
 from nearplane.coding.packed_matrix import PackedMatrix
 from nearplane.formats.native import matrix_of
 from nearplane.loading import product_cpu
@@ -21,19 +21,6 @@ def filled(packed: PackedMatrix, bias: Tensor | None = None, *, dtype: torch.dty
     if bias is not None:
         layer.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
     return layer
-
-
-def contents(out: int, columns: int, *, spread: float = 1.5, outliers: int = 0, seed: int = 0) -> Contents:
-    """Return Gaussian codes whose spread follows the column, with some codes that no byte holds."""
-    rng = np.random.default_rng(seed)
-    exponents = rng.integers(-6, 7, columns).astype(np.int32)
-    rows = rng.integers(-1, 2, out).astype(np.int32)
-    codes = np.round(rng.normal(size=(out, columns)) * spread * 2.0 ** (-exponents / 4)).astype(np.int32)
-    for _ in range(outliers):
-        codes[rng.integers(out), rng.integers(columns)] = rng.choice([-(2**20), 40, 129, -129, 3000])
-    return Contents(
-        codes=codes, base=stored_base(0.01), columns=exponents, column_resolution=4, rows=rows, row_resolution=1
-    )
 
 
 CASES = [
