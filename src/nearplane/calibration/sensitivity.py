@@ -89,7 +89,7 @@ def sensitivity(
     batch = BATCH if device.type == "cpu" else default_batch(windows.shape[1])  # less for `repeatable_backward`
     every, ranks = windows.split(batch), current()
     divided = not together and model.embeddings is None and has_head(model.network)
-    if divided:
+    if divided and ranks.others:
         ranks.start(_FollowedSensitivity(tokens, dtype, seed, library_in_use()))
     share = ranks.share(len(every)) if divided else range(len(every))
     batches = every[share.start : share.stop]

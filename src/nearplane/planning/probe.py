@@ -146,7 +146,8 @@ def probe(
         CalibrationError: Predictions are not finite, or layers did not run.
     """
     ranks = current()
-    ranks.start(_FollowedProbe(tokens, perturbations.to("cpu"), dtype, keep, library_in_use()))
+    if ranks.others:
+        ranks.start(_FollowedProbe(tokens, perturbations.to("cpu"), dtype, keep, library_in_use()))
     measured, windows, size = _sample(model, tokens, perturbations.points)
     deep = len(measured) < len(model.blocks)
     layers = {layer.name for block in model.blocks for layer in block.layers}
