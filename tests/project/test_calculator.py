@@ -51,7 +51,6 @@ def test_the_table_of_the_readme_has_the_same_figures() -> None:
     rows = re.findall(r"^\|.*?\| `(--[^`]+)`.*\| (\S+) GB \| (\S+) \|$", (ROOT / "README.md").read_text(), re.M)
     assert len(rows) == 7
     names = {
-        "--grid fp8 --activations fp8": "--grid fp8",
         "--bits 4 --format mlx --group-size 64": "--bits 4 --group-size 64 --format mlx",
         "--bits 3 --format gptq_v2 --no-symmetric": "--bits 3 --no-symmetric --format gptq_v2",
     }

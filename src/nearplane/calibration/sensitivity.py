@@ -5,7 +5,7 @@ One block is in memory at a time, forwards and then backwards. The quantization 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -97,7 +97,9 @@ def sensitivity(
     with torch.no_grad():
         stream = skeleton(model, batches or every[:1], device=device, dtype=dtype)
     runs: dict[str, tuple[Tensor, ...]] = {}
-    sums: list[dict[str, Tensor]] = [{} for _ in batches]  # over the tokens of each batch, of squared gradients
+    # sums over tokens of squared gradients: of each batch where ranks add them in the order of batches, else of all in one
+    apart, every_batch = divided and ranks.world > 1, dict[str, Tensor]()
+    sums = [{} if apart else every_batch for _ in batches]
     with closing(StatesOnDisk()) as block_inputs, torch.no_grad():  # of all blocks, batch by batch
         last_states = stream.quantized[: len(batches)]
         for block in model.in_turn(blocks, device):
@@ -124,11 +126,12 @@ def sensitivity(
             runs |= {
                 name: tuple((total / windows.numel()).float() for total in totals) for name, totals in products.items()
             }
-    if divided and ranks.world > 1:
+    if apart:
         on_host = [{name: one.cpu() for name, one in each.items()} for each in sums]
-        sums = [{name: one.to(device) for name, one in each.items()} for some in ranks.gather(on_host) for each in some]
-    names = dict.fromkeys(name for each in sums for name in each)
-    outputs = {name: _sum(each[name] for each in sums if name in each) / windows.numel() for name in names}
+        gathered = [each for some in ranks.gather(on_host) for each in some]
+        for name in dict.fromkeys(name for each in gathered for name in each):
+            every_batch[name] = reduce(torch.add, (each[name] for each in gathered if name in each)).to(device)
+    outputs = {name: total / windows.numel() for name, total in every_batch.items()}
     if model.embeddings is None:
         return Sensitivity(outputs=outputs, together=runs)
     if not model.tied:
@@ -180,11 +183,6 @@ def _embedding_scale(embeddings: Block, hidden: Sequence[Tensor], tokens: Sequen
         rows = block.quantized_layers()[0].read()
         pairs = [(rows[part.to(x.device)], x.to(rows)) for part, x in zip(tokens, hidden, strict=True)]
     return float(sum((row * x).sum() for row, x in pairs) / sum(row.square().sum() for row, _ in pairs))
-
-
-def _sum(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sum of tensors, in their order."""
-    return reduce(torch.add, tensors)
 
 
 def _from_predictions(

@@ -109,7 +109,7 @@ class LayerFacts(NamedTuple):
 def certify(
     W: Tensor, target: Tensor, solution: Solution, H: Tensor, factor: Factor, *, values: Tensor | None = None
 ) -> Certificate:
-    """Measure a quantized matrix against its target; see `figures_of_rows` for the arguments."""
+    """Return the certificate of a matrix from all its rows; see `figures_of_rows` for the arguments."""
     facts = LayerFacts.of(W, H)
     figures = figures_of_rows(W, target, solution, H, factor, facts, values=values)
     return certificate_of(figures, facts, target.shape[1], swept=solution.outside is not None)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nearplane.coding.blob import Contents, size
 from nearplane.lattice.bounds import (
+    MEASURED_ROWS,
     LayerFacts,
     certificate_of,
     figures_of_rows,
@@ -22,7 +23,7 @@ from nearplane.lattice.bounds import (
     losses_on_extra,
     means_on_extra,
 )
-from nearplane.lattice.factor import Factor, read, solved_strips
+from nearplane.lattice.factor import Factor, read, solved_strips, strips
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.solvers import SOLVERS, Solution, sweep_planes
 from nearplane.matrix.inputs import Inputs, corrected
@@ -170,7 +171,8 @@ def measured_rows(
     pruned = damped.dead if moments.alive is None else damped.dead & moments.alive
     return MeasuredRows(
         figures=figures,
-        energy=target.to(figures).square().mean(1) * weight,
+        energy=torch.cat([target[part].to(figures).square().mean(1) for part in strips(target, MEASURED_ROWS)])
+        * weight,
         weight=weight,
         dead=torch.stack([damped.dead.sum(), pruned.sum()]),
         on_extra=tuple(on_extra),

@@ -248,14 +248,14 @@ def corrected(W: Tensor, inputs: Inputs, scheme: Scheme, rows: slice = slice(Non
     weights, rho = W[rows], 0.0
     target = weights.clone()
     if scheme.correct and moments.corrects and moments.held_out is not None and moments.held_out.corrects:
-        difference = _difference(W, moments)
-        rho = _correction_weight(W, difference, inputs, scheme)
+        rho = _correction_weight(W, inputs, scheme)
         if rho != 0.0:
             first, factor = rows.start or 0, inputs.factor_of_the_correction(scheme)
+            difference = _difference(W, moments)
             for part in solved_strips(len(target), target.device):
                 lost = _lost(weights[part], moments, difference, slice(first + part.start, first + part.stop))
                 target[part].add_(correction(lost, factor), alpha=rho)
-        del difference
+            del difference
     del moments
     inputs.corrected(scheme)
     release()  # free the correction's memory, because solving needs as much
@@ -278,12 +278,12 @@ def _lost(W: Tensor, moments: Moments, difference: Tensor | None, rows: Tensor |
     return moments.lost[rows].to(W.dtype)
 
 
-def _correction_weight(W: Tensor, difference: Tensor | None, inputs: Inputs, scheme: Scheme) -> float:
+def _correction_weight(W: Tensor, inputs: Inputs, scheme: Scheme) -> float:
     """Return the weight of the correction, see `trust`, from the gain of some evenly spread rows on held-out tokens."""
     moments, held_out = inputs.moments, inputs.moments.held_out
     assert held_out is not None
     rows = torch.linspace(0, len(W) - 1, min(TRIED_ROWS, len(W)), dtype=torch.float64).round().long().to(W.device)
-    lost = _lost(W[rows], moments, difference, rows)
+    lost = _lost(W[rows], moments, _difference(W, moments), rows)
     lost_held_out = _lost(W[rows], held_out, _difference(W, held_out), rows)
     lost_fitting = weighted_difference(lost, moments.tokens, lost_held_out, held_out.tokens)
     trial = correction(lost_fitting, inputs.factor_of_the_correction(scheme, fitting=True))

@@ -23,7 +23,7 @@ from nearplane.models.layers import EmbeddingLayer, Layer, as_layer
 
 IGNORED_REASON = "ignored"
 NOT_HANDLED = "is of no type that is handled"
-NARROW_OUTPUTS, NARROW_SHARE = 64, 32  # a gate has fewer outputs than the first, and at most its inputs by the second
+MAX_GATE_OUTPUTS, MIN_INPUTS_BY_OUTPUT = 63, 32  # of a gate: the most outputs, and the fewest inputs for each of them
 MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
 NOT_BUILT = "transformers does not build it"
 
@@ -85,7 +85,7 @@ def gate_reason(outputs: int, inputs: int) -> str:
     >>> gate_reason(64, 2048), gate_reason(32, 512)
     ('', '')
     """
-    if outputs > 1 and not (outputs < NARROW_OUTPUTS and NARROW_SHARE * outputs <= inputs):
+    if outputs > 1 and (outputs > MAX_GATE_OUTPUTS or inputs < MIN_INPUTS_BY_OUTPUT * outputs):
         return ""
     return f"{outputs} output{'s' * (outputs > 1)} of {inputs} inputs: a gate"
 

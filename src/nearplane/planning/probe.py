@@ -98,10 +98,10 @@ class _Turns:
     def __init__(self, ranks: Ranks) -> None:
         self._rank, self._weights = ranks.rank, [0] * ranks.world
 
-    def mine(self, layers: Iterable[Layer]) -> bool:
-        """Return whether the next perturbation, of these layers, is this rank's."""
+    def mine(self, layers: Iterable[Layer], points: int = 1) -> bool:
+        """Return whether the next perturbations, so many of these layers, are this rank's."""
         rank = self._weights.index(min(self._weights))
-        self._weights[rank] += sum(math.prod(layer.shape) for layer in layers)
+        self._weights[rank] += points * sum(math.prod(layer.shape) for layer in layers)
         return rank == self._rank
 
 
@@ -300,7 +300,7 @@ def _perturbed(
         weights = {layer: layer.read() for layer in layers}
         shared_inputs = {layer: inputs.pop(layer.name) for layer in layers}  # freed after the last layer with them
         makers_of = (perturbations.of(W, shared_inputs[layer]) for layer, W in weights.items())
-        mine = turns.mine(layers)
+        mine = turns.mine(layers, perturbations.points)
         for point, makers in enumerate(zip(*makers_of, strict=True)):
             if not mine:
                 yield None
@@ -317,7 +317,7 @@ def _perturbed(
                 shape=variants[0].shape,
                 expected=expected,
             )
-        for layer, W in weights.items():
+        for layer, W in weights.items() if mine else ():
             layer.write(W)
 
 
@@ -336,10 +336,14 @@ def _experts_perturbed(
         turns: How perturbations are dealt.
     """
     layers = tuple(layer for group, _ in sides for layer in group)
+    own = [turns.mine(layers) for _ in range(perturbations.points)]
+    if not any(own):
+        yield from [None] * len(own)
+        return
     holders = {layer.parameter: layer.weight for layer in layers}
     weights = {name: holder.detach().clone() for name, holder in holders.items()}
-    for point in range(perturbations.points):
-        if not turns.mine(layers):
+    for point, mine in enumerate(own):
+        if not mine:
             yield None
             continue
         rates: list[tuple[float, int]] = []  # of each layer, with its number of weights

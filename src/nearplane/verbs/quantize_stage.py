@@ -144,7 +144,7 @@ def dealt(orders: Sequence[Order], layers: Sequence[Layer], ranks: int) -> tuple
     shares: list[list[Order]] = [[] for _ in range(ranks)]
     weights = [0] * ranks
     divided = [order for order in orders if ranks > 1 and order.divides]
-    wholes = [order for order in orders if order not in divided]
+    wholes = [order for order in orders if ranks == 1 or not order.divides]
     for order in sorted(wholes, key=lambda order: -prod(layers[order.number].shape)):
         rank = weights.index(min(weights))
         shares[rank].append(order)
@@ -158,5 +158,7 @@ def dealt(orders: Sequence[Order], layers: Sequence[Layer], ranks: int) -> tuple
     owners = evened(weights, sizes)
     for (_, rank), same in groupby(zip(strips, owners, strict=True), key=lambda each: (each[0][0].number, each[1])):
         (order, first), *_ = neighbours = [strip for strip, _ in same]
-        shares[rank].append(replace(order, rows=slice(first.start, neighbours[-1][1].stop)))
+        rows = slice(first.start, neighbours[-1][1].stop)
+        whole = rows == slice(0, layers[order.number].shape[0])
+        shares[rank].append(order if whole else replace(order, rows=rows))
     return tuple(tuple(sorted(share, key=lambda order: order.number)) for share in shares)

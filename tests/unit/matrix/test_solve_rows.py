@@ -15,7 +15,7 @@ from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import joined, quantize_matrix, solve_rows
 from nearplane.recipe.schemes import BlockScheme, GridScheme
 
-ROWS, COLUMNS = 2 * STRIP_ROWS + 128, 256
+COLUMNS = 256
 SCHEMES = {
     "4 bits": GridScheme(bits=4, group_size=64),
     "2 bits, not symmetric": GridScheme(bits=2, group_size=32, symmetric=False),
@@ -46,13 +46,16 @@ def moments(generator: torch.Generator) -> Moments:
     return replace(of(X, X_hat), held_out=of(X[:200], X_hat[:200]), extra=Extra(X_hat=extra.float()))
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_rows_that_are_solved_apart_have_the_bits_of_the_whole(name: str, generator: torch.Generator) -> None:
-    W = torch.randn(ROWS, COLUMNS, generator=generator) * 0.02
+@pytest.mark.parametrize(("name", "last"), [*((name, 128) for name in SCHEMES), ("4 bits", 1), ("q4_k", 1)])
+def test_rows_that_are_solved_apart_have_the_bits_of_the_whole(
+    name: str, last: int, generator: torch.Generator
+) -> None:
+    rows = 2 * STRIP_ROWS + last
+    W = torch.randn(rows, COLUMNS, generator=generator) * 0.02
     known, scheme = moments(generator), SCHEMES[name]
     matrix, record = quantize_matrix(W, known, scheme)
-    cuts = [slice(0, STRIP_ROWS), slice(STRIP_ROWS, ROWS)]
-    parts = [solve_rows(W, rows, Inputs(known).used_once(), scheme) for rows in cuts]  # each with inputs of its own
+    cuts = [slice(0, STRIP_ROWS), slice(STRIP_ROWS, 2 * STRIP_ROWS), slice(2 * STRIP_ROWS, rows)]
+    parts = [solve_rows(W, some, Inputs(known).used_once(), scheme) for some in cuts]  # each with inputs of its own
     both, of_both = joined(parts, Inputs(known), scheme, name="matrix")
     assert both.same_as(matrix)
     assert record.correction
