@@ -274,7 +274,7 @@ def _lost(W: Tensor, moments: Moments, difference: Tensor | None, rows: Tensor |
     """Return (rows, in) `Moments.lost` of the rows of weights `W` (rows, in), or the same from C and H."""
     if difference is not None:
         return W @ difference
-    assert moments.lost is not None, "lost outputs were summed, or C was"
+    assert moments.lost is not None, "moments have C or lost outputs"
     return moments.lost[rows].to(W.dtype)
 
 

@@ -80,7 +80,6 @@ def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturbations:
     Losses at the other rates are in proportion to the errors of the layer's outputs, `tr(E H E^T)` with H damped. This follows the
     bend of the curve at low rates without the noise of a measurement, and gives better rates than measuring all three points.
     """
-
     return Perturbations(of=partial(_at_rates, rates, scheme), points=1)
 
 
