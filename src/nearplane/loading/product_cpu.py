@@ -10,22 +10,27 @@ code plus half the range.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from nearplane.compiled import compiled
+from nearplane.loading.torch_threads import in_threads
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.int32]
+# (rows, words of an output, fields) inputs divided by the powers of fields; (rows, groups) sums of the inputs of a group;
+# (rows, groups) what sums of products begin with: less the offset of each field that has one
+Inputs = tuple[Floats, Floats, Floats]
 
 BLOCK = 64  # outputs whose words stand side by side
 WIDTHS = (2, 4, 8)  # bits of a field
-MIN_THREADED_WEIGHTS = 2**18  # with fewer, one thread computes everything
+MIN_THREADED_WEIGHTS = 2**21  # with fewer, one thread computes everything
 
 
 def pack(codes: npt.NDArray[np.integer], bits: int, columns: npt.NDArray[np.integer]) -> Words:
@@ -51,9 +56,9 @@ def product(x: Floats, words: Words, steps: Floats, offsets: Floats, bits: int) 
         offsets: As steps, or (blocks, 0, BLOCK) where all are 0.
         bits: Of a field.
     """
-    y = np.empty((len(x), len(words) * BLOCK), np.float32)
-    write = _kernels(bits).product
-    _in_threads(lambda a, b: write(x, words, steps, offsets, a, b, y), words, bits)
+    y, kernels = np.zeros((len(x), len(words) * BLOCK), np.float32), _kernels(bits)
+    inputs = kernels.inputs(x, steps.shape[1])
+    _in_threads(lambda a, b: kernels.product(inputs, words, steps, offsets, a, b, y), words, bits)
     return y
 
 
@@ -66,25 +71,19 @@ def values(words: Words, steps: Floats, offsets: Floats, bits: int) -> Floats:
 
 
 def _in_threads(work: Callable[[int, int], None], words: Words, bits: int) -> None:
-    """Call `work` for shares of the blocks: first and last + 1, in as many threads as torch takes."""
-    threads, blocks = torch.get_num_threads(), len(words)
-    share = -(-blocks // threads) if words.size * (32 // bits) >= MIN_THREADED_WEIGHTS else blocks
-    others = [_pool(threads - 1).submit(work, a, min(a + share, blocks)) for a in range(share, blocks, max(1, share))]
-    work(0, share)
-    for part in others:
-        part.result()
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads)
+    """Call `work` for all blocks, or for shares of many: first and last + 1."""
+    if words.size * (32 // bits) < MIN_THREADED_WEIGHTS:
+        work(0, len(words))
+    else:
+        in_threads(work, len(words))
 
 
 class _Kernels(NamedTuple):
     """Compiled functions that write words with a certain number of fields, their products and values."""
 
     pack: Callable[[npt.NDArray[np.integer], npt.NDArray[np.int64], Words], None]
-    product: Callable[[Floats, Words, Floats, Floats, int, int, Floats], None]
+    inputs: Callable[[Floats, int], Inputs]
+    product: Callable[[Inputs, Words, Floats, Floats, int, int, Floats], None]
     values: Callable[[Words, Floats, Floats, int, int, Floats], None]
 
 
@@ -92,11 +91,9 @@ class _Kernels(NamedTuple):
 def _kernels(bits: int) -> _Kernels:
     """Compile the functions for fields of some bits; their loops over fields are unrolled, as the number is constant."""
     fields, last = 32 // bits, 32 // bits - 1
-    half, power = np.float32(2 ** (bits - 1)), np.float32(2.0**-bits)
+    half, power, add_products = np.float32(2 ** (bits - 1)), np.float32(2.0**-bits), _add_products(bits)
     masks = np.array([(1 << bits) - 1 << bits * i for i in range(fields)], np.uint32).view(np.int32)
-    # offsets of fields: those of 128 are subtracted from each code, smaller ones from sums, which costs less
-    each, summed = (1, np.float32(0)) if bits == 8 else (0, half)
-    offset_at = np.array([each * 2.0 ** (bits * i + bits - 1) for i in range(last)] + [0], np.float32)
+    summed = np.float32(0) if bits == 8 else half  # offset of fields that is subtracted from sums
 
     @compiled(error_model="numpy")
     def pack(codes: npt.NDArray[np.integer], columns: npt.NDArray[np.int64], words: Words) -> None:  # pragma: no cover
@@ -113,18 +110,16 @@ def _kernels(bits: int) -> _Kernels:
                     word |= (line[j * fields + i] + np.int32(half)) << np.int32(bits * i)
                 words[block, j, k] = word
 
-    @compiled(fastmath={"contract"}, error_model="numpy")
-    def product(
-        x: Floats, words: Words, steps: Floats, offsets: Floats, a: int, b: int, y: Floats
-    ) -> None:  # pragma: no cover
-        """Write the products (rows, outputs) of blocks a ... b - 1."""
-        rows, groups = len(x), steps.shape[1]
-        size = words.shape[1] // groups
-        factors = np.empty((rows, words.shape[1], fields), np.float32)
-        sums = np.zeros((rows, groups), np.float32)  # of the inputs of a group
-        start = np.zeros((rows, groups), np.float32)  # less the offset of each field that has one
+    @compiled(error_model="numpy")
+    def inputs(x: Floats, groups: int) -> Inputs:  # pragma: no cover
+        """Return what `product` reads of the inputs; see `Inputs`."""
+        rows, words = len(x), x.shape[1] // fields
+        size = words // groups
+        factors = np.empty((rows, words, fields), np.float32)
+        sums = np.zeros((rows, groups), np.float32)
+        start = np.zeros((rows, groups), np.float32)
         for row in range(rows):
-            for j in range(words.shape[1]):
+            for j in range(words):
                 factor, group = np.float32(1), j // size
                 for i in range(fields):
                     one = x[row, j * fields + i]
@@ -134,20 +129,26 @@ def _kernels(bits: int) -> _Kernels:
                 start[row, group] -= summed * one
             for group in range(groups):
                 start[row, group] = -summed * sums[row, group] - start[row, group]
-        y[:, a * BLOCK : b * BLOCK] = 0
+        return factors, sums, start
+
+    @compiled(fastmath={"contract"}, error_model="numpy")
+    def product(
+        inputs: Inputs, words: Words, steps: Floats, offsets: Floats, a: int, b: int, y: Floats
+    ) -> None:  # pragma: no cover
+        """Add the products of blocks a ... b - 1 to y (rows, outputs)."""
+        factors, sums, start = inputs
+        rows, groups = start.shape
+        size = words.shape[1] // groups
         part = np.empty(BLOCK, np.float32)
         for block in range(a, b):
             for row in range(rows):
                 out = y[row, block * BLOCK : (block + 1) * BLOCK]
                 for group in range(groups):
                     part[:] = start[row, group]
-                    for j in range(group * size, (group + 1) * size):
-                        word, factor_of = words[block, j], factors[row, j]
-                        for k in range(BLOCK):
-                            total = part[k]
-                            for i in range(fields):
-                                total += factor_of[i] * (np.float32(word[k] & masks[i]) - offset_at[i])
-                            part[k] = total
+                    here = group * size
+                    add_products(
+                        part.ctypes.data, words[block, here:].ctypes.data, factors[row, here:].ctypes.data, size
+                    )
                     step = steps[block, group]
                     for k in range(BLOCK):
                         out[k] += step[k] * part[k]
@@ -174,4 +175,60 @@ def _kernels(bits: int) -> _Kernels:
                         for k in range(BLOCK):
                             out[k] += offset[k]
 
-    return _Kernels(pack, product, values)
+    return _Kernels(pack, inputs, product, values)
+
+
+def _add_products(bits: int) -> Any:
+    """Make an intrinsic that adds products of codes to BLOCK sums, which stay in registers meanwhile.
+
+    Its arguments are addresses of the sums, of the words and of the factors of a group, and the number of words of an
+    output. Offsets of 128 are subtracted from each code here; smaller ones are subtracted from sums, which costs less.
+    """
+    fields, last = 32 // bits, 32 // bits - 1
+    i32, f32, i64 = ir.IntType(32), ir.FloatType(), ir.IntType(64)
+    integers, floats = ir.VectorType(i32, BLOCK), ir.VectorType(f32, BLOCK)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def load(type_of: Any, address: Any) -> Any:
+            loaded = builder.load(builder.inttoptr(address, type_of.as_pointer()))
+            loaded.align = 4
+            return loaded
+
+        def at(address: Any, place: Any) -> Any:
+            return builder.add(address, builder.mul(place, ir.Constant(i64, 4)))
+
+        def repeated(number: Any) -> Any:
+            nothing = ir.Constant(floats, ir.Undefined)
+            first = builder.insert_element(nothing, number, ir.Constant(i32, 0))
+            return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(i32, BLOCK), None))
+
+        sums_at, words_at, factors_at, count = arguments
+        first, before, loop = load(floats, sums_at), builder.block, builder.append_basic_block("word")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        j, sums = builder.phi(i64), builder.phi(floats)
+        word = load(integers, at(words_at, builder.mul(j, ir.Constant(i64, BLOCK))))
+        total, factor_at = sums, at(factors_at, builder.mul(j, ir.Constant(i64, fields)))
+        for i in range(fields):
+            mask = np.array([(1 << bits) - 1 << bits * i], np.uint32).view(np.int32)[0]
+            code = builder.sitofp(builder.and_(word, ir.Constant(integers, [int(mask)] * BLOCK)), floats)
+            if bits == 8 and i < last:
+                code = builder.fsub(code, ir.Constant(floats, [2.0 ** (8 * i + 7)] * BLOCK))
+            factor = repeated(load(f32, at(factor_at, ir.Constant(i64, i))))
+            product = builder.fmul(code, factor, flags=("contract",))
+            total = builder.fadd(product, total, flags=("contract",))
+        following = builder.add(j, ir.Constant(i64, 1))
+        for phi, begin, end in ((j, ir.Constant(i64, 0), following), (sums, first, total)):
+            phi.add_incoming(begin, before)
+            phi.add_incoming(end, loop)
+        done = builder.append_basic_block("done")
+        builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
+        builder.position_at_end(done)
+        builder.store(total, builder.inttoptr(sums_at, floats.as_pointer())).align = 4
+        return context.get_dummy_value()
+
+    @intrinsic
+    def add_products(typingctx: Any, sums: Any, words: Any, factors: Any, count: Any) -> Any:
+        return types.void(types.intp, types.intp, types.intp, types.int64), generate
+
+    return add_products

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from checkpoints import random_matrix
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.superblock import SuperGrid
-from nearplane.loading import product_cpu
+from nearplane.loading import product_cpu, torch_threads
 from nearplane.loading.grid_linear import GridLinear, grid_linear
 from nearplane.loading.words_linear import MAX_ROWS
 
@@ -78,7 +78,10 @@ def test_products_are_those_of_the_values(case: str, rows: int) -> None:
     assert (short.double() - expected).norm() <= 2**-8 * expected.norm()  # inputs and outputs are rounded
 
 
-def test_threads_share_blocks_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["torch's threads", "a pool"])
+def test_threads_share_blocks_and_change_nothing(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not own:
+        monkeypatch.setattr(torch_threads, "_openmp", lambda: None)
     _, layer = made("2 bits, symmetric")
     x = inputs(3)
     alone = layer(x), layer(inputs(20)), layer.weight
