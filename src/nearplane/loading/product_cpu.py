@@ -18,9 +18,10 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+from numba.np.numpy_support import carray
 
 from nearplane.compiled import compiled
-from nearplane.loading.torch_threads import in_threads
+from nearplane.loading.torch_threads import FIRST, Native, floats_at, in_threads, integers_at, native, next_share
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.int32]
@@ -30,7 +31,9 @@ Inputs = tuple[Floats, Floats, Floats]
 
 BLOCK = 64  # outputs whose words stand side by side
 WIDTHS = (2, 4, 8)  # bits of a field
-MIN_THREADED_WEIGHTS = 2**21  # with fewer, one thread computes everything
+LINE = 64  # bytes that a processor reads from memory at once
+AHEAD = 4096  # bytes by which words are read before they are used
+MIN_THREADED_WEIGHTS = 2**18  # with fewer, one thread computes everything
 
 
 def pack(codes: npt.NDArray[np.integer], bits: int, columns: npt.NDArray[np.integer]) -> Words:
@@ -56,26 +59,28 @@ def product(x: Floats, words: Words, steps: Floats, offsets: Floats, bits: int) 
         offsets: As steps, or (blocks, 0, BLOCK) where all are 0.
         bits: Of a field.
     """
-    y, kernels = np.zeros((len(x), len(words) * BLOCK), np.float32), _kernels(bits)
+    kernels, y = _kernels(bits), np.zeros((len(x), len(words) * BLOCK), np.float32)
     inputs = kernels.inputs(x, steps.shape[1])
-    _in_threads(lambda a, b: kernels.product(inputs, words, steps, offsets, a, b, y), words, bits)
+    shape = len(x), words.shape[1], steps.shape[1], offsets.shape[1]
+    _in_threads(kernels.product, shape, (*inputs, words, steps, offsets, y), bits, words)
     return y
 
 
 def values(words: Words, steps: Floats, offsets: Floats, bits: int) -> Floats:
     """Return the values (in, outputs) of the codes; arguments as in `product`."""
     made = np.empty((words.shape[1] * (32 // bits), len(words) * BLOCK), np.float32)
-    write = _kernels(bits).values
-    _in_threads(lambda a, b: write(words, steps, offsets, a, b, made), words, bits)
+    shape = words.shape[1], steps.shape[1], offsets.shape[1]
+    _in_threads(_kernels(bits).values, shape, (words, steps, offsets, made), bits, words)
     return made
 
 
-def _in_threads(work: Callable[[int, int], None], words: Words, bits: int) -> None:
-    """Call `work` for all blocks, or for shares of many: first and last + 1."""
-    if words.size * (32 // bits) < MIN_THREADED_WEIGHTS:
-        work(0, len(words))
-    else:
-        in_threads(work, len(words))
+def _in_threads(
+    work: Native, numbers: tuple[int, ...], arrays: tuple[npt.NDArray[Any], ...], bits: int, words: Words
+) -> None:
+    """Let threads work on blocks of words; arrays are read as if their numbers followed each other."""
+    kept = [np.ascontiguousarray(array) for array in arrays]
+    addresses = [array.ctypes.data for array in kept]
+    in_threads(work, [*numbers, *addresses], len(words), alone=words.size * (32 // bits) < MIN_THREADED_WEIGHTS)
 
 
 class _Kernels(NamedTuple):
@@ -83,15 +88,15 @@ class _Kernels(NamedTuple):
 
     pack: Callable[[npt.NDArray[np.integer], npt.NDArray[np.int64], Words], None]
     inputs: Callable[[Floats, int], Inputs]
-    product: Callable[[Inputs, Words, Floats, Floats, int, int, Floats], None]
-    values: Callable[[Words, Floats, Floats, int, int, Floats], None]
+    product: Native
+    values: Native
 
 
 @cache
 def _kernels(bits: int) -> _Kernels:
     """Compile the functions for fields of some bits; their loops over fields are unrolled, as the number is constant."""
     fields, last = 32 // bits, 32 // bits - 1
-    half, power, add_products = np.float32(2 ** (bits - 1)), np.float32(2.0**-bits), _add_products(bits)
+    half, power = np.float32(2 ** (bits - 1)), np.float32(2.0**-bits)
     masks = np.array([(1 << bits) - 1 << bits * i for i in range(fields)], np.uint32).view(np.int32)
     summed = np.float32(0) if bits == 8 else half  # offset of fields that is subtracted from sums
 
@@ -131,61 +136,78 @@ def _kernels(bits: int) -> _Kernels:
                 start[row, group] = -summed * sums[row, group] - start[row, group]
         return factors, sums, start
 
-    @compiled(fastmath={"contract"}, error_model="numpy")
-    def product(
-        inputs: Inputs, words: Words, steps: Floats, offsets: Floats, a: int, b: int, y: Floats
-    ) -> None:  # pragma: no cover
-        """Add the products of blocks a ... b - 1 to y (rows, outputs)."""
-        factors, sums, start = inputs
-        rows, groups = start.shape
-        size = words.shape[1] // groups
-        part = np.empty(BLOCK, np.float32)
-        for block in range(a, b):
-            for row in range(rows):
-                out = y[row, block * BLOCK : (block + 1) * BLOCK]
-                for group in range(groups):
-                    part[:] = start[row, group]
-                    here = group * size
-                    add_products(
-                        part.ctypes.data, words[block, here:].ctypes.data, factors[row, here:].ctypes.data, size
-                    )
-                    step = steps[block, group]
-                    for k in range(BLOCK):
-                        out[k] += step[k] * part[k]
-                    if offsets.shape[1]:
-                        offset = offsets[block, group]
+    @native
+    def product(task: Any) -> None:  # pragma: no cover
+        """Add the products of blocks to y (rows, outputs); see `product` for what the task holds."""
+        numbers = carray(task, FIRST + 11)
+        blocks, rows, width, groups, offset_groups = numbers[1], numbers[3], numbers[4], numbers[5], numbers[6]
+        factors = carray(floats_at(numbers[7]), (rows, width, fields))
+        sums = carray(floats_at(numbers[8]), (rows, groups))
+        start = carray(floats_at(numbers[9]), (rows, groups))
+        words = carray(integers_at(numbers[10]), (blocks, width, BLOCK))
+        steps = carray(floats_at(numbers[11]), (blocks, groups, BLOCK))
+        offsets = carray(floats_at(numbers[12]), (blocks, offset_groups, BLOCK))
+        y = carray(floats_at(numbers[13]), (rows, blocks * BLOCK))
+        size, part = width // groups, np.empty(BLOCK, np.float32)
+        first = next_share(task)
+        while first < blocks:
+            for block in range(first, min(first + numbers[2], blocks)):
+                for row in range(rows):
+                    out = y[row, block * BLOCK : (block + 1) * BLOCK]
+                    for group in range(groups):
+                        part[:] = start[row, group]
+                        a = group * size
+                        add_products(
+                            bits, part.ctypes.data, words[block, a:].ctypes.data, factors[row, a:].ctypes.data, size
+                        )
+                        step = steps[block, group]
                         for k in range(BLOCK):
-                            out[k] += offset[k] * sums[row, group]
+                            out[k] += step[k] * part[k]
+                        if offset_groups:
+                            offset = offsets[block, group]
+                            for k in range(BLOCK):
+                                out[k] += offset[k] * sums[row, group]
+            first = next_share(task)
 
-    @compiled(error_model="numpy")
-    def values(words: Words, steps: Floats, offsets: Floats, a: int, b: int, made: Floats) -> None:  # pragma: no cover
-        """Write the values (in, outputs) of blocks a ... b - 1."""
-        size = words.shape[1] // steps.shape[1]
-        for block in range(a, b):
-            for j in range(words.shape[1]):
-                word, step, factor = words[block, j], steps[block, j // size], np.float32(1)
-                for i in range(fields):
-                    out = made[j * fields + i, block * BLOCK : (block + 1) * BLOCK]
-                    less = half if i < last else np.float32(0)
-                    for k in range(BLOCK):
-                        out[k] = step[k] * (np.float32(word[k] & masks[i]) * factor - less)
-                    factor *= power
-                    if offsets.shape[1]:
-                        offset = offsets[block, j // size]
+    @native
+    def values(task: Any) -> None:  # pragma: no cover
+        """Write the values (in, outputs) of blocks; see `values` for what the task holds."""
+        numbers = carray(task, FIRST + 7)
+        blocks, width, groups, offset_groups = numbers[1], numbers[3], numbers[4], numbers[5]
+        words = carray(integers_at(numbers[6]), (blocks, width, BLOCK))
+        steps = carray(floats_at(numbers[7]), (blocks, groups, BLOCK))
+        offsets = carray(floats_at(numbers[8]), (blocks, offset_groups, BLOCK))
+        made = carray(floats_at(numbers[9]), (width * fields, blocks * BLOCK))
+        size = width // groups
+        first = next_share(task)
+        while first < blocks:
+            for block in range(first, min(first + numbers[2], blocks)):
+                for j in range(width):
+                    word, step, factor = words[block, j], steps[block, j // size], np.float32(1)
+                    for i in range(fields):
+                        out = made[j * fields + i, block * BLOCK : (block + 1) * BLOCK]
+                        less = half if i < last else np.float32(0)
                         for k in range(BLOCK):
-                            out[k] += offset[k]
+                            out[k] = step[k] * (np.float32(word[k] & masks[i]) * factor - less)
+                        factor *= power
+                        if offset_groups:
+                            offset = offsets[block, j // size]
+                            for k in range(BLOCK):
+                                out[k] += offset[k]
+            first = next_share(task)
 
     return _Kernels(pack, inputs, product, values)
 
 
-def _add_products(bits: int) -> Any:
-    """Make an intrinsic that adds products of codes to BLOCK sums, which stay in registers meanwhile.
+def _add_products(typingctx: Any, bits: Any, sums: Any, words: Any, factors: Any, count: Any) -> Any:
+    """Add products of codes to BLOCK sums, which stay in registers meanwhile.
 
-    Its arguments are addresses of the sums, of the words and of the factors of a group, and the number of words of an
-    output. Offsets of 128 are subtracted from each code here; smaller ones are subtracted from sums, which costs less.
+    Its arguments are the bits of a field, addresses of the sums, of the words and of the factors of a group, and the
+    number of words of an output. Offsets of 128 are subtracted from each code here; smaller ones are subtracted from
+    sums, which costs less. Words are read early, as their way from memory takes longer than computing with them.
     """
-    fields, last = 32 // bits, 32 // bits - 1
-    i32, f32, i64 = ir.IntType(32), ir.FloatType(), ir.IntType(64)
+    width, fields = bits.literal_value, 32 // bits.literal_value
+    i8, i32, i64, f32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
     integers, floats = ir.VectorType(i32, BLOCK), ir.VectorType(f32, BLOCK)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -194,31 +216,36 @@ def _add_products(bits: int) -> Any:
             loaded.align = 4
             return loaded
 
-        def at(address: Any, place: Any) -> Any:
-            return builder.add(address, builder.mul(place, ir.Constant(i64, 4)))
+        def at(address: Any, place: Any, times: int = 1) -> Any:
+            return builder.add(address, builder.mul(place, ir.Constant(i64, 4 * times)))
 
         def repeated(number: Any) -> Any:
             nothing = ir.Constant(floats, ir.Undefined)
             first = builder.insert_element(nothing, number, ir.Constant(i32, 0))
             return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(i32, BLOCK), None))
 
-        sums_at, words_at, factors_at, count = arguments
+        _, sums_at, words_at, factors_at, count = arguments
+        prefetch_type = ir.FunctionType(ir.VoidType(), [i8.as_pointer(), i32, i32, i32])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [i8.as_pointer()], prefetch_type)
+        to_read, everywhere, of_data = (ir.Constant(i32, number) for number in (0, 3, 1))
         first, before, loop = load(floats, sums_at), builder.block, builder.append_basic_block("word")
         builder.branch(loop)
         builder.position_at_end(loop)
-        j, sums = builder.phi(i64), builder.phi(floats)
-        word = load(integers, at(words_at, builder.mul(j, ir.Constant(i64, BLOCK))))
-        total, factor_at = sums, at(factors_at, builder.mul(j, ir.Constant(i64, fields)))
+        j, total = builder.phi(i64), builder.phi(floats)
+        began, word_at, factor_at = total, at(words_at, j, BLOCK), at(factors_at, j, fields)
+        for line in range(0, 4 * BLOCK, LINE):
+            ahead = builder.inttoptr(builder.add(word_at, ir.Constant(i64, AHEAD + line)), i8.as_pointer())
+            builder.call(prefetch, [ahead, to_read, everywhere, of_data])
+        word = load(integers, word_at)
         for i in range(fields):
-            mask = np.array([(1 << bits) - 1 << bits * i], np.uint32).view(np.int32)[0]
-            code = builder.sitofp(builder.and_(word, ir.Constant(integers, [int(mask)] * BLOCK)), floats)
-            if bits == 8 and i < last:
+            mask = int(np.array([(1 << width) - 1 << width * i], np.uint32).view(np.int32)[0])
+            code = builder.sitofp(builder.and_(word, ir.Constant(integers, [mask] * BLOCK)), floats)
+            if width == 8 and i < fields - 1:
                 code = builder.fsub(code, ir.Constant(floats, [2.0 ** (8 * i + 7)] * BLOCK))
             factor = repeated(load(f32, at(factor_at, ir.Constant(i64, i))))
-            product = builder.fmul(code, factor, flags=("contract",))
-            total = builder.fadd(product, total, flags=("contract",))
+            total = builder.fadd(builder.fmul(code, factor, flags=("contract",)), total, flags=("contract",))
         following = builder.add(j, ir.Constant(i64, 1))
-        for phi, begin, end in ((j, ir.Constant(i64, 0), following), (sums, first, total)):
+        for phi, begin, end in ((j, ir.Constant(i64, 0), following), (began, first, total)):
             phi.add_incoming(begin, before)
             phi.add_incoming(end, loop)
         done = builder.append_basic_block("done")
@@ -227,8 +254,7 @@ def _add_products(bits: int) -> Any:
         builder.store(total, builder.inttoptr(sums_at, floats.as_pointer())).align = 4
         return context.get_dummy_value()
 
-    @intrinsic
-    def add_products(typingctx: Any, sums: Any, words: Any, factors: Any, count: Any) -> Any:
-        return types.void(types.intp, types.intp, types.intp, types.int64), generate
+    return types.void(bits, types.intp, types.intp, types.intp, types.int64), generate
 
-    return add_products
+
+add_products: Any = intrinsic(prefer_literal=True)(_add_products)

@@ -1,54 +1,68 @@
-"""All parts are worked on once, by several threads; what fails in one of them is raised."""
+"""All parts are worked on once, by as many threads as torch takes."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from threading import Barrier, get_ident
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numba.np.numpy_support import carray
 
 from nearplane.loading import torch_threads
-from nearplane.loading.torch_threads import in_threads
+from nearplane.loading.torch_threads import FIRST, in_threads, integers_at, native, next_share
 
+OPENMP = torch_threads._openmp
+THREADS = 3
 WAIT = 30  # seconds
 
 
 @pytest.fixture(params=["torch's threads", "a pool"], autouse=True)
 def three_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch take three threads."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: THREADS)
     if request.param == "a pool":
         monkeypatch.setattr(torch_threads, "_openmp", lambda: None)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 1000])
-def test_every_part_is_worked_on_once(count: int) -> None:
-    parts: list[int] = []
-    in_threads(lambda a, b: parts.extend(range(a, b)), count)
-    assert sorted(parts) == list(range(count))
+@native
+def count(task: Any) -> None:  # pragma: no cover
+    """Count how often every part is worked on."""
+    numbers = carray(task, FIRST + 1)
+    times = carray(integers_at(numbers[FIRST]), numbers[1])
+    first = next_share(task)
+    while first < numbers[1]:
+        for part in range(first, min(first + numbers[2], numbers[1])):
+            times[part] += 1
+        first = next_share(task)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("parts", [0, 1, 2, 7, 100_000])
+def test_every_part_is_worked_on_once(parts: int, alone: bool) -> None:
+    times = np.zeros(parts, np.int32)
+    in_threads(count, [times.ctypes.data], parts, alone=alone)
+    assert (times == 1).all()
 
 
 def test_threads_work_at_the_same_time() -> None:
-    """No share ends before three have begun, each in a thread of its own."""
-    meeting, seen = Barrier(3), set[int]()
+    """Each waits for the two others."""
+    meeting, seen = Barrier(THREADS), set[int]()
 
-    def work(a: int, b: int) -> None:
-        if get_ident() not in seen:
-            seen.add(get_ident())
-            meeting.wait(WAIT)
+    def work(task: int) -> None:
+        meeting.wait(WAIT)
+        seen.add(get_ident())
 
-    in_threads(work, 300)
-    assert len(seen) == 3
+    in_threads(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work), [], 100, alone=False)
+    assert len(seen) == THREADS
+    assert get_ident() in seen
 
 
-def test_a_failure_is_raised_also_from_another_thread() -> None:
-    meeting, main = Barrier(3), get_ident()
-
-    def work(a: int, b: int) -> None:
-        if a < 150:  # the first three of six shares
-            meeting.wait(WAIT)
-            if get_ident() != main:
-                raise MemoryError("no room for a share")
-
-    with pytest.raises(MemoryError, match="no room for a share"):
-        in_threads(work, 300)
+@pytest.mark.skipif(sys.platform != "linux", reason="a pool of threads is used elsewhere")
+def test_torch_brings_an_openmp_that_can_be_called() -> None:
+    """Else its threads and those of a pool would take each other's time."""
+    assert "OpenMP" in torch.__config__.parallel_info()
+    assert OPENMP() is not None
