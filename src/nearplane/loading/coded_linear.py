@@ -67,8 +67,8 @@ class CodedLinear(WordsLinear):
             used = np.append(used, np.full(-len(used) % (32 // bits), -1))
             columns = np.where(used < 0, 0, packed.column_order[used])
             scale = np.where(used < 0, np.float32(0), packed.column_scale[columns]).astype(np.float32)
-            words = product_cpu.pack(codes, bits, used)
-            self._keep({f"words_{bits}": words, f"columns_{bits}": columns, f"scale_{bits}": scale.view(np.int32)})
+            self.register_buffer(f"words_{bits}", product_cpu.pack(codes, bits, used), persistent=False)
+            self._keep({f"columns_{bits}": columns, f"scale_{bits}": scale.view(np.int32)})
         by_row = np.argsort(rows, kind="stable")
         rows, columns = rows[by_row], packed.column_order[at[by_row]]
         values = patched[by_row].astype(np.float32) * packed.row_scale[rows] * packed.column_scale[columns]
@@ -77,14 +77,12 @@ class CodedLinear(WordsLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """Return the product (rows, outputs) with the codes."""
-        steps = self.steps.view(torch.float32).numpy()
-        y = np.zeros((len(x), len(steps) * BLOCK), np.float32)
+        y, none = x.new_zeros(len(x), len(self.steps) * BLOCK), self.steps[:, :0]
         for bits, words, columns, scale in self._parts():
-            part = (x.index_select(1, columns) * scale).numpy()
-            y += product_cpu.product(part, words.numpy(), steps, steps[:, :0], bits)
+            product_cpu.product(x.index_select(1, columns).mul_(scale), words, self.steps, none, bits, y)
         patches = self.patch_rows.numpy(), self.patch_columns.numpy(), self.patch_bits.view(torch.float32).numpy()
-        _add_patches(x.contiguous().numpy(), *patches, y)
-        return torch.from_numpy(y)
+        _add_patches(x.contiguous().numpy(), *patches, y.numpy())
+        return y
 
     def by_strips(self, x: Tensor) -> Tensor:
         """Return the product (rows, outputs) of inputs of any dtype, on any device.
@@ -95,14 +93,14 @@ class CodedLinear(WordsLinear):
             return super().by_strips(x)
         wide, dtype = x.float(), dense_dtype() if x.dtype == torch.bfloat16 and x.is_cpu else torch.float32
         parts = [
-            (bits, words.cpu().numpy(), (wide.index_select(1, columns) * scale).to(dtype))
+            (bits, words.cpu(), (wide.index_select(1, columns) * scale).to(dtype))
             for bits, words, columns, scale in self._parts()
         ]
-        steps, sums = self.steps.cpu().view(torch.float32).numpy(), []
+        steps, sums = self.steps.cpu(), []
         for a in range(0, len(steps), count := torch.get_num_threads()):
             of = slice(a, a + count)
             values = (product_cpu.values(words[of], steps[of], steps[of, :0], bits) for bits, words, _ in parts)
-            strips = (torch.from_numpy(each).to(x.device, dtype) for each in values)
+            strips = (each.to(x.device, dtype) for each in values)
             products = [part @ strip for (_, _, part), strip in zip(parts, strips, strict=True)]
             sums.append(torch.stack(products).float().sum(0))
         patches = wide.index_select(1, self.patch_columns) * self.patch_bits.view(torch.float32)
@@ -110,15 +108,15 @@ class CodedLinear(WordsLinear):
 
     def strips(self) -> Iterator[Tensor]:
         """Yield decoded (in, outputs) values."""
-        steps, rows = self.steps.cpu().view(torch.float32).numpy(), self.patch_rows.cpu()
+        steps, rows = self.steps.cpu(), self.patch_rows.cpu()
         columns_of, values = self.patch_columns.cpu().long(), self.patch_bits.cpu().view(torch.float32)
         for a in range(0, len(steps), count := torch.get_num_threads()):
             b = min(a + count, len(steps))
             strip = torch.empty(self.in_features, (b - a) * BLOCK)
             for bits, words, columns, scale in self._parts():
-                part = product_cpu.values(words.cpu().numpy()[a:b], steps[a:b], steps[a:b, :0], bits)
+                part = product_cpu.values(words.cpu()[a:b], steps[a:b], steps[a:b, :0], bits)
                 used = scale.cpu().nonzero()[:, 0]
-                part_of = torch.from_numpy(part).index_select(0, used).mul_(scale.cpu()[used, None])
+                part_of = part.index_select(0, used).mul_(scale.cpu()[used, None])
                 strip[columns.cpu()[used].long()] = part_of
             first, last = torch.searchsorted(rows, torch.tensor([a * BLOCK, b * BLOCK], dtype=rows.dtype)).tolist()
             strip[columns_of[first:last], rows[first:last].long() - a * BLOCK] = values[first:last]

@@ -48,37 +48,25 @@ class GridLinear(WordsLinear):
         super().__init__((codes.shape[0], codes.shape[1]), dtype, order)
         self.bits = bits
         columns = np.arange(self.in_features) if order is None else order.numpy()
-        words = torch.from_numpy(product_cpu.pack(codes.numpy(), bits, columns))
-        self.register_buffer("words", words, persistent=False)
+        self.register_buffer("words", product_cpu.pack(codes.numpy(), bits, columns), persistent=False)
         self.register_buffer("step_bits", by_block(steps), persistent=False)
         none = bool((offsets == 0).all())
         self.register_buffer("offset_bits", by_block(offsets[:, :0] if none else offsets), persistent=False)
-        self._views: tuple[Tensor, tuple[product_cpu.Words, product_cpu.Floats, product_cpu.Floats]] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies, whose arrays are views of other tensors."""
-        return self.__dict__ | {"_views": None}
 
     def product(self, x: Tensor) -> Tensor:
         """Return the product (rows, outputs) of inputs by position with the codes."""
-        return torch.from_numpy(product_cpu.product(x.contiguous().numpy(), *self._arrays(), self.bits))
+        return product_cpu.product(x.contiguous(), self.words, self.step_bits, self.offset_bits, self.bits)
 
     def strips(self) -> Iterator[Tensor]:
         """Yield decoded (in, outputs) values, inputs by position."""
-        words, steps, offsets = self._arrays()
+        words, steps, offsets = (part.cpu() for part in (self.words, self.step_bits, self.offset_bits))
         for a in range(0, len(words), count := torch.get_num_threads()):
-            part = slice(a, a + count)
-            yield torch.from_numpy(product_cpu.values(words[part], steps[part], offsets[part], self.bits))
+            of = slice(a, a + count)
+            yield product_cpu.values(words[of], steps[of], offsets[of], self.bits)
 
     def extra_repr(self) -> str:
         """Return the sizes as Linear does, and the bits of a code."""
         return f"{super().extra_repr()}, bits={self.bits}"
-
-    def _arrays(self) -> tuple[product_cpu.Words, product_cpu.Floats, product_cpu.Floats]:
-        if self._views is None or self._views[0] is not self.words:  # the layer is new, or was moved
-            words, steps, offsets = (part.cpu().numpy() for part in (self.words, self.step_bits, self.offset_bits))
-            self._views = self.words, (words, steps.view(np.float32), offsets.view(np.float32))
-        return self._views[1]
 
 
 def grid_linear(matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> GridLinear | None:

@@ -15,19 +15,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
+from torch import Tensor
 
 from nearplane.compiled import compiled
 from nearplane.loading.torch_threads import FIRST, Native, floats_at, in_threads, integers_at, native, next_share
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.int32]
-# (rows, words of an output, fields) inputs divided by the powers of fields; (rows, groups) sums of the inputs of a group;
-# (rows, groups) what sums of products begin with: less the offset of each field that has one
-Inputs = tuple[Floats, Floats, Floats]
 
 BLOCK = 64  # outputs whose words stand side by side
 WIDTHS = (2, 4, 8)  # bits of a field
@@ -36,8 +35,8 @@ AHEAD = 4096  # bytes by which words are read before they are used
 MIN_THREADED_WEIGHTS = 2**18  # with fewer, one thread computes everything
 
 
-def pack(codes: npt.NDArray[np.integer], bits: int, columns: npt.NDArray[np.integer]) -> Words:
-    """Return words (blocks, in / fields, BLOCK) of some columns of codes around 0; outputs are filled up to blocks.
+def pack(codes: npt.NDArray[np.integer], bits: int, columns: npt.NDArray[np.integer]) -> Tensor:
+    """Return int32 words (blocks, in / fields, BLOCK) of some columns of codes around 0; outputs are filled up to blocks.
 
     Args:
         codes: (out, any) integers from -2^(bits - 1) to 2^(bits - 1) - 1.
@@ -46,48 +45,54 @@ def pack(codes: npt.NDArray[np.integer], bits: int, columns: npt.NDArray[np.inte
     """
     words = np.zeros((-(-len(codes) // BLOCK), len(columns) * bits // 32, BLOCK), np.int32)
     _kernels(bits).pack(codes, columns.astype(np.int64), words)
-    return words
+    return torch.from_numpy(words)
 
 
-def product(x: Floats, words: Words, steps: Floats, offsets: Floats, bits: int) -> Floats:
+def product(
+    x: Tensor, words: Tensor, steps: Tensor, offsets: Tensor, bits: int, added_to: Tensor | None = None
+) -> Tensor:
     """Return (rows, outputs) products of x with `step * code + offset`.
 
+    All tensors are contiguous and on the CPU.
+
     Args:
-        x: (rows, in) inputs.
+        x: (rows, in) float32 inputs.
         words: (blocks, in / fields, BLOCK), see `pack`.
-        steps: (blocks, groups, BLOCK); groups are of equal size, a multiple of the number of fields.
+        steps: (blocks, groups, BLOCK) float32, maybe seen as int32; groups are of equal size, a multiple of the number of
+            fields.
         offsets: As steps, or (blocks, 0, BLOCK) where all are 0.
         bits: Of a field.
+        added_to: What the products are added to and what is returned; zeros if there is none.
     """
-    kernels, y = _kernels(bits), np.zeros((len(x), len(words) * BLOCK), np.float32)
-    inputs = kernels.inputs(x, steps.shape[1])
-    shape = len(x), words.shape[1], steps.shape[1], offsets.shape[1]
-    _in_threads(kernels.product, shape, (*inputs, words, steps, offsets, y), bits, words)
+    y = x.new_zeros(len(x), len(words) * BLOCK) if added_to is None else added_to
+    kernels, shape = _kernels(bits), (len(x), words.size(1), steps.size(1), offsets.size(1))
+    inputs = kernels.inputs(x.numpy(), shape[2])
+    _in_threads(kernels.product, bits, words, *shape, inputs.ctypes.data, *_addresses(words, steps, offsets, y))
     return y
 
 
-def values(words: Words, steps: Floats, offsets: Floats, bits: int) -> Floats:
+def values(words: Tensor, steps: Tensor, offsets: Tensor, bits: int) -> Tensor:
     """Return the values (in, outputs) of the codes; arguments as in `product`."""
-    made = np.empty((words.shape[1] * (32 // bits), len(words) * BLOCK), np.float32)
+    made = words.new_empty(words.shape[1] * (32 // bits), len(words) * BLOCK, dtype=torch.float32)
     shape = words.shape[1], steps.shape[1], offsets.shape[1]
-    _in_threads(_kernels(bits).values, shape, (words, steps, offsets, made), bits, words)
+    _in_threads(_kernels(bits).values, bits, words, *shape, *_addresses(words, steps, offsets, made))
     return made
 
 
-def _in_threads(
-    work: Native, numbers: tuple[int, ...], arrays: tuple[npt.NDArray[Any], ...], bits: int, words: Words
-) -> None:
-    """Let threads work on blocks of words; arrays are read as if their numbers followed each other."""
-    kept = [np.ascontiguousarray(array) for array in arrays]
-    addresses = [array.ctypes.data for array in kept]
-    in_threads(work, [*numbers, *addresses], len(words), alone=words.size * (32 // bits) < MIN_THREADED_WEIGHTS)
+def _addresses(*tensors: Tensor) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _in_threads(work: Native, bits: int, words: Tensor, *arguments: int) -> None:
+    """Let threads work on blocks of words."""
+    in_threads(work, arguments, len(words), alone=words.numel() * (32 // bits) < MIN_THREADED_WEIGHTS)
 
 
 class _Kernels(NamedTuple):
     """Compiled functions that write words with a certain number of fields, their products and values."""
 
     pack: Callable[[npt.NDArray[np.integer], npt.NDArray[np.int64], Words], None]
-    inputs: Callable[[Floats, int], Inputs]
+    inputs: Callable[[Floats, int], Floats]
     product: Native
     values: Native
 
@@ -116,13 +121,18 @@ def _kernels(bits: int) -> _Kernels:
                 words[block, j, k] = word
 
     @compiled(error_model="numpy")
-    def inputs(x: Floats, groups: int) -> Inputs:  # pragma: no cover
-        """Return what `product` reads of the inputs; see `Inputs`."""
+    def inputs(x: Floats, groups: int) -> Floats:  # pragma: no cover
+        """Return what `product` reads of the inputs, one after the other.
+
+        That is (rows, words of an output, fields) inputs divided by the powers of fields, (rows, groups) sums of the
+        inputs of a group, and (rows, groups) what sums of products begin with: less the offset of each field that has one.
+        """
         rows, words = len(x), x.shape[1] // fields
         size = words // groups
-        factors = np.empty((rows, words, fields), np.float32)
-        sums = np.zeros((rows, groups), np.float32)
-        start = np.zeros((rows, groups), np.float32)
+        made = np.zeros(x.size + 2 * rows * groups, np.float32)
+        factors = made[: x.size].reshape(rows, words, fields)
+        sums = made[x.size : x.size + rows * groups].reshape(rows, groups)
+        start = made[x.size + rows * groups :].reshape(rows, groups)
         for row in range(rows):
             for j in range(words):
                 factor, group = np.float32(1), j // size
@@ -134,20 +144,22 @@ def _kernels(bits: int) -> _Kernels:
                 start[row, group] -= summed * one
             for group in range(groups):
                 start[row, group] = -summed * sums[row, group] - start[row, group]
-        return factors, sums, start
+        return made
 
     @native
     def product(task: Any) -> None:  # pragma: no cover
         """Add the products of blocks to y (rows, outputs); see `product` for what the task holds."""
-        numbers = carray(task, FIRST + 11)
+        numbers = carray(task, FIRST + 9)
         blocks, rows, width, groups, offset_groups = numbers[1], numbers[3], numbers[4], numbers[5], numbers[6]
-        factors = carray(floats_at(numbers[7]), (rows, width, fields))
-        sums = carray(floats_at(numbers[8]), (rows, groups))
-        start = carray(floats_at(numbers[9]), (rows, groups))
-        words = carray(integers_at(numbers[10]), (blocks, width, BLOCK))
-        steps = carray(floats_at(numbers[11]), (blocks, groups, BLOCK))
-        offsets = carray(floats_at(numbers[12]), (blocks, offset_groups, BLOCK))
-        y = carray(floats_at(numbers[13]), (rows, blocks * BLOCK))
+        count = rows * width * fields
+        inputs = carray(floats_at(numbers[7]), count + 2 * rows * groups)
+        factors = inputs[:count].reshape(rows, width, fields)
+        sums = inputs[count : count + rows * groups].reshape(rows, groups)
+        start = inputs[count + rows * groups :].reshape(rows, groups)
+        words = carray(integers_at(numbers[8]), (blocks, width, BLOCK))
+        steps = carray(floats_at(numbers[9]), (blocks, groups, BLOCK))
+        offsets = carray(floats_at(numbers[10]), (blocks, offset_groups, BLOCK))
+        y = carray(floats_at(numbers[11]), (rows, blocks * BLOCK))
         size, part = width // groups, np.empty(BLOCK, np.float32)
         first = next_share(task)
         while first < blocks:

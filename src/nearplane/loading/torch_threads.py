@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from numba import cfunc, types
 from numba.core.registry import cpu_target
@@ -68,7 +67,7 @@ next_share: Any = intrinsic(_next_share)
 floats_at, integers_at = _array_at(types.float32), _array_at(types.int32)
 
 
-def in_threads(work: Native, arguments: list[int], count: int, *, alone: bool) -> None:
+def in_threads(work: Native, arguments: Sequence[int], count: int, *, alone: bool) -> None:
     """Let threads call a function; one takes share after share, so that a busy core gets fewer.
 
     Args:
@@ -79,8 +78,8 @@ def in_threads(work: Native, arguments: list[int], count: int, *, alone: bool) -
     """
     threads = 1 if alone else torch.get_num_threads()
     size = max(1, -(-count // (threads * (1 if threads == 1 else SHARES))))
-    task = np.array([0, count, size, *arguments], np.int64)
-    address = task.ctypes.data
+    task = (ctypes.c_int64 * (FIRST + len(arguments)))(0, count, size, *arguments)
+    address = ctypes.addressof(task)
     if threads == 1:
         work(address)
     elif (parallel := _openmp()) is not None:
