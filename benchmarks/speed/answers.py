@@ -142,6 +142,11 @@ def layer(out: int, columns: int, bits: int, group: int) -> GridLinear:
     return made
 
 
+def by_codes(packed: GridLinear, x: Tensor) -> Tensor:
+    """Return the product of any number of inputs with the codes."""
+    return packed.product(x.float()).to(x.dtype)
+
+
 def compare_rows() -> None:
     """Print milliseconds of layers by the kernel, by decoded strips, and of a dense layer."""
     print("out x in | rows | 4 bits: kernel, strips | 8 bits: kernel, strips | bf16, ms")
@@ -152,7 +157,10 @@ def compare_rows() -> None:
             x = torch.randn(rows, columns, dtype=torch.bfloat16)
             works: dict[str, Callable[[], object]] = {"dense": partial(dense, x)}
             for bits, packed in layers.items():
-                works |= {f"{bits} kernel": partial(packed.product, x), f"{bits} strips": partial(packed.by_strips, x)}
+                works |= {
+                    f"{bits} kernel": partial(by_codes, packed, x),
+                    f"{bits} strips": partial(packed.by_strips, x),
+                }
             with torch.inference_mode():
                 turns = [{name: 1e3 * seconds(work) for name, work in works.items()} for _ in range(6)][1:]
             ms = {name: np.median([turn[name] for turn in turns]) for name in works}

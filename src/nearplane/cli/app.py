@@ -74,7 +74,8 @@ def serves_rank_0(command: Sequence[str]) -> bool:
 def main() -> None:
     """Run the command line; errors of nearplane and signals are printed as one sentence without a traceback."""
     # set before torch loads: spinning threads are slow on a busy machine; oneDNN keeps memory for every shape it has seen
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if sys.argv[1:2] != ["generate"]:  # whose operations are so short that waking threads would take longer
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     if (columns := os.environ.get("COLUMNS", "")).isdigit():
         os.environ["COLUMNS"] = str(min(max(int(columns), MIN_COLUMNS), MAX_COLUMNS))  # rich never ends with 2

@@ -225,6 +225,7 @@ def read_dense(
     waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, matrix in read_matrices(folder, shapes=shapes, device=device):
         values = decode(name, matrix)
+        del matrix  # before the next one is read
         if (parameter := parameter_of.get(name)) is None:
             yield f"{name}.weight", values.T.contiguous() if f"{name}.weight" in transposed else values
             continue

@@ -15,7 +15,7 @@ from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.loading.grid_linear import GridLinear, grid_linear, rounded_to_8_bits
 from nearplane.models.conversion import renamed
 from nearplane.models.layers import is_linear
-from nearplane.system.memory import release_all
+from nearplane.system.memory import release_all, return_large_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class PackedGrids:
         }
         self._layers: dict[str, GridLinear] = {}
         self._decoded, self._dtype = 0, dtype
+        return_large_blocks()  # unpacked codes take eight times as much as packed ones
 
     def take(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         """Return the (out, in) values of a layer of the checkpoint; without memory of their own if it stays packed."""
@@ -49,7 +50,7 @@ class PackedGrids:
             self._decoded += 1
             return matrix.decode()
         self._layers[path] = layer
-        release_all()  # unpacked codes take eight times as much
+        release_all()
         return torch.zeros(1, dtype=self._dtype).expand(layer.out_features, layer.in_features)
 
     def put_into(self, model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nearplane.loading.product_cpu import BLOCK
 
-MAX_ROWS = 8  # with more rows of inputs, codes are decoded first; measured in docs/results/answers.md
+MAX_ROWS = 16  # with more rows of inputs, codes are decoded first; measured in docs/results/answers.md
 NATIVE = ("avx512_bf16", "amx_bf16")  # features of CPUs that multiply bfloat16 as fast as float32, or faster
 
 

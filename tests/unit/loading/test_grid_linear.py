@@ -15,7 +15,9 @@ from nearplane.loading import product_cpu, torch_threads
 from nearplane.loading.grid_linear import GridLinear, grid_linear
 from nearplane.loading.words_linear import MAX_ROWS
 
-EXACT = 2**-20  # largest relative error of float32 sums of COLUMNS products, with offsets that are rounded once
+# largest relative error of float32 sums of COLUMNS products; with 3 bits in fields of 4, sums begin with offsets of 8, which
+# are up to four times as large as the codes: 1.1 * 2^-20 was measured there, at most 0.98 * 2^-20 in other cases
+EXACT = 1.25 * 2**-20
 CASES = {  # bits, group size, symmetric, permuted columns, outputs, bits of a field
     "4 bits": (4, 32, True, False, 64, 4),
     "4 bits, groups of 8": (4, 8, True, False, 64, 4),
