@@ -80,6 +80,14 @@ def values(words: Tensor, steps: Tensor, offsets: Tensor, bits: int) -> Tensor:
 
 
 def _addresses(*tensors: Tensor) -> list[int]:
+    """Return where the numbers of tensors begin.
+
+    Raises:
+        ValueError: A tensor is on another device, or its numbers do not follow each other.
+    """
+    for tensor in tensors:
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            raise ValueError(f"expected contiguous tensors on the CPU, found {tensor.stride()} on {tensor.device}")
     return [tensor.data_ptr() for tensor in tensors]
 
 

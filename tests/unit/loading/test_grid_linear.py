@@ -163,3 +163,11 @@ def test_grids_that_do_not_fit_in_words_have_no_layer() -> None:
     assert of(replace(grid, levels=torch.linspace(-1, 1, 16), low=0, high=15)) is None
     assert of(replace(grid, high=1000)) is None
     assert of(replace(grid, low=None, high=None)) is None
+
+
+def test_words_that_are_not_on_the_cpu_are_refused() -> None:
+    """The kernel gets addresses alone."""
+    layer = made("4 bits")[1]
+    layer.words = layer.words.to("meta")
+    with pytest.raises(ValueError, match=r"on the CPU, found .* on meta"):
+        layer(inputs(1))
