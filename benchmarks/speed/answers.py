@@ -38,7 +38,7 @@ ROWS = (1, 4, 8, 12, 16, 32, 128, 512)
 
 
 def clock() -> float:
-    """Return CPU seconds on one thread, on several those of a clock on the wall."""
+    """Return CPU seconds on one thread, wall-clock seconds on several."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 

@@ -71,7 +71,7 @@ def quantize(source: Path, target: Path, file_type: int) -> None:
 
 
 def answer(model: llama_cpp.Llama, prompt: list[int], tokens: int) -> tuple[float, float]:
-    """Return the seconds of the prompt, and of each further token: on several threads those of a clock on the wall."""
+    """Return the seconds of the prompt, and of each further token: wall-clock seconds on several threads."""
     clock = time.process_time if model.n_threads == 1 else time.perf_counter
     model.reset()
     began = clock()

@@ -74,7 +74,7 @@ def serves_rank_0(command: Sequence[str]) -> bool:
 def main() -> None:
     """Run the command line; errors of nearplane and signals are printed as one sentence without a traceback."""
     # set before torch loads: spinning threads are slow on a busy machine; oneDNN keeps memory for every shape it has seen
-    if sys.argv[1:2] != ["generate"]:  # whose operations are so short that waking threads would take longer
+    if sys.argv[1:2] != ["generate"]:  # operations of one token are so short that waking a thread takes longer
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     if (columns := os.environ.get("COLUMNS", "")).isdigit():

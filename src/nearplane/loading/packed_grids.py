@@ -40,7 +40,7 @@ class PackedGrids:
         }
         self._layers: dict[str, GridLinear] = {}
         self._decoded, self._dtype = 0, dtype
-        return_large_blocks()  # unpacked codes take eight times as much as packed ones
+        return_large_blocks()  # for the rest of the process; unpacked codes take eight times as much as packed ones
 
     def take(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         """Return the (out, in) values of a layer of the checkpoint; without memory of their own if it stays packed."""

@@ -63,37 +63,54 @@ def product(
         offsets: As steps, or (blocks, 0, BLOCK) where all are 0.
         bits: Of a field.
         added_to: What the products are added to and what is returned; zeros if there is none.
+
+    Raises:
+        ValueError: Shapes do not belong together, or a tensor is not contiguous or on another device.
     """
     y = x.new_zeros(len(x), len(words) * BLOCK) if added_to is None else added_to
-    kernels, shape = _kernels(bits), (len(x), words.size(1), steps.size(1), offsets.size(1))
-    inputs = kernels.inputs(x.numpy(), shape[2])
-    _in_threads(kernels.product, bits, words, *shape, inputs.ctypes.data, *_addresses(words, steps, offsets, y))
+    shape = _shape(words, steps, offsets, bits)
+    if x.shape != (len(x), shape[0] * 32 // bits) or y.shape != (len(x), len(words) * BLOCK):
+        raise ValueError(f"inputs are {tuple(x.shape)} and products {tuple(y.shape)} for words {tuple(words.shape)}")
+    kernels = _kernels(bits)
+    inputs = torch.from_numpy(kernels.inputs(x.numpy(), shape[1]))
+    _in_threads(kernels.product, (len(x), *shape), (words, inputs, steps, offsets, y), bits)
     return y
 
 
 def values(words: Tensor, steps: Tensor, offsets: Tensor, bits: int) -> Tensor:
     """Return the values (in, outputs) of the codes; arguments as in `product`."""
     made = words.new_empty(words.shape[1] * (32 // bits), len(words) * BLOCK, dtype=torch.float32)
-    shape = words.shape[1], steps.shape[1], offsets.shape[1]
-    _in_threads(_kernels(bits).values, bits, words, *shape, *_addresses(words, steps, offsets, made))
+    _in_threads(_kernels(bits).values, _shape(words, steps, offsets, bits), (words, steps, offsets, made), bits)
     return made
 
 
-def _addresses(*tensors: Tensor) -> list[int]:
-    """Return where the numbers of tensors begin.
+def _shape(words: Tensor, steps: Tensor, offsets: Tensor, bits: int) -> tuple[int, int, int]:
+    """Return the words of an output, the groups, and the groups with an offset.
 
     Raises:
-        ValueError: A tensor is on another device, or its numbers do not follow each other.
+        ValueError: They do not belong together.
+    """
+    shape = width, groups, offset_groups = words.size(1), steps.size(1), offsets.size(1)
+    blocks_differ = not len(words) == len(steps) == len(offsets)
+    if blocks_differ or not 0 < groups <= width or width % groups or offset_groups not in (0, groups):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (words, steps, offsets))
+        raise ValueError(f"words, steps and offsets are {shapes}: they do not belong together")
+    return shape
+
+
+def _in_threads(work: Native, numbers: tuple[int, ...], tensors: tuple[Tensor, ...], bits: int) -> None:
+    """Let threads work on blocks of words, the first of the tensors.
+
+    Raises:
+        ValueError: A tensor is on another device, its numbers have no 32 bits or do not follow each other.
     """
     for tensor in tensors:
-        if not (tensor.is_cpu and tensor.is_contiguous()):
-            raise ValueError(f"expected contiguous tensors on the CPU, found {tensor.stride()} on {tensor.device}")
-    return [tensor.data_ptr() for tensor in tensors]
-
-
-def _in_threads(work: Native, bits: int, words: Tensor, *arguments: int) -> None:
-    """Let threads work on blocks of words."""
-    in_threads(work, arguments, len(words), alone=words.numel() * (32 // bits) < MIN_THREADED_WEIGHTS)
+        if not (tensor.is_cpu and tensor.is_contiguous() and tensor.itemsize == 4):
+            found = f"{tensor.dtype} with strides {tensor.stride()} on {tensor.device}"
+            raise ValueError(f"expected contiguous tensors of 32-bit numbers on the CPU, found {found}")
+    words, addresses = tensors[0], [tensor.data_ptr() for tensor in tensors]
+    alone = words.numel() * (32 // bits) < MIN_THREADED_WEIGHTS
+    in_threads(work, (*numbers, *addresses), len(words), alone=alone, kept=tensors)
 
 
 class _Kernels(NamedTuple):
@@ -111,6 +128,7 @@ def _kernels(bits: int) -> _Kernels:
     fields, last = 32 // bits, 32 // bits - 1
     half, power = np.float32(2 ** (bits - 1)), np.float32(2.0**-bits)
     masks = np.array([(1 << bits) - 1 << bits * i for i in range(fields)], np.uint32).view(np.int32)
+    first_argument = FIRST
     summed = np.float32(0) if bits == 8 else half  # offset of fields that is subtracted from sums
 
     @compiled(error_model="numpy")
@@ -156,15 +174,19 @@ def _kernels(bits: int) -> _Kernels:
 
     @native
     def product(task: Any) -> None:  # pragma: no cover
-        """Add the products of blocks to y (rows, outputs); see `product` for what the task holds."""
-        numbers = carray(task, FIRST + 9)
+        """Add the products of blocks to y (rows, outputs).
+
+        The task holds rows, words of an output, groups, groups with an offset, and the addresses of words, inputs (see
+        there), steps, offsets and y.
+        """
+        numbers = carray(task, first_argument + 9)
         blocks, rows, width, groups, offset_groups = numbers[1], numbers[3], numbers[4], numbers[5], numbers[6]
         count = rows * width * fields
-        inputs = carray(floats_at(numbers[7]), count + 2 * rows * groups)
+        inputs = carray(floats_at(numbers[8]), count + 2 * rows * groups)
         factors = inputs[:count].reshape(rows, width, fields)
         sums = inputs[count : count + rows * groups].reshape(rows, groups)
         start = inputs[count + rows * groups :].reshape(rows, groups)
-        words = carray(integers_at(numbers[8]), (blocks, width, BLOCK))
+        words = carray(integers_at(numbers[7]), (blocks, width, BLOCK))
         steps = carray(floats_at(numbers[9]), (blocks, groups, BLOCK))
         offsets = carray(floats_at(numbers[10]), (blocks, offset_groups, BLOCK))
         y = carray(floats_at(numbers[11]), (rows, blocks * BLOCK))
@@ -191,8 +213,12 @@ def _kernels(bits: int) -> _Kernels:
 
     @native
     def values(task: Any) -> None:  # pragma: no cover
-        """Write the values (in, outputs) of blocks; see `values` for what the task holds."""
-        numbers = carray(task, FIRST + 7)
+        """Write the values (in, outputs) of blocks.
+
+        The task holds words of an output, groups, groups with an offset, and the addresses of words, steps, offsets and
+        values.
+        """
+        numbers = carray(task, first_argument + 7)
         blocks, width, groups, offset_groups = numbers[1], numbers[3], numbers[4], numbers[5]
         words = carray(integers_at(numbers[6]), (blocks, width, BLOCK))
         steps = carray(floats_at(numbers[7]), (blocks, groups, BLOCK))

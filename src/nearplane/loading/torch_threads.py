@@ -1,6 +1,10 @@
 """Compiled work that is shared by as many threads as torch takes: by torch's own threads, where they can be had.
 
-After each of its operations torch's threads wait for the next one in a loop, and would take the time of others.
+Torch's threads keep their cores busy for some milliseconds after each operation, while they wait for the next one. A
+second pool of threads would compete with them for these cores.
+
+A task is what all threads read: int64 numbers. The first three are the part that comes next, the number of parts, and
+the number of parts in a share; then follow the arguments of the function, among them addresses of arrays.
 """
 
 from __future__ import annotations
@@ -14,22 +18,21 @@ from typing import Any
 
 import torch
 from numba import cfunc, types
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-SHARES = 2  # of a thread, if all are equally fast
-FIRST = 3  # place of the first argument in a task, behind what `next_share` reads
+SHARES = 2  # shares per thread
+FIRST = 3  # place of the first argument in a task
 pointer_to: Any = types.CPointer
 Native = Callable[[int], None]  # gets the address of a task
 
 
 def native(function: Callable[[Any], None]) -> Native:
-    """Compile a function that reads its task, a pointer to int64 numbers, for calls from any thread.
+    """Compile a function of a task, for calls from any thread.
 
-    Until there are no more, it must take shares by `next_share`.
+    The function gets a pointer to the task. It must call `next_share` until that returns the number of parts or more.
+    Numba keeps it on disk, where it does not notice if this module changes: names from here that decide how a task is
+    read must be variables around the function.
     """
-    for context in (cpu_target.typing_context, cpu_target.target_context):
-        context.refresh()  # which cfunc, unlike njit, does not do, so that it does not find new intrinsics
     signature = types.void(pointer_to(types.int64))
     try:
         made: Any = cfunc(signature, cache=True, error_model="numpy")(function)
@@ -42,7 +45,7 @@ def native(function: Callable[[Any], None]) -> Native:
 
 
 def _next_share(typingctx: Any, task: Any) -> Any:
-    """Take the next share of a task; its first part is the number of all parts or more if there is none."""
+    """Return the first part of a share that no other thread takes; the number of parts or more if none is left."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         size = builder.load(builder.gep(arguments[0], [context.get_constant(types.intp, 2)]))
@@ -67,14 +70,15 @@ next_share: Any = intrinsic(_next_share)
 floats_at, integers_at = _array_at(types.float32), _array_at(types.int32)
 
 
-def in_threads(work: Native, arguments: Sequence[int], count: int, *, alone: bool) -> None:
-    """Let threads call a function; one takes share after share, so that a busy core gets fewer.
+def in_threads(work: Native, arguments: Sequence[int], count: int, *, alone: bool, kept: object = None) -> None:
+    """Let threads call a function; each takes share after share, so that a busy core takes fewer.
 
     Args:
         work: Made by `native`.
-        arguments: Numbers and addresses of arrays from place `FIRST` of its task on.
-        count: Of parts that are independent; place 1 of the task.
+        arguments: Numbers and addresses that follow the first three numbers of the task.
+        count: Number of parts, which are independent.
         alone: Whether one thread takes all parts.
+        kept: What the addresses are of; it lives as long as a thread that an interrupt leaves behind.
     """
     threads = 1 if alone else torch.get_num_threads()
     size = max(1, -(-count // (threads * (1 if threads == 1 else SHARES))))
@@ -85,9 +89,13 @@ def in_threads(work: Native, arguments: Sequence[int], count: int, *, alone: boo
     elif (parallel := _openmp()) is not None:
         parallel(work, address, threads, 0)
     else:
-        others = [_pool(threads - 1).submit(work, address) for _ in range(threads - 1)]
+        others = [_pool(threads - 1).submit(_call, work, task, kept) for _ in range(threads - 1)]
         work(address)
         wait([other for other in others if not other.cancel()])
+
+
+def _call(work: Native, task: Any, kept: object) -> None:
+    work(ctypes.addressof(task))
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -170,4 +171,23 @@ def test_words_that_are_not_on_the_cpu_are_refused() -> None:
     layer = made("4 bits")[1]
     layer.words = layer.words.to("meta")
     with pytest.raises(ValueError, match=r"on the CPU, found .* on meta"):
+        layer(inputs(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda layer: setattr(layer, "step_bits", layer.step_bits[:1].contiguous()), "do not belong together"),
+        (lambda layer: setattr(layer, "step_bits", layer.step_bits[:, :0].contiguous()), "do not belong together"),
+        (lambda layer: setattr(layer, "offset_bits", layer.step_bits[:, :1].contiguous()), "do not belong together"),
+        (lambda layer: setattr(layer, "words", layer.words[:, :16].contiguous()), "inputs are"),
+        (lambda layer: setattr(layer, "words", layer.words.mT.contiguous().mT), "expected contiguous"),
+        (lambda layer: setattr(layer, "words", layer.words.to(torch.int64)), "32-bit numbers"),
+    ],
+    ids=["blocks", "no groups", "offsets", "inputs", "strides", "dtype"],
+)
+def test_tensors_that_do_not_fit_are_refused(change: Callable[[GridLinear], None], why: str) -> None:
+    _, layer = made("2 bits, symmetric")
+    change(layer)
+    with pytest.raises(ValueError, match=why):
         layer(inputs(1))
