@@ -22,6 +22,8 @@ from nearplane.system.safetensors_files import TensorReader
 COUNT = re.compile(r"^(num|n|number)_\w+|layers?$|blocks?$|experts$|heads?$|depths?$|labels$|groups$")
 # sizes may be large: no loop runs over them
 SIZES = re.compile(r"positions|embd|embed|ctx|inner|hidden_size|intermediate|vocab|tokens")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of the number of experts in a block
+USED_EXPERTS = "num_experts_per_tok"
 PATTERNS = ("re:", "+:", "-:")  # prefixes of texts that are regular expressions
 MAX_COUNT = 100_000  # largest number of layers, heads, labels and the like
 # calls of torch while a network is built: minimum, and per tensor of the weight files; a block needs about 25
@@ -36,7 +38,7 @@ BUFFERS = 1 << 28  # most elements of tables and masks, which are not stored
 
 
 def check_config(folder: Path, config: Mapping[str, Any], reader: TensorReader | None) -> None:
-    """Refuse a config.json with impossible numbers of layers, heads or labels, or with invalid regular expressions.
+    """Refuse a config.json with impossible numbers of layers, heads, labels or experts, or invalid regular expressions.
 
     Args:
         folder: Folder of config.json.
@@ -44,7 +46,8 @@ def check_config(folder: Path, config: Mapping[str, Any], reader: TensorReader |
         reader: Reader of the weight files; None if only config.json is looked at.
 
     Raises:
-        ModelError: A number is too large, or a pattern in quantization_config is not a regular expression.
+        ModelError: A number is too large, a token has more experts than there are, or a pattern in quantization_config is
+            not a regular expression.
     """
     tensors = 0 if reader is None else len(reader.names())
     max_count = max(MAX_COUNT, tensors)
@@ -56,6 +59,14 @@ def check_config(folder: Path, config: Mapping[str, Any], reader: TensorReader |
             if reader is not None:
                 limit = f"the weight files have {tensors} tensors. {UNLIKE}"
             raise ModelError(f"{folder}/config.json: {name} is {shown}, but {limit}")
+    for part in (config, config.get("text_config")):
+        numbers = dict(_numbers(part)) if isinstance(part, Mapping) else {}
+        experts = max((numbers[name] for name in EXPERTS if name in numbers), default=0)
+        if experts > 1 and numbers.get(USED_EXPERTS, 0) > experts:
+            raise ModelError(
+                f"{folder}/config.json: {USED_EXPERTS} is {numbers[USED_EXPERTS]:,}, but there are {experts} experts. "
+                f"Fetch config.json again."
+            )
     for text in _texts(config.get("quantization_config")):
         if text.startswith(PATTERNS) and (fault := fault_of(text[3 if text.startswith("re:") else 2 :])) is not None:
             raise ModelError(f"{folder}/config.json: {text[:60]!r} {fault}. Fetch config.json again.")

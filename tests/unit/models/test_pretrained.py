@@ -101,6 +101,8 @@ def test_an_empty_network_is_as_if_never_quantized(checkpoints: dict[str, Path])
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1,000,000,000,000, but the weight"),
         ({"num_hidden_layers": 10**4000}, "num_hidden_layers is a number of 4001 digits"),
         ({"num_labels": 10**9}, "num_labels is 1,000,000,000, but the weight"),
+        ({"num_experts": 4, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 4 experts"),
+        ({"text_config": {"n_routed_experts": 8, "num_experts_per_tok": 9}}, "9, but there are 8 experts"),
         pytest.param({"num_hidden_layers": 90_000}, "many more layers than the", marks=pytest.mark.nightly),
         pytest.param(
             {"num_hidden_layers": 300},
