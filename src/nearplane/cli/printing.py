@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nearplane.verbs.compare import Row
     from nearplane.verbs.generate import Continuation
 
-DIFFERENT_LETTERS = 24  # letters quoted of each of two texts from where they differ
+DIFFERENT_LETTERS = 24  # characters quoted of each of two texts from where they differ
 
 
 def say(lines: Iterable[str]) -> None:
@@ -134,4 +134,4 @@ def first_difference(text: str, other: str) -> str:
     same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
     word = text.rfind(" ", 0, same) + 1
     ends = (repr(each[word : same + DIFFERENT_LETTERS]) for each in (text, other))
-    return f"── the same for {same} letters, then {' instead of '.join(ends)}"
+    return f"── the same for {same} characters, then {' instead of '.join(ends)}"

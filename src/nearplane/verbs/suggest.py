@@ -18,7 +18,7 @@ from nearplane.planning.folder_size import tensor_bytes
 from nearplane.planning.modes import MODES, Loss, Mode, Runtime
 from nearplane.planning.request import check_request, resolved
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.sizes import size_text
+from nearplane.recipe.sizes import SIZE_UNITS, size_text
 from nearplane.record.uses import typed
 from nearplane.system.arguments import checked
 from nearplane.verbs.early_checks import check_suggest
@@ -214,7 +214,8 @@ def _remedy(model: Model, rows: list[Suggestion], limit: int, context: int, cach
         return f"None of these {len(rows)} ways is possible for this model: {rows[0].refused}"
     least = min(possible, key=lambda row: row.memory or 0)
     needed = least.memory or 0
-    enough = f"--memory {math.ceil(needed / 1e7) / 100:.2f}GB"
+    power = max(1, min(len(SIZE_UNITS) - 1, (len(str(needed)) - 1) // 3))  # of 1000
+    enough = f"--memory {math.ceil(100 * needed / 1000**power) / 100:.2f}{SIZE_UNITS[power]}"
     shorter = _longest(model, limit - (needed - cache), context)
     return (
         f"Nothing fits in {size_text(limit)}: the smallest, {least.options}, takes {size_text(needed)}. Use {enough}"
