@@ -130,7 +130,7 @@ def test_a_gptq_of_another_program_becomes_compressed_tensors(made, tmp_path, ca
         assert (tensor.dtype, tensor.values.tobytes()) == (after[name].dtype, after[name].values.tobytes()), name
     tokens = torch.arange(12)[None]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.float32)
-    ours = nearplane.load(out, dtype="float32")
+    ours = nearplane.load(out, dtype="float32", packed=False)
     with torch.no_grad():
         assert torch.equal(theirs(tokens).logits, ours(tokens).logits)
 
