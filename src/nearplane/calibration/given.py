@@ -91,7 +91,8 @@ class Given:
                 f"{options.seqlen}. Leave out both: all windows are used, at most the last ninth to measure losses."
             )
         name = SOUND if self.kind is InputKind.SOUND else TOKENS
-        return replace(recipe, calibration=replace(options, calibration=name, samples=windows, seqlen=seqlen))
+        options = replace(options, calibration=name, samples=windows, seqlen=seqlen, first_token="none")  # as they are
+        return replace(recipe, calibration=options)
 
 
 def with_calibration_path(recipe: Recipe, calibration: object) -> Recipe:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nearplane.calibration.texts import read_windows
+from nearplane.calibration.texts import Frame, read_windows
 from nearplane.errors import CalibrationError
 from nearplane.recipe.recipe import Calibration
 from nearplane.record.record import Source
@@ -51,15 +51,13 @@ class Mix:
         weights = [each.weight for each in self.texts]
         return [*islice(order_of_windows(weights, self.samples, self.extra), count)]
 
-    def windows(
-        self, tokenizer: PreTrainedTokenizerBase, count: int, *, seqlen: int, between: tuple[int, ...] = ()
-    ) -> Tensor:
+    def windows(self, tokenizer: PreTrainedTokenizerBase, count: int, *, seqlen: int, frame: Frame) -> Tensor:
         """Return the first `count` windows, or only those before the first one for which its text is too short.
 
         Args:
             tokenizer: The tokenizer of the model.
             count: Number of windows.
-            seqlen, between: Arguments of `read_windows`.
+            seqlen, frame: Arguments of `read_windows`.
 
         Returns:
             (windows, seqlen) int64.
@@ -76,7 +74,7 @@ class Mix:
                     samples=order.count(number),
                     seqlen=seqlen,
                     seed=self.seed,
-                    between=between,
+                    frame=frame,
                 )
             )
             for number in set(order)

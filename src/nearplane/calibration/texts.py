@@ -10,6 +10,8 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nearplane.errors import CalibrationError, first_line
 from nearplane.models.pretrained import as_model_error
+from nearplane.recipe.recipe import FirstToken
 from nearplane.system.named_texts import CROPPED, NamedText, text_to_measure_on
 from nearplane.system.paths import text_files
 
@@ -31,6 +34,24 @@ CROPS = 256  # windows of it where no number is given, as in the papers
 MAX_DRAWS = 10_000  # documents that are drawn for one window before it is given up
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """Tokens that every window has around its text, see `frame_of`.
+
+    Args:
+        before: First tokens of every window.
+        after: Last tokens of every window.
+    """
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return len(self.before) + len(self.after)
+
+
 def read_windows(
     tokenizer: PreTrainedTokenizerBase,
     source: str | Path | Sequence[str] | NamedText | None,
@@ -38,14 +59,14 @@ def read_windows(
     samples: int,
     seqlen: int,
     seed: int = 0,
-    between: tuple[int, ...] = (),
+    frame: Frame = Frame(),
 ) -> Tensor:
     """Read the first `samples` windows of `seqlen` tokens, or fewer if the text is shorter.
 
     A text file is one document, taken raw and tokenized whole; every line of a jsonl file (`text`, or `messages` for
     the chat template) and every row of a data set is one. Documents are joined with the end-of-sequence token, if there
-    is one, and cut into windows that do not overlap. No other special tokens are added. Windows of c4 are crops of random
-    documents, see `_crops`.
+    is one, and cut into windows that do not overlap. No special tokens are added but those of `frame`. Windows of c4 are
+    crops of random documents, see `_crops`.
 
     Args:
         tokenizer: The tokenizer of the model.
@@ -53,7 +74,8 @@ def read_windows(
             text, whose name alone stands for the text to measure on; None: `DEFAULT_DATASET`.
         samples, seqlen: Number of windows, and tokens per window.
         seed: Seed of the shuffle of a data set, and of the crops of c4; files are not shuffled.
-        between: First and last token of every window, counted in `seqlen`; see `framing_tokens`.
+        frame: Tokens at both ends of every window, counted in `seqlen`. Where the text itself begins a window with them,
+            as templates of chats do, they are not repeated.
 
     Returns:
         (windows, seqlen) int64.
@@ -61,29 +83,39 @@ def read_windows(
     Raises:
         CalibrationError: The text is missing, malformed, or shorter than one window.
     """
-    if seqlen <= len(between):
+    if seqlen <= frame.size:
         raise CalibrationError(
             f"Windows of {seqlen} tokens contain only the special tokens at their two ends. Use a larger --seqlen."
         )
-    seqlen -= len(between)
     named = source if isinstance(source, NamedText) else text_to_measure_on(source)
     if named is not None and named.name == CROPPED:
         count = CROPS if samples == sys.maxsize else samples
-        tokens = _crops(tokenizer, named.rows(), count, seqlen, random.Random(seed))
+        crops = _crops(tokenizer, named.rows(), count, seqlen - frame.size, random.Random(seed))
+        windows = [[*frame.before, *crop] for crop in crops]
     else:
         texts = _documents(tokenizer, DEFAULT_DATASET if source is None else named or source, seed)
         ids = _joined(tokenizer, texts, samples * seqlen)
-        windows = min(len(ids) // seqlen, samples)
+        windows = [*islice(_cut(ids, seqlen - len(frame.after), frame.before), samples)]
         if not windows:
             listed = f"The list of {len(source)} texts" if isinstance(source, tuple | list) else None
             where = listed or (named.name if named is not None else source or DEFAULT_DATASET)
             raise CalibrationError(
-                f"{where} has {len(ids)} tokens, but a window has {seqlen}. Pass a longer text, or use shorter windows with "
-                f"--seqlen."
+                f"{where} has {len(ids)} tokens, but a window has {seqlen - frame.size}. Pass a longer text, or use shorter "
+                f"windows with --seqlen."
             )
-        tokens = torch.tensor(ids[: windows * seqlen], dtype=torch.int64).view(windows, seqlen)
-    edges = [torch.full((len(tokens), 1), edge) for edge in between]
-    return torch.cat([edges[0], tokens, edges[1]], 1) if edges else tokens
+    return torch.tensor([[*window, *frame.after] for window in windows], dtype=torch.int64)
+
+
+def _cut(ids: Sequence[int], length: int, before: tuple[int, ...]) -> Iterator[list[int]]:
+    """Yield windows of `length` ids in their order, each of which begins with the tokens `before`."""
+    start = 0
+    while True:
+        added = () if tuple(ids[start : start + len(before)]) == before else before
+        end = start + length - len(added)
+        if end > len(ids):
+            return
+        yield [*added, *ids[start:end]]
+        start = end
 
 
 def _joined(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], needed: int) -> list[int]:
@@ -102,8 +134,8 @@ def _joined(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], needed: in
 
 def _crops(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[str], count: int, seqlen: int, generator: random.Random
-) -> Tensor:
-    """Return windows (count, seqlen), each cropped at random from a random document that is longer than a window.
+) -> list[list[int]]:
+    """Return `count` windows of `seqlen` ids, each cropped at random from a random document that is longer than a window.
 
     Same draws as `get_c4` in the code of GPTQ (Frantar et al., 2022), for tokenizers that add no special tokens.
 
@@ -124,7 +156,7 @@ def _crops(
             )
         start = generator.randint(0, len(ids) - seqlen - 1)
         windows.append(ids[start : start + seqlen])
-    return torch.tensor(windows, dtype=torch.int64)
+    return windows
 
 
 def read_documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str]) -> Iterator[str]:
@@ -132,10 +164,30 @@ def read_documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequ
     return _documents(tokenizer, text_to_measure_on(source) or source, seed=0)
 
 
-def framing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that encoders expect before and after a text ([CLS], [SEP]); () if the tokenizer has none."""
-    edges = (tokenizer.cls_token_id, tokenizer.sep_token_id)
-    return edges if all(isinstance(token, int) for token in edges) else ()
+def frame_of(tokenizer: PreTrainedTokenizerBase, first_token: FirstToken, *, encoder: bool) -> Frame:
+    """Return the tokens that a network expects around every window.
+
+    Encoders expect [CLS] and [SEP]. Other networks were trained on texts that begin as their tokenizer begins them.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        first_token: Whether windows begin with `tokens_before`; encoders have their tokens in any case.
+        encoder: Whether the network has an encoder, see `is_framed`.
+    """
+    if encoder:
+        first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
+        return Frame(before=(first,), after=(last,)) if isinstance(first, int) and isinstance(last, int) else Frame()
+    return Frame() if first_token == "none" else Frame(before=tokens_before(tokenizer))
+
+
+def tokens_before(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that a tokenizer sets before every text, as those of Llama and Gemma set BOS; () if it sets none."""
+    with as_model_error("The model's tokenizer cannot tokenize a letter (fetch the model again)"):
+        ids, letter = (
+            list(tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"]) for special in (True, False)
+        )
+    places = [place for place in range(len(ids)) if letter and ids[place : place + len(letter)] == letter]
+    return tuple(ids[: places[0]]) if places else ()
 
 
 def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str, needed: int) -> list[int]:

@@ -13,7 +13,7 @@ from nearplane.calibration.activations import positions_per_window
 from nearplane.calibration.dealt import Dealt
 from nearplane.calibration.given import Given, refuse_unrecorded
 from nearplane.calibration.mix import Mix
-from nearplane.calibration.texts import check_start, check_vocabulary, framing_tokens, read_windows
+from nearplane.calibration.texts import check_start, check_vocabulary, frame_of, read_windows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.models.experts import by_expert
@@ -165,13 +165,13 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         source = options.calibration if given is None else given.texts
         refuse_unrecorded(source)
         samples, tokenizer = asked + following, model.tokenizer()
-        edges = framing_tokens(tokenizer) if is_framed(model.network) else ()
+        frame = frame_of(tokenizer, options.first_token, encoder=is_framed(model.network))
         if given is None and (mix := Mix.of(options, asked, following)) is not None:
-            windows = mix.windows(tokenizer, mix.samples + mix.extra, seqlen=seqlen, between=edges)
+            windows = mix.windows(tokenizer, mix.samples + mix.extra, seqlen=seqlen, frame=frame)
             sources, fitted = mix.sources(len(windows)), mix.samples
             return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:], sources=sources)
         named = text_to_calibrate_on(source) or source
-        windows = read_windows(tokenizer, named, samples=samples, seqlen=seqlen, seed=options.seed, between=edges)
+        windows = read_windows(tokenizer, named, samples=samples, seqlen=seqlen, seed=options.seed, frame=frame)
     if len(windows) == 1:
         return Windows(seqlen=seqlen, fitted=windows)
     fitted = min(asked, len(windows) - max(1, min(following, len(windows) // (WINDOWS_PER_EXTRA + 1))))

@@ -33,7 +33,7 @@ def evaluate(
     *,
     text: Annotated[list[Path] | None, Several] = None,
     tasks: Annotated[TaskFlags | None, Parameter(name="*")] = None,
-    protocol: Protocol = "papers",
+    protocol: Protocol = "windows",
     seqlen: int | None = None,
     samples: int | None = None,
     against: str | None = None,
@@ -46,14 +46,16 @@ def evaluate(
     """Measure the perplexity of MODEL on a text, and with --against how far its predictions are from the original's.
 
     With --tasks, MODEL and the original answer tasks of lm-eval.
-    The text is tokenized without special tokens and cut into windows that do not overlap.
+    The text is cut into windows that do not overlap. Each begins with the token that the tokenizer sets before a text, if
+    it sets one, as the model was trained.
     For an encoder, the similarity of its embeddings to the original's is measured.
 
     Args:
         model: Folder or hub id of a transformers checkpoint, or of one that nearplane wrote, or a .gguf file.
         text: Texts to measure on, each with figures of its own: a .txt or .jsonl file, a folder of them, wikitext2 or c4.
-        protocol: Windows and units: papers (windows of 2048, per token), llama.cpp (as llama-perplexity: windows of 512,
-            of which the second half is scored), or lm-eval (rolling, per word and per byte).
+        protocol: Windows and units: windows (of 2048, per token), papers (the same without the first token), llama.cpp (as
+            llama-perplexity: windows of 512, of which the second half is scored), or lm-eval (rolling, per word and per
+            byte).
         seqlen: Tokens per window. Default: 2048, or 512 for llama.cpp, or the model's maximum length if that is shorter.
         samples: Number of windows, or for lm-eval of documents (a .txt file is one), from the beginning of the text.
             Default: all.
@@ -72,7 +74,7 @@ def evaluate(
         **counts,
         "plot": plot,
         "activations": activations or None,
-        "protocol": None if protocol == "papers" else protocol,
+        "protocol": None if protocol == "windows" else protocol,
     }
     if not texts and (given := [name for name, value in of_texts.items() if value is not None]):
         raise RecipeError(

@@ -22,6 +22,7 @@ from nearplane.recipe.spellings import translated
 from nearplane.system.arguments import check_fields, described, within
 
 Rare = Literal["mean", "error"]
+FirstToken = Literal["auto", "none"]
 Way = Literal["rtn-mse", "gptq-mse", "rtn-huffman", "gptq-huffman", "nearplane-grid", "nearplane"]  # see compare.py
 Tune = Literal["none", "network"]
 
@@ -35,6 +36,8 @@ class Calibration:
             name:config:split. A mix is a list with weights: chats.jsonl:2,c4:1. Default: FineWeb-Edu sample-10BT.
         samples: Number of calibration windows. Default: 50 tokens per input of the widest layer, at most 524,288 tokens.
         seqlen: Length of a calibration window in tokens. Default: 2048, or the model's maximum length if that is shorter.
+        first_token: Whether each window begins with the token that the tokenizer sets before a text, if it sets one, as the
+            model was trained; it counts in the length.
         seed: Random seed of the order of a data set.
         true_sequential: Whether each layer of a block sees the quantized layers before it.
         rare_experts: Treatment of experts that fewer than four tokens per input reach. error: stop the run.
@@ -44,6 +47,7 @@ class Calibration:
     calibration: str | None = None
     samples: int | None = None
     seqlen: int | None = None
+    first_token: FirstToken = "auto"
     seed: int = 0
     true_sequential: bool = True
     rare_experts: Rare = "mean"
@@ -56,7 +60,7 @@ class Calibration:
             raise RecipeError(
                 f"calibration is a {kind}; expected a file, a folder or the name of a data set. Pass texts or tokens to quantize()."
             )
-        check_fields(self, "seed", "true_sequential", "rare_experts")
+        check_fields(self, "first_token", "seed", "true_sequential", "rare_experts")
         count, length = self.samples, self.seqlen
         within("samples", count, count is None or (isinstance(count, int) and count > 0), "a positive number")
         within("seqlen", length, length is None or (isinstance(length, int) and length > 1), "at least 2")

@@ -7,6 +7,7 @@ import math
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -303,6 +304,8 @@ class RunRecord:
                 raise ValueError("it is not an object")
             if fields.get("version") != VERSION:
                 raise _version_error(fields, where)
+            with suppress(KeyError, TypeError, AttributeError):  # `annotated` says what is wrong
+                fields["recipe"]["calibration"].setdefault("first_token", "none")  # older records do not have it
             record: RunRecord = annotated(cls, fields, "record")
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{where} is not a record that this version of nearplane reads ({error}).") from error

@@ -18,7 +18,7 @@ from nearplane.calibration.given import Given, refuse_unrecorded
 from nearplane.calibration.mix import Mix
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.states_on_host import StatesOnHost
-from nearplane.calibration.texts import read_windows
+from nearplane.calibration.texts import frame_of, read_windows
 from nearplane.calibration.windows import default_seqlen, extra_windows, samples_of
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.stored import Stored
@@ -138,16 +138,17 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
         raise CalibrationError(
             f"--seqlen {length} is more than the model's maximum length of {model.positions} tokens."
         )
-    options, samples = recipe.calibration, samples_of(model, recipe.calibration)
+    options, samples, tokenizer = recipe.calibration, samples_of(model, recipe.calibration), model.tokenizer()
+    frame = frame_of(tokenizer, options.first_token, encoder=False)  # encoders are not tuned
     if given is None and (mix := Mix.of(options, samples, extra_windows(samples, length))) is not None:
         if length != (of_run := default_seqlen(model, options)):
             raise RecipeError(
                 f"seqlen is {length}, but windows of a mix of texts have the length of the run, {of_run} tokens. Leave out "
                 f"--seqlen."
             )
-        return mix.windows(model.tokenizer(), count, seqlen=length)
+        return mix.windows(tokenizer, count, seqlen=length, frame=frame)
     named = text_to_calibrate_on(text) or text
-    return read_windows(model.tokenizer(), named, samples=count, seqlen=length, seed=options.seed)
+    return read_windows(tokenizer, named, samples=count, seqlen=length, seed=options.seed, frame=frame)
 
 
 def samples_to_tune_on(model: Model, record: RunRecord, seqlen: int | None = None) -> int:

@@ -25,7 +25,8 @@ from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_named, check_path, folder_named
 from nearplane.system.text_mixes import check_shares, texts_of
 
-Protocol = Literal["papers", "llama.cpp", "lm-eval"]
+Protocol = Literal["windows", "papers", "llama.cpp", "lm-eval"]
+CUT_FROM_CROPS: tuple[Protocol, ...] = ("windows", "papers")  # protocols whose windows may be crops of documents
 DENSE = "safetensors"  # format of `export` for decoded weights
 COMPARISON_TAG = b'<meta name="generator" content="nearplane compare">'  # marks a page of a comparison
 MIN_LLAMA_CPP_SEQLEN = 3  # tokens of a window whose second half has a token to score
@@ -38,7 +39,7 @@ def check_evaluate(
     against: Any,
     seqlen: int | None,
     samples: int | None,
-    protocol: str = "papers",
+    protocol: str = "windows",
 ) -> None:
     """Refuse arguments of `evaluate`; model objects and texts in memory are checked by the verb."""
     whole("samples", samples, 1)
@@ -51,10 +52,10 @@ def check_evaluate(
             f"Use at least {MIN_LLAMA_CPP_SEQLEN}."
         )
     for text in texts:
-        if protocol != "papers" and is_cropped(text):
+        if protocol not in CUT_FROM_CROPS and is_cropped(text):
             raise RecipeError(
-                f"--protocol {protocol} needs running text, but c4 is read as crops of its documents. Use --protocol papers, or "
-                f"pass a file."
+                f"--protocol {protocol} needs running text, but c4 is read as crops of its documents. Use --protocol windows, "
+                f"or pass a file."
             )
         if text is None:
             raise CalibrationError("text is None; expected a path, a list of texts, or token ids (windows, seqlen).")

@@ -31,7 +31,7 @@ from nearplane.system.device import Device
 from nearplane.system.process_group import joined
 from nearplane.system.progress import Progress, logged, silent
 from nearplane.system.ranks import current
-from nearplane.verbs.early_checks import Protocol, check_evaluate
+from nearplane.verbs.early_checks import CUT_FROM_CROPS, Protocol, check_evaluate
 from nearplane.verbs.evaluate_networks import Network, Outline, batches_here, opened
 from nearplane.verbs.evaluate_protocols import (
     LlamaCppFigure,
@@ -87,7 +87,7 @@ class Evaluation:
     worst_cosine: float | None = None
     remarks: tuple[str, ...] = field(default=(), compare=False)  # they name folders
     text: str = field(default="", compare=False)
-    protocol: Protocol = "papers"
+    protocol: Protocol = "windows"
     statistics: Statistics | None = None
     floor: Floor | None = None
     llama_cpp: tuple[LlamaCppFigure, ...] = ()
@@ -116,7 +116,7 @@ def evaluate(
     text: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    protocol: Protocol = "papers",
+    protocol: Protocol = "windows",
     seqlen: int | None = None,
     samples: int | None = None,
     against: str | Path | PreTrainedModel | None = None,
@@ -133,11 +133,11 @@ def evaluate(
     Args:
         model: Folder or hub id of a transformers checkpoint or of one that `quantize` wrote, or a .gguf file. Or a model
             object, which runs in its own dtype and on its own device.
-        text: A .txt or .jsonl file or a folder of them, tokenized whole without special tokens and cut into windows
-            that do not overlap. Or wikitext2 or c4, a list of texts, token ids (windows, seqlen), pixel values
-            (images, channels, height, width), or sound with transcripts (input_features, token_ids). Windows of
-            encoders begin and end with tokens such as [CLS] and [SEP]. Encoder-decoders predict their own input, or
-            its transcript.
+        text: A .txt or .jsonl file or a folder of them, tokenized whole and cut into windows that do not overlap, each of
+            which begins with the token that the tokenizer sets before a text, if it sets one. Or wikitext2 or c4, a list
+            of texts, token ids (windows, seqlen), pixel values (images, channels, height, width), or sound with
+            transcripts (input_features, token_ids). Windows of encoders begin and end with tokens such as [CLS] and
+            [SEP]. Encoder-decoders predict their own input, or its transcript.
         tokenizer: Tokenizer of a model object; not needed for token ids.
         protocol: Windows and units of the perplexity; llama.cpp and lm-eval take texts only.
         seqlen: Tokens per window. None: 2048, or 512 for llama.cpp, or the model's positions if fewer or for lm-eval.
@@ -170,7 +170,7 @@ class EvaluationOptions:
     """Options of `prepare_texts`; `evaluate` documents them."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
-    protocol: Protocol = "papers"
+    protocol: Protocol = "windows"
     seqlen: int | None = None
     samples: int | None = None
     against: str | Path | PreTrainedModel | None = None
@@ -287,7 +287,7 @@ def _check_taken(outlines: Sequence[Outline], input_kind: InputKind, protocol: P
             f"{first.name} has no vocabulary head and predicts no tokens. Pass the original with against (--against), to compare "
             f"the embeddings of both."
         )
-    if protocol != "papers" and (first.framed or input_kind is not InputKind.TEXT):
+    if protocol not in CUT_FROM_CROPS and (first.framed or input_kind is not InputKind.TEXT):
         raise RecipeError(
             f"--protocol {protocol} is for language models that continue a text, which {first.name} does not. Leave it out."
         )
@@ -310,7 +310,7 @@ def _scored(
     outline, tokens = outlines[0], None if given is None else given.tokens
     positions, shortest = _positions(outlines)
     if tokens is not None:
-        if protocol != "papers":
+        if protocol not in CUT_FROM_CROPS:
             raise RecipeError(
                 f"--protocol {protocol} cuts windows of a text itself, but token ids are given. Pass a text."
             )

@@ -1,7 +1,9 @@
 """Protocols of perplexity: which windows of a text are read, which tokens are scored, and what the sum is divided by.
 
-    papers      windows that do not overlap; all tokens but the first of a window; per token
-    llama.cpp   the same windows, each beginning with BOS if the model adds it; only the second half is scored; per token
+    windows     windows that do not overlap, each beginning as the tokenizer begins a text; all tokens but the first of a
+                window; per token
+    papers      the same without the tokenizer's first token
+    llama.cpp   windows of papers, each beginning with BOS if the model adds it; only the second half is scored; per token
     lm-eval     every document after a prefix token, each window with as much context as fits; per word and per byte
 
 llama.cpp's own statistics count tokens as independent. They are given under its own names, and never mixed with ours.
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nearplane.calibration.texts import framing_tokens, read_documents, read_windows
+from nearplane.calibration.texts import frame_of, read_documents, read_windows, tokens_before
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.models.pretrained import as_model_error
 from nearplane.verbs.early_checks import Protocol
@@ -114,15 +116,15 @@ def scored_text(
         text: A text, see `read_windows`.
         seqlen: Tokens per window.
         samples: Number of windows from the beginning, or for lm-eval of documents. None: all.
-        framed: Whether windows begin and end with special tokens; only for papers.
+        framed: Whether windows begin and end with the special tokens of encoders.
 
     Raises:
         CalibrationError: The text is missing, malformed or too short.
     """
     samples = samples or sys.maxsize
-    if protocol == "papers":
-        between = framing_tokens(tokenizer) if framed else ()
-        tokens = read_windows(tokenizer, text, samples=samples, seqlen=seqlen, between=between)
+    if protocol in ("windows", "papers"):
+        frame = frame_of(tokenizer, "none" if protocol == "papers" else "auto", encoder=framed)
+        tokens = read_windows(tokenizer, text, samples=samples, seqlen=seqlen, frame=frame)
         return ScoredText(tokens=tokens, targets=next_tokens(tokens))
     read = _llama_cpp if protocol == "llama.cpp" else _lm_eval
     return read(tokenizer, text, seqlen, samples)
@@ -136,9 +138,9 @@ def _llama_cpp(
     BOS stands before the text, and replaces the first token of every window. Of the tokens 0 to n - 1 of a window, those
     from n/2 + 1 are scored.
     """
-    beginning, start = _first_token(tokenizer), []
-    if beginning is not None:
-        start = [torch.tensor([beginning])]
+    before = tokens_before(tokenizer)
+    beginning = before[0] if before and before[0] == tokenizer.bos_token_id else None
+    start = [] if beginning is None else [torch.tensor([beginning])]
     needed = min(samples, sys.maxsize // seqlen) * seqlen
     ids = torch.cat([*start, read_windows(tokenizer, text, samples=max(needed, 2 * seqlen), seqlen=1)[:, 0]])
     if len(ids) < MIN_LLAMA_CPP_WINDOWS * seqlen:
@@ -188,12 +190,6 @@ def _lm_eval(
         bytes=size,
         documents=count,
     )
-
-
-def _first_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the token that a tokenizer sets before every text; None if it sets none."""
-    first = tokenizer("a", verbose=False)["input_ids"][0]
-    return int(first) if first == tokenizer.bos_token_id else None
 
 
 def _named(text: Any) -> str:
