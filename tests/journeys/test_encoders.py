@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import nearplane
-from nearplane.calibration.texts import framing_tokens, read_windows
+from nearplane.calibration.texts import frame_of, read_windows
 from nearplane.cli import app as cli
 from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.errors import RecipeError
@@ -105,7 +105,7 @@ def test_embeddings_are_compared_by_cosine(solved: Any, minilm: Path) -> None:
     """As written out by hand: windows between [CLS] and [SEP], means over all tokens."""
     found = nearplane.evaluate(solved("grid"), HELD_OUT, against=minilm, samples=5, seqlen=40, device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(minilm)
-    windows = read_windows(tokenizer, HELD_OUT, samples=5, seqlen=40, between=framing_tokens(tokenizer))
+    windows = read_windows(tokenizer, HELD_OUT, samples=5, seqlen=40, frame=frame_of(tokenizer, "none", encoder=True))
     assert windows[:, [0, -1]].tolist() == [[2, 3]] * 5
     assert torch.equal(windows[:, 1:-1], read_windows(tokenizer, HELD_OUT, samples=5, seqlen=38))
     both = [nearplane.load(folder, dtype="float32", device="cpu") for folder in (minilm, solved("grid"))]

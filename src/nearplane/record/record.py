@@ -256,6 +256,8 @@ class RunRecord:
             del fields["recipe"]["activations"]
         if self.recipe.like is None:
             del fields["recipe"]["like"]
+        if self.recipe.calibration.first_token == "none":
+            del fields["recipe"]["calibration"]["first_token"]
         return fields
 
     def embedded(self) -> RunRecord:
@@ -305,7 +307,7 @@ class RunRecord:
             if fields.get("version") != VERSION:
                 raise _version_error(fields, where)
             with suppress(KeyError, TypeError, AttributeError):  # `annotated` says what is wrong
-                fields["recipe"]["calibration"].setdefault("first_token", "none")  # older records do not have it
+                fields["recipe"]["calibration"].setdefault("first_token", "none")  # left out by `fields`
             record: RunRecord = annotated(cls, fields, "record")
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{where} is not a record that this version of nearplane reads ({error}).") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import json
 import os
@@ -12,10 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nearplane.calibration.texts import MAX_DRAWS, _crops, check_vocabulary, read_windows
+from nearplane.calibration.texts import (
+    MAX_DRAWS,
+    Frame,
+    _crops,
+    check_vocabulary,
+    frame_of,
+    read_windows,
+    tokens_before,
+)
 from nearplane.demo import CALIBRATION
 from nearplane.errors import CalibrationError
 from nearplane.system.paths import text_files
@@ -237,6 +246,39 @@ def test_crops_are_those_of_the_code_of_gptq(tokenizer: PreTrainedTokenizerFast)
         expected.append(encoded[i : i + 20])
     assert _crops(tokenizer, rows, 12, 20, random.Random(0)).tolist() == expected
     assert _crops(tokenizer, rows, 3, 20, random.Random(0)).tolist() == expected[:3]
+
+
+def beginning(tokenizer: PreTrainedTokenizerFast, single: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the same vocabulary with a template around every text."""
+    changed = copy.deepcopy(tokenizer)
+    changed.add_special_tokens({"bos_token": "<|begin|>"})
+    named = [(token, changed.convert_tokens_to_ids(token)) for token in ("<|begin|>", "<|end|>")]
+    changed.backend_tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=named)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("single", "before"), [("<|begin|> $A", 1), ("<|begin|> <|end|> $A <|end|>", 2), ("$A <|end|>", 0), ("$A", 0)]
+)
+def test_windows_begin_as_the_tokenizer_begins_a_text(
+    tokenizer: PreTrainedTokenizerFast, single: str, before: int
+) -> None:
+    """T5's tokenizer sets a token after every text instead."""
+    made = beginning(tokenizer, single)
+    first = tokens_before(made)
+    assert first == tuple(made("a")["input_ids"][:before])
+    frame, plain = frame_of(made, "auto", encoder=False), ids(made, TEXT)
+    windows, step = read_windows(made, [TEXT], samples=3, seqlen=20, frame=frame), 20 - before
+    assert windows.tolist() == [[*first, *plain[step * n : step * (n + 1)]] for n in range(3)]
+    assert frame_of(made, "none", encoder=False) == Frame()
+
+
+def test_a_first_token_that_the_text_has_itself_is_not_repeated(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As chat templates write it: llama.cpp warns of two."""
+    made = beginning(tokenizer, "<|begin|> $A")
+    frame, begin = frame_of(made, "auto", encoder=False), made.bos_token_id
+    windows = read_windows(made, ["<|begin|>" + TEXT], samples=2, seqlen=20, frame=frame)
+    assert windows.tolist() == [[begin, *ids(made, TEXT)[:19]], [begin, *ids(made, TEXT)[19:38]]]
 
 
 def test_documents_that_are_all_too_short_for_a_crop_are_given_up(

@@ -43,7 +43,9 @@ def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tiny, 
     words = ("--samples", 4, "--seqlen", 40, "--against", model, "--plot", tmp_path / "kl.svg")
     code, out, _ = command(monkeypatch, capsys, "evaluate", tmp_path / "out", "--text", HELD_OUT, text, *words)
     assert code == 0
-    assert out.count("KL(original || model)") == out.count("protocol papers: 156 tokens scored in 4 windows of 40") == 2
+    assert (
+        out.count("KL(original || model)") == out.count("protocol windows: 156 tokens scored in 4 windows of 40") == 2
+    )
     assert "4-7: " in out
     assert (tmp_path / "kl.svg").read_text().count("</svg>") == 1
     for protocol, said in (("llama.cpp", "99.9% KLD  "), ("lm-eval", "word_perplexity  ")):

@@ -48,6 +48,17 @@ def test_llama_cpp_scores_the_second_half_of_windows(begins):
     assert predicted(found) == expected
 
 
+@pytest.mark.parametrize(("protocol", "first"), [("windows", [BOS]), ("papers", [])])
+def test_windows_begin_as_the_tokenizer_begins_a_text_but_those_of_papers_do_not(protocol, first):
+    length, ids = 8, ids_of(TEXT)
+    step = length - len(first)
+    windows = [[*first, *ids[start : start + step]] for start in range(0, len(ids) // step * step, step)]
+    expected = [(window[: place + 1], window[place + 1]) for window in windows for place in range(length - 1)]
+    assert predicted(scored_text(protocol, tokenizer(begins=True), [TEXT], seqlen=length, samples=None)) == expected
+    plain = scored_text(protocol, tokenizer(begins=False), [TEXT], seqlen=length, samples=None)
+    assert plain.tokens.tolist() == torch.tensor(ids[: len(ids) // length * length]).view(-1, length).tolist()
+
+
 @pytest.mark.parametrize("length", [53, 20, 8])
 @pytest.mark.parametrize("begins", [True, False])
 def test_lm_eval_rolls_over_each_document(begins, length):
