@@ -170,7 +170,7 @@ def measured(out: Path, subject: Subject) -> Evaluation | None:
     """Measure a folder that a tool wrote on 96 windows of held-out text."""
     if subject.held_out is None:
         return None
-    return evaluate(out, subject.held_out, samples=96, seqlen=256, against=subject.folder)
+    return evaluate(out, subject.held_out, samples=96, seqlen=256, against=subject.folder, protocol="papers")
 
 
 def rows(

@@ -63,7 +63,8 @@ def measure(out: Path, model: str, grid: str, offset: int, steps: list[int]) -> 
             words |= {"group_size": GROUPS[model], "format": "gptq_v2"}
         solved = Path(place) / "solved"
         began = time.process_time()
-        nearplane.quantize(original, solved, calibration=str(text), samples=WINDOWS, seqlen=SEQLEN, **words)
+        words |= {"samples": WINDOWS, "seqlen": SEQLEN, "first_token": "none"}
+        nearplane.quantize(original, solved, calibration=str(text), **words)
         solve, before = time.process_time() - began, _quality(solved, original, *test)
         for count in todo:
             began, new = time.process_time(), Path(place) / f"tuned-{count}"
@@ -82,7 +83,7 @@ def measure(out: Path, model: str, grid: str, offset: int, steps: list[int]) -> 
 
 def _quality(folder: Path, original: Path, text: Path, windows: int) -> tuple[float, float]:
     """Return KL to the original and perplexity, on the first windows of a text."""
-    found = nearplane.evaluate(folder, text, against=original, samples=windows, seqlen=SEQLEN)
+    found = nearplane.evaluate(folder, text, against=original, samples=windows, seqlen=SEQLEN, protocol="papers")
     return round(found.kl, 6), round(found.perplexity, 4)
 
 

@@ -43,12 +43,12 @@ def measure(samples: int, offset: int, windows: int | None) -> None:
         place = Path(folder)
         text, solved, tuned = place / "text.txt", place / "solved", place / "tuned"
         text.write_text((texts / "tinystories_train_2m.txt").read_text(encoding="utf-8")[offset:], encoding="utf-8")
-        words = dict(bits=3, symmetric=False, group_size=32, format="gptq_v2")
+        words = dict(bits=3, symmetric=False, group_size=32, format="gptq_v2", first_token="none")
         nearplane.quantize(model, solved, calibration=text, samples=samples, seqlen=SEQLEN, **words)
         began = time.process_time()
         tuning = nearplane.tune(solved, tuned, against=model, calibration=text, samples=windows).tuning
         took = time.process_time() - began
-        test = dict(against=model, samples=HELD_OUT, seqlen=SEQLEN)
+        test = dict(against=model, samples=HELD_OUT, seqlen=SEQLEN, protocol="papers")
         before, after = (
             nearplane.evaluate(each, texts / "tinystories_valid.txt", **test).kl for each in (solved, tuned)
         )

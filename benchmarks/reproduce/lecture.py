@@ -58,7 +58,7 @@ def main() -> None:
     if arguments.offline:
         subject = offline_subjects(arguments.keep, None, [MEASURE], {})[0]
     else:
-        calibration = Calibration(samples=128, seqlen=1024)
+        calibration = Calibration(samples=128, seqlen=1024, first_token="none")
         subject = Subject(
             name=arguments.model, paper=GPT2, source=arguments.model, calibration=calibration,
             texts={MEASURE: "wikitext2"}, tasks={},

@@ -176,6 +176,7 @@ def measured(subject: Subject, quantized: Quantized, measure: str, device: str) 
     evaluation = evaluate(
         quantized.network, subject.texts[measure], tokenizer=quantized.tokenizer, samples=subject.windows,
         seqlen=subject.seqlen or subject.calibration.seqlen, device=device,
+        protocol="papers",
     )  # fmt: skip
     assert evaluation.perplexity is not None, "these models predict tokens"
     return evaluation.perplexity, None

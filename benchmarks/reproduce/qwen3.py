@@ -68,7 +68,8 @@ def online_subjects(models: Sequence[str], windows: int | None) -> list[Subject]
     """Return the models with the protocol of the paper: 256 x 2,048 tokens of FineWeb-Edu, windows of 2,048."""
     return [
         Subject(
-            name=model, paper=model, source=model, calibration=Calibration(samples=256, seqlen=2048), texts=TEXTS,
+            name=model, paper=model, source=model, texts=TEXTS,
+            calibration=Calibration(samples=256, seqlen=2048, first_token="none"),
             tasks=TASKS, windows=windows,
         )
         for model in models

@@ -56,7 +56,7 @@ def _subject(
 ) -> Subject:
     return Subject(
         name=name, paper=paper, source=str(source), texts=texts, tasks=tasks, windows=WINDOWS,
-        calibration=Calibration(calibration=str(calibration), samples=WINDOWS, seqlen=SEQLEN),
+        calibration=Calibration(calibration=str(calibration), samples=WINDOWS, seqlen=SEQLEN, first_token="none"),
     )  # fmt: skip
 
 

@@ -56,13 +56,13 @@ def main() -> None:
             try:
                 record = nearplane.quantize(
                     source, out, bits=3, group_size=32, calibration=str(texts / "tinystories_train_2m.txt"),
-                    samples=tokens // seqlen, seqlen=seqlen,
+                    samples=tokens // seqlen, seqlen=seqlen, first_token="none",
                 )  # fmt: skip
             except CalibrationError as error:
                 refused.append(str(error))
                 continue
             text = texts / "tinystories_valid.txt"
-            kl = nearplane.evaluate(out, text, seqlen=256, samples=128, against=source).kl
+            kl = nearplane.evaluate(out, text, seqlen=256, samples=128, against=source, protocol="papers").kl
         print(line(record, kl), flush=True)
         rows.append((fmean(layer.extra_relative_loss for layer in record.layers), kl))
     ranked = [sorted(range(len(rows)), key=lambda row, figure=figure: rows[row][figure]) for figure in (0, 1)]

@@ -162,7 +162,8 @@ def whole_model(judge: Judge, bits: int, name: str, calibrations: list[int]) -> 
             out = Path(place) / "out"
             nearplane.quantize(
                 judge.case.folder, out, bits=bits, symmetric=False, group_size=judge.case.group_size, format="gptq_v2",
-                calibration=str(judge.case.calibration), samples=samples, seqlen=SEQLEN, device="cpu", **VARIANTS[name],
+                calibration=str(judge.case.calibration), samples=samples, seqlen=SEQLEN, first_token="none", device="cpu",
+                **VARIANTS[name],
             )  # fmt: skip
             kl, perplexity = judge.measure(out)
             kls.append(kl)

@@ -33,7 +33,7 @@ def evaluate(
     *,
     text: Annotated[list[Path] | None, Several] = None,
     tasks: Annotated[TaskFlags | None, Parameter(name="*")] = None,
-    protocol: Protocol = "windows",
+    protocol: Protocol = "nearplane",
     seqlen: int | None = None,
     samples: int | None = None,
     against: str | None = None,
@@ -53,9 +53,9 @@ def evaluate(
     Args:
         model: Folder or hub id of a transformers checkpoint, or of one that nearplane wrote, or a .gguf file.
         text: Texts to measure on, each with figures of its own: a .txt or .jsonl file, a folder of them, wikitext2 or c4.
-        protocol: Windows and units: windows (of 2048, per token), papers (the same without the first token), llama.cpp (as
-            llama-perplexity: windows of 512, of which the second half is scored), or lm-eval (rolling, per word and per
-            byte).
+        protocol: Windows and units: nearplane (windows of 2048, per token), papers (the same without the tokenizer's first
+            token), llama.cpp (as llama-perplexity: windows of 512, of which the second half is scored), or lm-eval
+            (rolling, per word and per byte).
         seqlen: Tokens per window. Default: 2048, or 512 for llama.cpp, or the model's maximum length if that is shorter.
         samples: Number of windows, or for lm-eval of documents (a .txt file is one), from the beginning of the text.
             Default: all.
@@ -74,7 +74,7 @@ def evaluate(
         **counts,
         "plot": plot,
         "activations": activations or None,
-        "protocol": None if protocol == "windows" else protocol,
+        "protocol": None if protocol == "nearplane" else protocol,
     }
     if not texts and (given := [name for name, value in of_texts.items() if value is not None]):
         raise RecipeError(

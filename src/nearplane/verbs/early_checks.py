@@ -25,8 +25,8 @@ from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_named, check_path, folder_named
 from nearplane.system.text_mixes import check_shares, texts_of
 
-Protocol = Literal["windows", "papers", "llama.cpp", "lm-eval"]
-CUT_FROM_CROPS: tuple[Protocol, ...] = ("windows", "papers")  # protocols whose windows may be crops of documents
+Protocol = Literal["nearplane", "papers", "llama.cpp", "lm-eval"]
+PLAIN_WINDOWS: tuple[Protocol, ...] = ("nearplane", "papers")  # protocols of windows that do not depend on one another
 DENSE = "safetensors"  # format of `export` for decoded weights
 COMPARISON_TAG = b'<meta name="generator" content="nearplane compare">'  # marks a page of a comparison
 MIN_LLAMA_CPP_SEQLEN = 3  # tokens of a window whose second half has a token to score
@@ -39,7 +39,7 @@ def check_evaluate(
     against: Any,
     seqlen: int | None,
     samples: int | None,
-    protocol: str = "windows",
+    protocol: str = "nearplane",
 ) -> None:
     """Refuse arguments of `evaluate`; model objects and texts in memory are checked by the verb."""
     whole("samples", samples, 1)
@@ -52,9 +52,9 @@ def check_evaluate(
             f"Use at least {MIN_LLAMA_CPP_SEQLEN}."
         )
     for text in texts:
-        if protocol not in CUT_FROM_CROPS and is_cropped(text):
+        if protocol not in PLAIN_WINDOWS and is_cropped(text):
             raise RecipeError(
-                f"--protocol {protocol} needs running text, but c4 is read as crops of its documents. Use --protocol windows, "
+                f"--protocol {protocol} needs running text, but c4 is read as crops of its documents. Use --protocol nearplane, "
                 f"or pass a file."
             )
         if text is None:

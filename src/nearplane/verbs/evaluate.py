@@ -31,7 +31,7 @@ from nearplane.system.device import Device
 from nearplane.system.process_group import joined
 from nearplane.system.progress import Progress, logged, silent
 from nearplane.system.ranks import current
-from nearplane.verbs.early_checks import CUT_FROM_CROPS, Protocol, check_evaluate
+from nearplane.verbs.early_checks import PLAIN_WINDOWS, Protocol, check_evaluate
 from nearplane.verbs.evaluate_networks import Network, Outline, batches_here, opened
 from nearplane.verbs.evaluate_protocols import (
     LlamaCppFigure,
@@ -87,7 +87,7 @@ class Evaluation:
     worst_cosine: float | None = None
     remarks: tuple[str, ...] = field(default=(), compare=False)  # they name folders
     text: str = field(default="", compare=False)
-    protocol: Protocol = "windows"
+    protocol: Protocol = "nearplane"
     statistics: Statistics | None = None
     floor: Floor | None = None
     llama_cpp: tuple[LlamaCppFigure, ...] = ()
@@ -116,7 +116,7 @@ def evaluate(
     text: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    protocol: Protocol = "windows",
+    protocol: Protocol = "nearplane",
     seqlen: int | None = None,
     samples: int | None = None,
     against: str | Path | PreTrainedModel | None = None,
@@ -170,7 +170,7 @@ class EvaluationOptions:
     """Options of `prepare_texts`; `evaluate` documents them."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
-    protocol: Protocol = "windows"
+    protocol: Protocol = "nearplane"
     seqlen: int | None = None
     samples: int | None = None
     against: str | Path | PreTrainedModel | None = None
@@ -287,7 +287,7 @@ def _check_taken(outlines: Sequence[Outline], input_kind: InputKind, protocol: P
             f"{first.name} has no vocabulary head and predicts no tokens. Pass the original with against (--against), to compare "
             f"the embeddings of both."
         )
-    if protocol not in CUT_FROM_CROPS and (first.framed or input_kind is not InputKind.TEXT):
+    if protocol not in PLAIN_WINDOWS and (first.framed or input_kind is not InputKind.TEXT):
         raise RecipeError(
             f"--protocol {protocol} is for language models that continue a text, which {first.name} does not. Leave it out."
         )
@@ -310,7 +310,7 @@ def _scored(
     outline, tokens = outlines[0], None if given is None else given.tokens
     positions, shortest = _positions(outlines)
     if tokens is not None:
-        if protocol not in CUT_FROM_CROPS:
+        if protocol not in PLAIN_WINDOWS:
             raise RecipeError(
                 f"--protocol {protocol} cuts windows of a text itself, but token ids are given. Pass a text."
             )

@@ -1,6 +1,6 @@
 """Protocols of perplexity: which windows of a text are read, which tokens are scored, and what the sum is divided by.
 
-    windows     windows that do not overlap, each beginning as the tokenizer begins a text; all tokens but the first of a
+    nearplane   windows that do not overlap, each beginning as the tokenizer begins a text; all tokens but the first of a
                 window; per token
     papers      the same without the tokenizer's first token
     llama.cpp   windows of papers, each beginning with BOS if the model adds it; only the second half is scored; per token
@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from nearplane.calibration.texts import frame_of, read_documents, read_windows, tokens_before
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.models.pretrained import as_model_error
-from nearplane.verbs.early_checks import Protocol
+from nearplane.verbs.early_checks import PLAIN_WINDOWS, Protocol
 from nearplane.verbs.evaluate_statistics import TokenScores
 
 NOT_SCORED = -1  # in targets
@@ -122,7 +122,7 @@ def scored_text(
         CalibrationError: The text is missing, malformed or too short.
     """
     samples = samples or sys.maxsize
-    if protocol in ("windows", "papers"):
+    if protocol in PLAIN_WINDOWS:
         frame = frame_of(tokenizer, "none" if protocol == "papers" else "auto", encoder=framed)
         tokens = read_windows(tokenizer, text, samples=samples, seqlen=seqlen, frame=frame)
         return ScoredText(tokens=tokens, targets=next_tokens(tokens))

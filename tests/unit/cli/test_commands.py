@@ -44,7 +44,7 @@ def test_quantize_evaluate_and_inspect_work_together(monkeypatch, capsys, tiny, 
     code, out, _ = command(monkeypatch, capsys, "evaluate", tmp_path / "out", "--text", HELD_OUT, text, *words)
     assert code == 0
     assert (
-        out.count("KL(original || model)") == out.count("protocol windows: 156 tokens scored in 4 windows of 40") == 2
+        out.count("KL(original || model)") == out.count("protocol nearplane: 156 tokens scored in 4 windows of 40") == 2
     )
     assert "4-7: " in out
     assert (tmp_path / "kl.svg").read_text().count("</svg>") == 1

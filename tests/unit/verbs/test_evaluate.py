@@ -88,7 +88,7 @@ def test_statistics_in_parts_are_those_of_all_logits(coarse, logits, monkeypatch
     q, p = (each[:, :-1].log_softmax(-1) for each in logits(tokens))
     kl = (p.exp() * (p - q)).sum(-1)
     right = [each.gather(-1, tokens[:, 1:, None])[..., 0] for each in (q, p)]
-    assert (found.tokens, found.windows, found.seqlen, found.protocol) == (217, 7, 32, "windows")
+    assert (found.tokens, found.windows, found.seqlen, found.protocol) == (217, 7, 32, "nearplane")
     assert found.kl == found.statistics.kl.value == pytest.approx(float(kl.mean()), rel=1e-4)
     assert found.statistics.kl.low < found.kl < found.statistics.kl.high
     assert found.statistics.kl_max == pytest.approx(float(kl.max()), rel=1e-4)

@@ -48,7 +48,7 @@ def test_llama_cpp_scores_the_second_half_of_windows(begins):
     assert predicted(found) == expected
 
 
-@pytest.mark.parametrize(("protocol", "first"), [("windows", [BOS]), ("papers", [])])
+@pytest.mark.parametrize(("protocol", "first"), [("nearplane", [BOS]), ("papers", [])])
 def test_windows_begin_as_the_tokenizer_begins_a_text_but_those_of_papers_do_not(protocol, first):
     length, ids = 8, ids_of(TEXT)
     step = length - len(first)
