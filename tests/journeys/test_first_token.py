@@ -1,8 +1,6 @@
-"""Windows begin as the tokenizer begins a text; what older versions wrote or began is repeated without that token."""
+"""Windows begin as the tokenizer begins a text; what older versions wrote is repeated without that token."""
 
 import json
-import math
-import shutil
 
 import pytest
 import torch
@@ -10,14 +8,11 @@ from transformers import AutoTokenizer
 
 import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
-from killing import contents, stopped_behind
 from nearplane.calibration.windows import digest_of
 from nearplane.demo import CALIBRATION
-from nearplane.formats.journal_pages import _digest
 from nearplane.planning.request import open_original
 from nearplane.record.record import read_record
-from nearplane.system.output_folder import STATE
-from nearplane.system.paths import JOURNAL, RECORD
+from nearplane.system.paths import RECORD
 from nearplane.tuning.checkpoint import windows_of
 
 BOS = 5
@@ -75,18 +70,3 @@ def test_a_record_of_before_the_option_means_windows_without_the_token(model, te
     tuned_on = windows_of(open_original(str(model), read.recipe, trust_remote_code=False), read.recipe, None, 27, 40)
     assert torch.equal(tuned_on, windows_by_hand(model, text, []))
 
-
-def test_a_stopped_run_of_before_the_option_goes_on_without_the_token(model, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", math.inf)
-    options = dict(calibration=str(text), **OPTIONS)
-    nearplane.quantize(model, tmp_path / "whole", first_token="none", **options)
-    stopped_behind(1, model, tmp_path / "out", monkeypatch, first_token="none", **options)
-    path = tmp_path / "out.unfinished" / JOURNAL / STATE
-    state = json.loads(path.read_text())
-    del state["told"]["calibration.first_token"]
-    path.write_text(json.dumps(state | {"digest": _digest(state)}))
-    shutil.copytree(tmp_path / "out.unfinished", tmp_path / "again.unfinished")
-    nearplane.quantize(model, tmp_path / "out", **options)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    nearplane.quantize(model, tmp_path / "again", first_token="none", **options)  # said in words, it is the same run
-    assert contents(tmp_path / "again") == contents(tmp_path / "whole")

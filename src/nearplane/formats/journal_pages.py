@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from pickle import UnpicklingError
@@ -30,7 +29,6 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError, RecipeError, first_few, printable
 from nearplane.formats.container import Container
-from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.sizes import size_text
 from nearplane.record.record import read_record
 from nearplane.system.device import Device
@@ -75,20 +73,6 @@ def run_inputs(
     options = json.loads(json.dumps({"recipe": recipe}))
     others = {"calibration text": text, "device": device.run_input()}
     return dict(_flat(options)) | hashes | others | {f"version of {name}": number for name, number in versions.items()}
-
-
-def as_begun(recipe: Recipe, container: Container) -> Recipe:
-    """Return the recipe of a run, whose windows have no first token if a stopped run began before there was this option.
-
-    Args:
-        recipe: The recipe that is asked for.
-        container: The container that the run writes, just entered.
-    """
-    if not container.resumable or "calibration.first_token" in read_object(
-        container.folder / JOURNAL / STATE, expected=REMEDY
-    ).get("told", {}):
-        return recipe
-    return replace(recipe, calibration=replace(recipe.calibration, first_token="none"))
 
 
 def _hashed(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -363,7 +347,7 @@ def _digest(state: Mapping[str, Any]) -> str:
 
 def _differing(state: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the differences between the inputs of a stopped run and this one in words; empty if there are none."""
-    before = {"calibration.first_token": "none"} | state["told"]  # journals of before this option lack it
+    before = state["told"]
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     lines = [f"{name} was {_short(before.get(name))}, is {_short(now.get(name))}" for name in names]
     return first_few(lines, MAX_NAMED_DIFFERENCES)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import calibration_windows, check_tokens
-from nearplane.formats.journal_pages import as_begun
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.start import Job, Options, container_for, open_resolved
 from nearplane.recipe.recipe import Recipe
@@ -37,7 +36,6 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     check_disk(out, model, settled)
     remote, overwrite, like = options.trust_remote_code, options.overwrite, options.like
     with container_for(model, settled, out, overwrite=overwrite, trust_remote_code=remote, like=like) as container:
-        recipe, settled = as_begun(recipe, container), as_begun(settled, container)  # a stopped run goes on as it began
         windows = calibration_windows(model, settled, options.given)
         check_tokens(model, settled, windows)
         job = Job(model=model, asked=recipe, recipe=settled, windows=windows, options=options)
