@@ -69,4 +69,3 @@ def test_a_record_of_before_the_option_means_windows_without_the_token(model, te
     assert nearplane.verify(tmp_path / "out", against=str(model)).faults == ()
     tuned_on = windows_of(open_original(str(model), read.recipe, trust_remote_code=False), read.recipe, None, 27, 40)
     assert torch.equal(tuned_on, windows_by_hand(model, text, []))
-

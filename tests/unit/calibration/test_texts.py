@@ -244,7 +244,7 @@ def test_crops_are_those_of_the_code_of_gptq(tokenizer: PreTrainedTokenizerFast)
                 break
         i = random.randint(0, len(encoded) - 20 - 1)
         expected.append(encoded[i : i + 20])
-    assert _crops(tokenizer, rows, 12, 20, random.Random(0)).tolist() == expected
+    assert _crops(tokenizer, rows, 12, 20, random.Random(0)) == expected
     assert _crops(tokenizer, rows, 3, 20, random.Random(0)).tolist() == expected[:3]
 
 
