@@ -264,7 +264,8 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
             yield Fault(where=name, what="the original has this file, but the record does not")
     bits = {layer.name: layer.number_format.bits for layer in record.layers}  # by name in the network
     expected = quantization_config(model, recipe, bits if recipe.allocate == "slope" else None)
-    config_json, original_json = read_config(folder), json.loads(config_text(model.folder, expected))
+    config_json = read_config(folder)
+    original_json = json.loads(config_text(model.folder, expected, model.config.to_dict()))
     if unlike := sorted(
         key
         for key in (config_json.keys() | original_json.keys()) - {*QUANTIZATIONS, WEIGHTS}
