@@ -179,7 +179,7 @@ def test_one_step_a_matrix_or_a_row_is_read_whatever_it_is_called(folders, tmp_p
     assert all(torch.equal(loaded[name], values) for name, values in expected.items())
 
 
-def test_a_model_in_eight_bits_by_modelopt_alone_is_read_and_written_without_its_description(folders, tmp_path):
+def test_a_model_in_eight_bits_by_modelopt_alone_is_read(folders, tmp_path):
     """Older versions describe the weights in a file of their own, and config.json says nothing."""
     short, wide = save_in_a_form(folders[1], tmp_path / "short", *FORMS["ModelOpt"])
     config = json.loads((short / "config.json").read_text())
