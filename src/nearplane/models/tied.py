@@ -28,7 +28,7 @@ def believe_tensors(network: PreTrainedModel, reader: TensorReader) -> None:
     Raises:
         ModelError: The head is not tied, and not in the files.
     """
-    stored = _stored(network, reader)
+    stored = {new: name for name, new in renamed(network, reader.names()).items()}  # by name in the network
     for target, source in [*network.all_tied_weights_keys.items()]:
         one, other = stored.get(target), stored.get(source)
         if one is None or other is None or reader.same(one, other):
@@ -46,11 +46,6 @@ def believe_tensors(network: PreTrainedModel, reader: TensorReader) -> None:
     _check_head(network, reader, stored)
 
 
-def _stored(network: PreTrainedModel, reader: TensorReader) -> dict[str, str]:
-    """Return {name in the network: stored name} of all tensors of tied modules and of the head."""
-    return {new: name for name, new in renamed(network, reader.names()).items()}
-
-
 def _configs(network: PreTrainedModel) -> Iterator[Any]:
     """Yield the config of a network, and of its language model if that has its own."""
     config: Any = network.config
@@ -58,13 +53,13 @@ def _configs(network: PreTrainedModel) -> Iterator[Any]:
 
 
 def _check_head(network: PreTrainedModel, reader: TensorReader, stored: dict[str, str]) -> None:
+    """Refuse a head that is neither tied nor in the files."""
     head = network.get_output_embeddings()
     path = next((name for name, module in network.named_modules() if module is head), None)
-    if head is None or not path or f"{path}.weight" in network.all_tied_weights_keys:
+    if not path or not isinstance(weight := getattr(head, "weight", None), nn.Parameter):
         return
-    if head.weight is not network.get_input_embeddings().weight and not any(
-        name.startswith(f"{path}.") for name in stored
-    ):
+    tied = f"{path}.weight" in network.all_tied_weights_keys or weight is network.get_input_embeddings().weight
+    if not tied and not any(name.startswith(f"{path}.") for name in stored):
         raise ModelError(
             f"{reader.folder}: the files lack {path}.weight, and {TIED} of config.json is false: transformers would predict with "
             f"random numbers. If embeddings and head are one matrix, set it to true; else fetch the folder again."

@@ -28,13 +28,11 @@ from nearplane.system.paths import RECORD
 from nearplane.system.safetensors_files import ShardReader, TensorInfo, TensorReader
 
 OWN_SCALE, SCALE, BLOCKS, SCALES = "_scale_inv", "_scale", "_blocks", "_scales"
-# tensors beside float8 weights that are not weights: their factors, and scales of what runtimes round
-EXTRAS = (
-    OWN_SCALE,
-    ".weight_scale",
-    *(f".{each}_scale" for each in ("input", "activation", "output", "q", "k", "v", "prob")),
-)
-EXTRAS = (*EXTRAS, ".input_scale_ub", ".weight_zero_point", ".input_zero_point")
+ROUNDED = ("input", "activation", "output", "q", "k", "v", "prob")  # what runtimes round by a scale of its own
+EXTRAS = (  # ends of tensors beside float8 weights that are not weights
+    OWN_SCALE, ".weight_scale", *(f".{each}_scale" for each in ROUNDED), ".input_scale_ub", ".weight_zero_point",
+    ".input_zero_point",
+)  # fmt: skip
 INPUT_FACTORS = (
     ".pre_quant_scale"  # by which a runtime multiplies inputs, so that the weights alone are not the model's
 )
