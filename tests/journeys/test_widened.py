@@ -12,6 +12,7 @@ import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import ModelError
 from nearplane.demo import CALIBRATION, HELD_OUT
+from nearplane.models.model import open_model
 from nearplane.record.record import read_record
 from nearplane.system.fp8_mxfp4 import FOUR_BITS, WidenedReader, eight_bits, four_bits
 
@@ -93,7 +94,7 @@ def test_what_does_not_belong_together_is_refused(folders, tmp_path):
     broken = shutil.copytree(folders[0], tmp_path / "broken")
     tensors = load_file(broken / "model.safetensors")
     name = next(name for name in tensors if name.endswith("_scale_inv"))
-    for change, said in ((tensors[name][:-1], "expected one factor for every block"), (None, "is missing")):
+    for change, said in ((tensors[name][:-1], "or one for every block"), (None, "is missing")):
         kept = {key: value for key, value in tensors.items() if key != name} | (
             {} if change is None else {name: change}
         )
@@ -114,8 +115,120 @@ def test_factors_of_another_dtype_than_float8_are_not_left_out(folders, tmp_path
     name = next(name for name in tensors if f"{name}_scale_inv" in tensors)
     tensors[name] = tensors[name].view(torch.float8_e4m3fnuz)
     save_file(tensors, broken / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"has factors, but is stored as F8_E4M3FNUZ; nearplane reads F8_E4M3\."):
+    with pytest.raises(
+        ModelError, match=r"has factors, but is stored as F8_E4M3FNUZ; nearplane reads F8_E4M3 and F8_E5M2\."
+    ):
         nearplane.evaluate(broken, HELD_OUT, samples=1, seqlen=40)
+
+
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+
+
+def packed_by_others(strategy):
+    """Return a quantization_config of llm-compressor."""
+    group = {"targets": ["Linear"], "weights": FLOAT8 | {"strategy": strategy}, "input_activations": INPUTS}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+
+
+FORMS = {  # by maker: what config.json says, the codes, and the shape of the factors of a matrix (out, in)
+    "AutoFP8": ({"quant_method": "fp8", "activation_scheme": "static"}, torch.float8_e4m3fn, lambda out: ()),
+    "AutoFP8 in E5M2": ({"quant_method": "fp8", "fmt": "e5m2"}, torch.float8_e5m2, lambda out: (1,)),
+    "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, torch.float8_e4m3fn, lambda out: (out, 1)),
+    "ModelOpt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, torch.float8_e4m3fn, lambda out: ()),
+    "ModelOpt by rows": (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, torch.float8_e4m3fn, lambda out: (out,)
+    ),
+    "llm-compressor": (packed_by_others("channel"), torch.float8_e4m3fn, lambda out: (out, 1)),
+    "llm-compressor, one step": (packed_by_others("tensor"), torch.float8_e4m3fn, lambda out: (1,)),
+}  # fmt: skip
+
+
+def save_in_a_form(wide, folder, section, codes, shape):
+    """Save a model in 8 bits in `folder`, and its decoded values beside it; return both folders."""
+    shutil.copytree(wide, folder)
+    tensors, short, decoded = load_file(wide / "model.safetensors"), {}, {}
+    for name, tensor in tensors.items():
+        short[name] = decoded[name] = tensor
+        if not name.endswith("_proj.weight"):
+            continue
+        size = shape(len(tensor))
+        largest = tensor.float().abs().amax(1 if max(size, default=1) > 1 else (0, 1)).reshape(size)
+        factors = largest / torch.finfo(codes).max
+        spread = factors.reshape(-1, 1)
+        short[name] = (tensor.float() / spread).to(codes)
+        decoded[name] = (short[name].float() * spread).bfloat16()
+        short |= {f"{name}_scale": factors, f"{name.removesuffix('weight')}input_scale": torch.tensor(0.5)}
+    short["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(1.0)
+    save_file(short, folder / "model.safetensors", {"format": "pt"})
+    shutil.copytree(wide, folder.with_name("decoded"))
+    save_file(decoded, folder.with_name("decoded") / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": section}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, folder.with_name("decoded")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_step_a_matrix_or_a_row_is_read_whatever_it_is_called(folders, tmp_path, form):
+    """They were refused: "already quantized", or "fetch the model again"."""
+    short, wide = save_in_a_form(folders[1], tmp_path / "short", *FORMS[form])
+    model, expected = open_model(str(short)), load_file(wide / "model.safetensors")
+    assert (model.stored, {*model.reader.names()}) == ("fp8", expected.keys())
+    assert all(torch.equal(values, expected[name]) for name, values in model.reader.read(expected).items())
+    loaded = nearplane.load(short, device="cpu").state_dict()
+    assert all(torch.equal(loaded[name], values) for name, values in expected.items())
+
+
+def test_a_model_in_eight_bits_by_modelopt_alone_is_read(folders, tmp_path):
+    """Older versions describe the weights in a file of their own, and config.json says nothing."""
+    short, wide = save_in_a_form(folders[1], tmp_path / "short", *FORMS["ModelOpt"])
+    config = json.loads((short / "config.json").read_text())
+    section = config.pop("quantization_config")
+    (short / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ModelError, match=r"is stored as F8_E4M3 with factors .*_scale, but config.json has no quantization_c"
+    ):
+        nearplane.load(short)
+    (short / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
+    found, expected = (nearplane.load(folder, device="cpu").state_dict() for folder in (short, wide))
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            r"already quantized with modelopt NVFP4\. Pass the original",
+        ),
+        (
+            packed_by_others("tensor") | {"transform_config": {"R1": {}}},
+            "already quantized with compressed-tensors float-quant",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            r"modelopt FP8 with .*\.pre_quant_scale, by which runtimes multiply",
+        ),
+    ],
+    ids=["nvfp4", "rotated", "factors of inputs"],
+)
+def test_other_forms_are_named(folders, tmp_path, section, said):
+    short, _ = save_in_a_form(folders[1], tmp_path / "short", section, *FORMS["ModelOpt"][1:])
+    tensors = load_file(short / "model.safetensors") | {"model.layers.0.mlp.up_proj.pre_quant_scale": torch.ones(64)}
+    save_file(tensors, short / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=said):
+        open_model(str(short))
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "compressed-tensors"])
+def test_weights_that_are_dense_again_are_not_taken_for_quantized(folders, tmp_path, method):
+    """`quantize` asked for the original, and read `fp8` without a word."""
+    folder = shutil.copytree(folders[1], tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": method}}
+    (folder / "config.json").write_text(json.dumps(config))
+    for read in (open_model, nearplane.load):
+        with pytest.raises(ModelError, match=rf"says {method}, but every tensor is stored as BF16.* delete that entry"):
+            read(str(folder))
 
 
 def test_factors_may_be_exponents_or_one_number():

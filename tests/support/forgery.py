@@ -87,7 +87,7 @@ def delete(folder: Path, rng: random.Random) -> Alteration:
 def add_file(folder: Path, rng: random.Random) -> Alteration:
     """Add a file that loaders might read: weights, code, a template."""
     path = folder / rng.choice(
-        ("adapter_model.safetensors", "modeling_llama.py", "pytorch_model.bin", "chat_template.jinja")
+        ("consolidated.safetensors", "modeling_llama.py", "pytorch_model.bin", "chat_template.jinja")
     )
     if path.suffix == ".safetensors":
         save_file({"weight": torch.zeros(3)}, path)

@@ -28,8 +28,8 @@ def suggest(
 ) -> None:
     """List the ways to quantize MODEL that fit in a memory, those with the least loss first, with their commands.
 
-    MODEL's config.json is enough; weights are neither read nor fetched. Counted are the weights, and the keys and values of
-    one sequence in 16 bits. What a runtime needs besides is not counted.
+    MODEL's config.json is enough; weights are not fetched, and of those in a local folder the shapes are read. Counted are the
+    weights, and the keys and values of one sequence in 16 bits. What a runtime needs besides is not counted.
     Losses are KL as a multiple of that of 4 bits, with the range over the small models on which it was measured.
 
     Args:

@@ -122,7 +122,9 @@ class Container(ABC):
 
     def texts(self) -> dict[str, str]:
         """Return the files that describe the quantization, config.json last."""
-        return self.config_file.files(self.config) | {CONFIG: config_text(self.place.source, self.config)}
+        return self.config_file.files(self.config) | {
+            CONFIG: config_text(self.place.source, self.config, self.place.network)
+        }
 
     def size_beside(self) -> int:
         """Return the bytes of all files except the weight files, the record and the model card."""

@@ -29,6 +29,7 @@ INPUT_SCALE = "input_global_scale"  # suffix of the tensor with the number by wh
 METHOD = "nearplane"  # quant_method of nearplane's own formats
 MLX = "mlx"  # quant_method of MLX
 QUANTIZATION = "quantization"  # field of config.json that MLX reads instead of quantization_config
+TIED = "tie_word_embeddings"  # field of config.json that tensors may contradict, see `models/tied.py`
 WEIGHTS = "transformers_weights"  # field of config.json: the name of the file that transformers reads
 READ_WITH = (
     "no such file, as these weights are coded by nearplane. Load them with nearplane.load(FOLDER), or call "
@@ -252,12 +253,18 @@ def json_text(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def config_text(source: Path, config: Mapping[str, Any]) -> str:
+def config_text(source: Path, config: Mapping[str, Any], network: Mapping[str, Any]) -> str:
     """Return the config.json of a folder with a quantization_config, for MLX also under the names that MLX reads.
 
     If transformers cannot read the weights, the field in which it looks for a file name tells how to load them.
+
+    Args:
+        source: Folder of the original model.
+        config: The quantization_config.
+        network: config.json as transformers completes it and as the tensors are; empty: that of `source` is taken over.
     """
-    kept = {name: value for name, value in read_config(source).items() if name not in (WEIGHTS, QUANTIZATION)}
+    kept = as_tensors_are(read_config(source), network)
+    kept = {name: value for name, value in kept.items() if name not in (WEIGHTS, QUANTIZATION)}
     if config.get("quant_method") == METHOD:
         kept[WEIGHTS] = READ_WITH
     elif config.get("meta", {}).get("experts"):
@@ -266,6 +273,14 @@ def config_text(source: Path, config: Mapping[str, Any]) -> str:
         kept = _rope(kept) | kept | {WEIGHTS: MLX_WITH}
         kept[QUANTIZATION] = {key: value for key, value in config.items() if key != "quant_method"}
     return json_text(kept | {"quantization_config": dict(config)})
+
+
+def as_tensors_are(config: Mapping[str, Any], network: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json, its language model included, with the fields that the tensors decided as they are in `network`."""
+    kept = {**config, **({TIED: network[TIED]} if TIED in network else {})}
+    if isinstance(inner := config.get("text_config"), Mapping) and TIED in inner:
+        kept["text_config"] = as_tensors_are(inner, network.get("text_config") or {})
+    return kept
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:

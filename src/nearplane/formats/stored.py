@@ -23,7 +23,7 @@ from nearplane.formats.layer_format import INPUT_SCALE, MLX, QUANTIZATION, read_
 from nearplane.formats.table import FORMATS, format_of
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import InputRounding, NumberFormat
-from nearplane.system.fp8_mxfp4 import source_reader
+from nearplane.system.fp8_mxfp4 import method_of, source_reader
 from nearplane.system.paths import INCOMPLETE
 from nearplane.system.safetensors_files import ShardReader, TensorReader
 
@@ -247,10 +247,10 @@ def reader_of(folder: Path) -> TensorReader:
         FormatError, ModelError: The folder is incomplete, or its weight files are missing.
     """
     config = quantization_of(folder)
-    method = None if config is None else config.get("quant_method")
-    if isinstance(method, str) and method in FORMATS:
+    method, plain = None if config is None else config.get("quant_method"), {"quantization_config": config}
+    if isinstance(method, str) and method in FORMATS and method_of(folder, plain) is None:
         return FORMATS[method].reader(folder)
-    return source_reader(folder, {"quantization_config": config})  # safetensors, read unchanged or widened
+    return source_reader(folder, plain)  # safetensors, read unchanged or widened
 
 
 class DecodedReader(TensorReader):

@@ -141,11 +141,12 @@ def dense_network(
     """
     reader = reader_of(folder)
     empty = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader)
-    if quantization_of(folder) is None:
+    widened = isinstance(reader, WidenedReader)
+    if quantization_of(folder) is None and not widened:
         return network_of(folder, dtype=dtype, device=device, empty=empty, trust_remote_code=trust_remote_code)
     floats: torch.dtype | None = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, empty.dtype)
-    grids = PackedGrids(empty, Stored(folder).names(), floats or empty.dtype) if packed else None
-    if isinstance(reader, WidenedReader):
+    grids = PackedGrids(empty, Stored(folder).names(), floats or empty.dtype) if packed and not widened else None
+    if widened:
         tensors: Iterator[tuple[str, Tensor]] = ((name, reader.read([name])[name]) for name in reader.names())
     else:
         tensors = decoded_tensors(folder, empty, check=check, device=device, packed=grids)

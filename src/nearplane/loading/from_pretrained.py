@@ -34,7 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats.layer_format import METHOD, WEIGHTS, read_config
 from nearplane.formats.native import DEFAULT, Native
-from nearplane.formats.stored import quantization_of
+from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.formats.table import FORMATS
 from nearplane.loading.coded_linear import CodedLinear
 from nearplane.loading.dense_network import (
@@ -57,6 +57,7 @@ from nearplane.models.pretrained import empty_network, network_of
 from nearplane.system.arguments import checked
 from nearplane.system.device import WITHOUT_FLOAT64, Device
 from nearplane.system.file_hashes import check_hashes
+from nearplane.system.fp8_mxfp4 import WidenedReader
 from nearplane.system.safetensors_files import ShardReader
 
 KEY, STOP = Native.KEY, Native.STOP
@@ -124,17 +125,21 @@ def load(
     if compute_dtype == torch.float64 and place.type in WITHOUT_FLOAT64:
         raise RecipeError(f"dtype is float64, which {place} does not have. Pass another dtype, or use --device cpu.")
     on_kernels = packed and not activations and place.type == "cpu" and compute_dtype != torch.float64
-    dense = grid_format and (
-        on_kernels
-        or activations
-        or two_stacks
-        or not FORMATS[str(method)].layers.stays_packed(quantization, compute_dtype)
+    reader = reader_of(folder)
+    dense = (isinstance(reader, WidenedReader) and not reader.by_transformers) or (
+        grid_format
+        and (
+            on_kernels
+            or activations
+            or two_stacks
+            or not FORMATS[str(method)].layers.stays_packed(quantization, compute_dtype)
+        )
     )
     if dense:
         options = {"check": check, "trust_remote_code": trust_remote_code, "packed": on_kernels}
         model = dense_network(folder, dtype=dtype, device=place, **options)
     else:
-        empty = empty_network(folder, trust_remote_code=trust_remote_code)
+        empty = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader)
         if check:
             check_hashes(folder, weights=method != METHOD)  # transformers reads the files, native ones through `verify`
         model = network_of(folder, dtype=dtype, device=place, empty=empty, trust_remote_code=trust_remote_code)

@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 
 from nearplane.errors import ModelError
 from nearplane.models.conversion import as_saved
-from nearplane.models.model import Model, refuse_quantized
+from nearplane.models.model import Model, open_model, refuse_quantized
 from nearplane.models.pretrained import ONLY_CONFIG, described_network, find_folder
 from nearplane.system.files import read_object
+from nearplane.system.paths import folder_named
 from nearplane.system.safetensors_files import DTYPE_NAMES, TensorInfo, TensorReader
 
 
@@ -49,7 +50,8 @@ class DescribedTensors(TensorReader):
 def open_described(source: str, *, trust_remote_code: bool = False) -> Model:
     """Open a model by its config.json alone, of which not more is downloaded from the hub.
 
-    What config.json does not tell is missing: parts that transformers does not build, and dtypes of single tensors.
+    What config.json does not tell is missing: parts that transformers does not build, and dtypes of single tensors. A local
+    folder with weights is opened by them, as the two may differ.
 
     Args:
         source: A local folder with config.json, or a hub id.
@@ -58,9 +60,10 @@ def open_described(source: str, *, trust_remote_code: bool = False) -> Model:
     Raises:
         ModelError: The model is missing, already quantized, or has no list of blocks.
     """
+    if (local := folder_named(source)) is not None and any(local.glob("*.safetensors")):
+        return open_model(source, trust_remote_code=trust_remote_code)
     folder = find_folder(source, trust_remote_code=trust_remote_code, patterns=ONLY_CONFIG)
-    refuse_quantized(
-        source, read_object(folder / "config.json", expected="Pass what save_pretrained wrote", error=ModelError)
-    )
+    plain = read_object(folder / "config.json", expected="Pass what save_pretrained wrote", error=ModelError)
+    refuse_quantized(source, folder, plain)
     network = described_network(folder, trust_remote_code=trust_remote_code).eval()
     return Model(folder, network, DescribedTensors(folder, network), trust_remote_code=trust_remote_code)

@@ -36,9 +36,17 @@ from nearplane.models.structure import (
     unbuilt_parts,
 )
 from nearplane.system.files import read_object
-from nearplane.system.fp8_mxfp4 import METHODS, WidenedReader, method_of, source_reader
+from nearplane.system.fp8_mxfp4 import (
+    METHODS,
+    WidenedReader,
+    form_of,
+    method_of,
+    refuse_leftover,
+    section_of,
+    source_reader,
+)
 from nearplane.system.out_of_memory import working_on
-from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE, TensorReader
+from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE, ShardReader, TensorReader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_target_positions")
@@ -66,7 +74,7 @@ def open_model(
     """
     folder = find_folder(source, trust_remote_code=trust_remote_code)
     plain = read_object(folder / "config.json", expected="Pass what save_pretrained wrote", error=ModelError)
-    refuse_quantized(source, plain)
+    refuse_quantized(source, folder, plain)
     if (file := plain.get("transformers_weights")) not in (None, WEIGHTS_FILE, INDEX):
         raise ModelError(
             f"{folder}/config.json: transformers_weights is {str(file)[:60]!r}, a file that nearplane would not read. Rename "
@@ -83,16 +91,22 @@ def open_model(
     return Model(folder, network, reader, ignore=ignore, ends=(embeddings, head), trust_remote_code=trust_remote_code)
 
 
-def refuse_quantized(source: str, config: Mapping[str, Any]) -> None:
+def refuse_quantized(source: str, folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a model whose config.json says that it is quantized already.
 
+    Args:
+        source: The model as the user wrote it.
+        folder: Its folder, in which there may be no weights.
+        config: Contents of its config.json.
+
     Raises:
-        ModelError: It is quantized, in a format that is not decoded as an original.
+        ModelError: It is quantized, in a format that is not decoded as an original, or was and is no more.
     """
-    if (quantized := config.get("quantization_config")) is not None and method_of(config) is None:
-        method = quantized.get("quant_method", "an unnamed method") if isinstance(quantized, dict) else quantized
+    if (section := section_of(folder, config)) is not None and method_of(folder, config) is None:
+        if any(folder.glob("*.safetensors")):
+            refuse_leftover(folder, section, ShardReader(folder).infos.values())
         raise ModelError(
-            f"{source} is already quantized with {str(method)[:40]}. Pass the original model, which may be stored as "
+            f"{source} is already quantized with {form_of(section)}. Pass the original model, which may be stored as "
             f"{' or '.join(METHODS)}."
         )
 

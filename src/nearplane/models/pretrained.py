@@ -24,18 +24,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nearplane.errors import ModelError, NearplaneError, first_line
 from nearplane.models.config_checks import BuildBudget, check_config, check_sizes
 from nearplane.models.kinds import SPEECH_TYPES, hears_alone, is_headless, is_multimodal, is_seq2seq
+from nearplane.models.tied import believe_tensors
 from nearplane.system.files import read_object
+from nearplane.system.fp8_mxfp4 import WidenedReader, refuse_leftover
 from nearplane.system.out_of_memory import is_out_of_memory
-from nearplane.system.paths import folder_named, refuse_unfinished
+from nearplane.system.paths import ADAPTER_CONFIG, folder_named, refuse_adapter, refuse_unfinished
 from nearplane.system.safetensors_files import ShardReader, TensorReader
 
 logger = logging.getLogger(__name__)
 
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*")
-ONLY_CONFIG = ("config.json",)
+ONLY_CONFIG = ("config.json", ADAPTER_CONFIG)
 MAX_QUOTED_LETTERS = 400  # letters of a message of transformers that an error quotes
 TOKENIZER, PIECES = "tokenizer.json", "tokenizer.model"
 GENERATION = "generation_config.json"  # tokens that end a text, among other settings
+# those of its settings that belong to the model; others are for sampling, or stop a text early
+TOKEN_SETTINGS = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id",
+    "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
+)  # fmt: skip
 OTHER_TOKENIZERS = (PIECES, "tokenizer_config.json", "vocab.json", "vocab.txt")  # alternatives to tokenizer.json
 READERS = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # {package to read PIECES: its module}
 CPU = torch.device("cpu")
@@ -59,12 +66,19 @@ def find_folder(source: str, *, trust_remote_code: bool = False, patterns: Seque
     """Return the local folder of a model, downloading the files of these patterns from the hub if `source` is an id.
 
     Raises:
-        ModelError: There is no such folder, no such model, or no connection.
+        ModelError: There is no such folder, no such model, or no connection; or it comes with an adapter.
     """
     if (folder := folder_named(source)) is not None:
         return folder
+    refuse_adapter(_fetched(source, ONLY_CONFIG), source)  # before the weights are fetched
+    refuse_adapter(found := _fetched(source, [*patterns, *(["*.py"] if trust_remote_code else [])]), source)
+    return found
+
+
+def _fetched(source: str, patterns: Sequence[str]) -> Path:
+    """Return the folder with the files of these patterns of a model on the hub."""
     try:
-        return Path(snapshot_download(source, allow_patterns=[*patterns, *(["*.py"] if trust_remote_code else [])]))
+        return Path(snapshot_download(source, allow_patterns=[*patterns]))
     except GatedRepoError as error:
         raise ModelError(f"{source} is gated. Accept its terms on the hub and log in with `hf auth login`.") from error
     except RepositoryNotFoundError as error:
@@ -101,7 +115,10 @@ def empty_network(
     refuse_unfinished(folder)
     plain = read_object(path, expected="save_pretrained writes one into a model's folder", error=ModelError)
     reader = reader or ShardReader(folder)
+    if not isinstance(reader, WidenedReader):
+        refuse_leftover(folder, plain.get("quantization_config"), reader.infos.values())
     network = _built(folder, plain, reader, dtype=dtype, trust_remote_code=trust_remote_code, quantized=quantized)
+    believe_tensors(network, reader)
     check_sizes(network, reader, plain=plain.get("quantization_config") is None)
     reader.check_network(network.config.to_dict())
     return network
@@ -208,6 +225,18 @@ def network_of(
             f"{missing[0]}; they would be random numbers. These files do not belong together. Fetch the folder again."
         )
     return model.to(device).eval()
+
+
+@contextmanager
+def only_token_settings(model: PreTrainedModel) -> Iterator[None]:
+    """Let `model.generate` take nothing but `TOKEN_SETTINGS` from generation_config.json within the context, as llama.cpp does."""
+    before = model.generation_config
+    kept = {name: value for name in TOKEN_SETTINGS if (value := getattr(before, name, None)) is not None}
+    model.generation_config = transformers.GenerationConfig(**kept)
+    try:
+        yield
+    finally:
+        model.generation_config = before
 
 
 def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

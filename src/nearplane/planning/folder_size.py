@@ -195,7 +195,7 @@ def predict_overhead(model: Model, recipe: Recipe, scheme: RateScheme) -> Overhe
         entries[layer.name] = _of_tensor(name, "U8", (size,), size, shards) + _of_layer(layer)
     names = [layer.name for layer in layers]
     network = Quantized(scheme=scheme, quantized=names, version=version("nearplane"))
-    config = config_text(model.folder, FORMATS[METHOD].config.describe(network))
+    config = config_text(model.folder, FORMATS[METHOD].config.describe(network), model.config.to_dict())
     copied = size_copied(model.folder, trust_remote_code=model.trust_remote_code)
     packages = ("python", "nearplane", "torch", "transformers", "numba", "safetensors")
     bare = RunRecord(

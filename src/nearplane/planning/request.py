@@ -15,6 +15,7 @@ from nearplane.calibration.stages import FirstLook, try_blocks
 from nearplane.calibration.windows import Windows, samples_of
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.mixes import role_of, type_of
+from nearplane.formats.gguf.names import UNUSED_NAMES
 from nearplane.formats.gptq import FUSED_NAMES
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS
@@ -148,11 +149,32 @@ def check_request(model: Model, recipe: Recipe) -> None:
                 f"{layer.name} has {layer.shape[0]} outputs, not a multiple of the {rows} rows that share steps. Use another "
                 f"--grid, or leave it unquantized with --ignore."
             )
+    _check_left_out(model, recipe)
     check_budget(model, recipe)
     for path, names in _inconsistent_fusions(model, recipe).items():
         logger.warning(
             f"{' and '.join(names)} of {path} have different grids. vLLM and SGLang fuse these and cannot load the checkpoint."
         )
+
+
+def _check_left_out(model: Model, recipe: Recipe) -> None:
+    """Refuse tensors that transformers leaves out, and with which llama.cpp and MLX would compute, or not load the file.
+
+    The file of --like holds what its converter knows of, so that only biases are refused, which llama.cpp takes where they are.
+
+    Raises:
+        RecipeError: There is such a tensor; the message names it.
+    """
+    if not (recipe.files.for_llama_cpp or recipe.files.for_mlx):
+        return
+    matrices = model.matrices()
+    for name, target in model.weights.unused.items():
+        if not name.endswith(UNUSED_NAMES) and (recipe.like is None or target.rpartition(".")[0] in matrices):
+            raise RecipeError(
+                f"{name} is in the files, but not in the network of config.json, as which transformers computes the model; "
+                f"readers of {recipe.format} would differ. Correct config.json (attention_bias, num_hidden_layers), remove the "
+                f"tensor, or use --format compressed-tensors."
+            )
 
 
 def _inconsistent_fusions(model: Model, recipe: Recipe) -> dict[str, list[str]]:

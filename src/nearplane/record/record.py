@@ -22,7 +22,7 @@ from nearplane.record.tuning_record import Tuning
 from nearplane.system.arguments import ComputeDtype
 from nearplane.system.file_hashes import digest_of
 from nearplane.system.matmul_choice import Products
-from nearplane.system.paths import INCOMPLETE, RECORD, unfinished_run
+from nearplane.system.paths import INCOMPLETE, RECORD, refuse_adapter, unfinished_run
 
 VERSION = 5  # of the record; records of other versions are refused
 OPTIONAL_FIELDS = ("degenerate", "extra_by_source")  # of layers; not in the file where they are empty
@@ -434,6 +434,7 @@ def read_record(folder: Path) -> RunRecord:
 
     Raises:
         FormatError: The record is missing or cannot be read.
+        ModelError: The folder holds an adapter, too.
     """
     path = folder / RECORD
     if folder.is_file():
@@ -448,6 +449,7 @@ def read_record(folder: Path) -> RunRecord:
         raise FormatError(
             f"{folder} {problem}: expected a folder that nearplane quantize wrote.{unfinished_run(folder)}"
         )
+    refuse_adapter(folder)
     try:
         return RunRecord.from_json(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError as error:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from nearplane.errors import FormatError
 from nearplane.system.files import read_object, sha256
-from nearplane.system.paths import RECORD
+from nearplane.system.paths import ADAPTERS, RECORD
 
 WEIGHTS = (".safetensors", ".gguf")  # ends of names of weight files
 EDITED = ("generation_config.json", "chat_template", "additional_chat_templates/")  # users adapt these to their prompts
+UNCHECKED = (*EDITED, *ADAPTERS)  # adapters are refused; older versions copied them, and users have to delete them
 
 
 def check_hashes(folder: Path, *, weights: bool = True) -> None:
@@ -35,7 +36,7 @@ def check_hashes(folder: Path, *, weights: bool = True) -> None:
     check_digest(folder, record.get("digest"))
     if not isinstance(hashes, dict) or not all(isinstance(each, str) for each in hashes.values()):
         raise FormatError(f"{folder / RECORD} has no list of files with their SHA-256. Fetch the file again.")
-    names = [name for name in hashes if not name.startswith(EDITED) and (weights or not name.endswith(WEIGHTS))]
+    names = [name for name in hashes if not name.startswith(UNCHECKED) and (weights or not name.endswith(WEIGHTS))]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for name, digest in zip(names, pool.map(lambda name: _digest(folder, name), names), strict=True):
             if digest != hashes[name]:

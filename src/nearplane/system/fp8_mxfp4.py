@@ -1,11 +1,14 @@
 """Reader of original models that are published in 8 or 4 bits; their weights are decoded to bfloat16.
 
-    fp8      DeepSeek-V3 and others: `X.weight` in float8_e4m3fn, and `X.weight_scale_inv`, one factor per 2-D block
+    fp8      `X.weight` in float8_e4m3fn or float8_e5m2 and its factors: one number, one a row, or one per 2-D block
+               fp8 (DeepSeek-V3, Mistral)     `X.weight_scale_inv`
+               fp8 (AutoFP8), fbgemm_fp8, compressed-tensors (llm-compressor), modelopt   `X.weight_scale`
     mxfp4    gpt-oss: `X_blocks`, two 4-bit floats per byte (sign, 2 bits of exponent, 1 of fraction; low half first), and
              `X_scales`, one power of two per 32 inputs; the parameter of the network is the transpose
 
-Such weights were trained or tuned in this format, so losses are measured against their decoded values. bfloat16 holds
-the 4-bit floats exactly. It rounds the products of 8-bit floats and factors, as the models' own conversions do.
+A weight is its code times its factor, whatever the factor is called. Numbers by which runtimes round inputs, keys and values
+are left out. Such weights were trained or tuned in this format, so losses are measured against their decoded values. bfloat16
+holds the 4-bit floats exactly. It rounds the products of 8-bit floats and factors, as the models' own conversions do.
 """
 
 from __future__ import annotations
@@ -20,20 +23,95 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import ModelError
+from nearplane.system.files import read_object
+from nearplane.system.paths import RECORD
 from nearplane.system.safetensors_files import ShardReader, TensorInfo, TensorReader
 
-SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
-EXTRAS = (SCALE, ".activation_scale", ".input_scale")  # tensors of a float8 layer that are not weights
+OWN_SCALE, SCALE, BLOCKS, SCALES = "_scale_inv", "_scale", "_blocks", "_scales"
+ROUNDED = ("input", "activation", "output", "q", "k", "v", "prob")  # what runtimes round by a scale of its own
+EXTRAS = (  # ends of tensors beside float8 weights that are not weights
+    OWN_SCALE, ".weight_scale", *(f".{each}_scale" for each in ROUNDED), ".input_scale_ub", ".weight_zero_point",
+    ".input_zero_point",
+)  # fmt: skip
+INPUT_FACTORS = (
+    ".pre_quant_scale"  # by which a runtime multiplies inputs, so that the weights alone are not the model's
+)
+CODES = ("F8_E4M3", "F8_E5M2")
+DENSE = {"F64", "F32", "F16", "BF16", "BOOL", "I64"}  # dtypes of weights and buffers of a model that is not quantized
 BLOCK_SIZE = 128  # rows and columns of a float8 block if config.json does not name them
 FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 METHODS = ("fp8", "mxfp4")
+MODELOPT_FILE = (
+    "hf_quant_config.json"  # in which older versions of ModelOpt describe the weights, and config.json does not
+)
+MODELOPT_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")  # its algorithms with 8-bit floats
+CT = "compressed-tensors"
 
 
-def method_of(config: Mapping[str, Any]) -> str | None:
-    """Return the entry of `METHODS` that a model's config.json names as its storage, or None."""
+def section_of(folder: Path, config: Mapping[str, Any]) -> Any:
+    """Return what a model's folder says about the storage of its weights: an object, or None.
+
+    Args:
+        folder: Folder of the model.
+        config: Contents of its config.json.
+    """
     section = config.get("quantization_config")
-    method = section.get("quant_method") if isinstance(section, dict) else None
+    if section is None and (folder / MODELOPT_FILE).is_file():
+        content = read_object(folder / MODELOPT_FILE, expected="ModelOpt writes one. Fetch it again", error=ModelError)
+        section = {"quant_method": "modelopt"} | dict(content.get("quantization") or {})
+    return section
+
+
+def form_of(section: Any) -> str:
+    """Return the name of a storage of weights: the method, and its algorithm or format."""
+    if not isinstance(section, Mapping):
+        return str(section)[:40]
+    parts = [section.get(key) for key in ("quant_method", "quant_algo", "format")]
+    return " ".join(str(part)[:40] for part in parts if part) or "an unnamed method"
+
+
+def method_of(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the entry of `METHODS` that stores the weights of an original model, or None; see `section_of`.
+
+    A checkpoint of nearplane, which has a run record, is no original.
+    """
+    section = section_of(folder, config)
+    method = section.get("quant_method") if isinstance(section, Mapping) else None
+    if not isinstance(method, str) or (folder / RECORD).is_file():
+        return None
+    if method == "fbgemm_fp8" or (method == "modelopt" and section.get("quant_algo") in MODELOPT_FP8):
+        return "fp8"
+    if method == CT and not section.get("transform_config"):
+        groups = section.get("config_groups")
+        kinds = [_weights(group) for group in (groups.values() if isinstance(groups, Mapping) else ())]
+        if kinds and all((kind.get("type"), kind.get("num_bits")) == ("float", 8) for kind in kinds):
+            return "fp8"
     return method if method in METHODS else None
+
+
+def _weights(group: Any) -> Mapping[str, Any]:
+    """Return how a group of compressed-tensors stores weights."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    return weights if isinstance(weights, Mapping) else {}
+
+
+def refuse_leftover(folder: Path, section: Any, infos: Iterable[TensorInfo]) -> None:
+    """Refuse a model whose config says that it is quantized, and whose weights are not.
+
+    Args:
+        folder: Folder of the model.
+        section: What it says, see `section_of`.
+        infos: Descriptions of its tensors as they are stored.
+
+    Raises:
+        ModelError: No tensor is stored in few bits.
+    """
+    dtypes = {info.dtype for info in infos}
+    if section is not None and dtypes and dtypes <= DENSE:
+        raise ModelError(
+            f"{folder}: quantization_config says {form_of(section)}, but every tensor is stored as {' or '.join(sorted(dtypes))}. "
+            f"If these are the model's own weights, delete that entry of config.json; else fetch the folder again."
+        )
 
 
 def source_reader(folder: Path, config: Mapping[str, Any]) -> TensorReader:
@@ -46,7 +124,17 @@ def source_reader(folder: Path, config: Mapping[str, Any]) -> TensorReader:
     Raises:
         ModelError: The folder cannot be read, or a weight and its factors do not match.
     """
-    return ShardReader(folder) if method_of(config) is None else WidenedReader(folder, config)
+    if method_of(folder, config) is not None:
+        return WidenedReader(folder, config)
+    reader = ShardReader(folder)
+    if section_of(folder, config) is None:
+        for name, info in reader.infos.items():
+            if info.dtype in CODES and (factors := {name + OWN_SCALE, name + SCALE} & reader.infos.keys()):
+                raise ModelError(
+                    f"{folder}: {name} is stored as {info.dtype} with factors {factors.pop()}, but config.json has no "
+                    f"quantization_config, so that programs would leave them out. Fetch config.json again."
+                )
+    return reader
 
 
 class WidenedReader(TensorReader):
@@ -57,30 +145,36 @@ class WidenedReader(TensorReader):
         config: Contents of its config.json.
 
     Raises:
-        ModelError: The factors of a weight are missing or have another shape.
+        ModelError: The factors of a weight are missing or have another shape, or no weight is in 8 or 4 bits.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self.folder = folder
         self._reader = ShardReader(folder)
-        self.method = method_of(config) or ""
-        size = config["quantization_config"].get("weight_block_size") or (BLOCK_SIZE, BLOCK_SIZE)
-        self._size = (int(size[0]), int(size[1]))
+        self.method = method_of(folder, config) or ""
+        section = section_of(folder, config)
+        self._size = _block_size(section)
         fp8, stored = self.method == "fp8", self._reader.infos
+        refuse_leftover(folder, section, stored.values())
         self._widen: Callable[..., Tensor] = partial(eight_bits, size=self._size) if fp8 else four_bits
-        suffix, factor, extras = ("", SCALE, EXTRAS) if fp8 else (BLOCKS, SCALES, (SCALES,))
         self.infos = {}
         self._parts: dict[str, tuple[str, str]] = {}  # decoded weight: tensors of its codes and its factors
         for name, info in stored.items():
-            if info.dtype == "F8_E4M3" if fp8 else name.endswith(BLOCKS):
-                stem = name.removesuffix(suffix)
-                self._parts[stem] = (name, stem + factor)
-                self.infos[stem] = info
-            elif fp8 and name + factor in stored:
+            factors = next((name + end for end in (OWN_SCALE, SCALE) if name + end in stored), "")
+            if fp8 and name.endswith(INPUT_FACTORS):
                 raise ModelError(
-                    f"{folder}: {name} has factors, but is stored as {info.dtype}; nearplane reads F8_E4M3."
+                    f"{folder} is stored as {form_of(section)} with {name}, by which runtimes multiply inputs; nearplane does not "
+                    f"read this form. Pass the original model."
                 )
-            elif not name.endswith(extras):
+            if info.dtype in CODES if fp8 else name.endswith(BLOCKS):
+                stem = name if fp8 else name.removesuffix(BLOCKS)
+                self._parts[stem] = (name, factors or stem + (OWN_SCALE if fp8 else SCALES))
+                self.infos[stem] = info
+            elif fp8 and factors:
+                raise ModelError(
+                    f"{folder}: {name} has factors, but is stored as {info.dtype}; nearplane reads {' and '.join(CODES)}."
+                )
+            elif not name.endswith(EXTRAS if fp8 else SCALES):
                 self.infos[name] = info
         for name, (_, factors) in self._parts.items():
             if factors not in stored:
@@ -91,6 +185,11 @@ class WidenedReader(TensorReader):
                 *outer, out, groups, half = shape
                 shape = (*outer, groups * half * 2, out)
             self.infos[name] = TensorInfo("BF16", shape, 2 * math.prod(shape), self.file(name))
+
+    @property
+    def by_transformers(self) -> bool:
+        """Whether transformers reads all factors of the files by their names."""
+        return all(factors.endswith((OWN_SCALE, SCALES)) for _, factors in self._parts.values())
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors, decoded, into memory of their own."""
@@ -109,25 +208,58 @@ class WidenedReader(TensorReader):
         if self.method == "mxfp4":
             fits = len(codes) >= 3 and codes[:-1] == factors
         else:
-            blocks = tuple(-(-side // size) for side, size in zip(codes, self._size, strict=False))
-            fits = math.prod(factors) == 1 or (len(codes) == 2 and factors == blocks)
+            fits = spread(codes, factors, self._size) is not None
         if not fits:
             raise ModelError(
-                f"{self.folder}: {name} has the shape {codes} and factors of shape {factors}; expected one factor for every block "
-                f"of the size in config.json. Fetch the model again."
+                f"{self.folder}: {name} has the shape {codes} and factors of shape {factors}; expected one factor, one for every "
+                f"row, or one for every block of the size in config.json. Fetch the model again."
             )
 
 
+def _block_size(section: Any) -> tuple[int, int]:
+    """Return rows and columns of a block of weights with one factor, as far as a config names them."""
+    section = section if isinstance(section, Mapping) else {}
+    groups = section.get("config_groups")
+    for weights in map(_weights, groups.values() if isinstance(groups, Mapping) else ()):
+        if weights.get("group_size"):
+            return 1, int(weights["group_size"])
+        if weights.get("block_structure"):
+            return int(weights["block_structure"][0]), int(weights["block_structure"][1])
+    size = section.get("weight_block_size") or (BLOCK_SIZE, BLOCK_SIZE)
+    return int(size[0]), int(size[1])
+
+
+def spread(codes: tuple[int, ...], factors: tuple[int, ...], size: tuple[int, int]) -> tuple[int, ...] | None:
+    """Return the shape in which factors are multiplied by codes of another shape, or None if they do not fit.
+
+    >>> spread((256, 96), (256,), (128, 128))  # one for every row
+    (256, 1)
+    >>> spread((256, 96), (2, 1), (128, 128))  # one for every block
+    (2, 1)
+    """
+    if math.prod(factors) == 1:
+        return (1,)
+    if len(codes) == 2 and factors == codes[:1]:
+        return (*factors, 1)
+    if len(factors) == len(codes) and all(each in (1, side) for each, side in zip(factors, codes, strict=True)):
+        return factors
+    blocks = tuple(-(-side // each) for side, each in zip(codes, size, strict=False))
+    return factors if len(codes) == 2 and factors == blocks else None
+
+
 def eight_bits(codes: Tensor, factors: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return (out, in) bfloat16 `code * factor`.
+    """Return (.., out, in) bfloat16 `code * factor`.
 
     Args:
-        codes: (out, in) codes, float8.
-        factors: (blocks of rows, blocks of columns) factors, or a single one; uint8 and float8_e8m0fnu are exponents.
+        codes: (.., out, in) codes, float8.
+        factors: Factors as `spread` takes them; uint8 and float8_e8m0fnu are exponents.
         size: Rows and columns of a block; the last blocks may be smaller.
     """
+    shape = spread(tuple(codes.shape), tuple(factors.shape), size)
+    assert shape is not None, "was looked at"
     factors = torch.exp2(factors.float() - 127) if factors.dtype == torch.uint8 else factors.float()
-    if factors.numel() > 1:
+    factors = factors.reshape(shape)
+    if not all(each in (1, side) for each, side in zip(shape, codes.shape[-len(shape) :], strict=True)):
         factors = factors.repeat_interleave(size[0], 0)[: codes.shape[0]]
         factors = factors.repeat_interleave(size[1], 1)[:, : codes.shape[1]]
     return (codes.float() * factors).bfloat16()

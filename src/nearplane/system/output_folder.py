@@ -27,7 +27,17 @@ from pathlib import Path
 
 from nearplane.errors import FormatError, NearplaneError, RecipeError, first_few
 from nearplane.system.files import exclusive_lock, flush, flush_all, swap
-from nearplane.system.paths import CARD, INCOMPLETE, JOURNAL, MARK, RECORD, UNFINISHED, check_path, refuse_overlap
+from nearplane.system.paths import (
+    CARD,
+    INCOMPLETE,
+    JOURNAL,
+    MARK,
+    RECORD,
+    UNFINISHED,
+    check_path,
+    refuse_adapter,
+    refuse_overlap,
+)
 
 STATE = "state.json"  # in the journal: its presence means that the run can be resumed
 OLD_NAME = "old"  # in the journal: the old content of OUT; empty between a swap and the move of that content
@@ -52,6 +62,7 @@ class Unfinished:
     Raises:
         RecipeError: `out` cannot be replaced, is not empty, overlaps with a source, or is written by another run.
         FormatError: `out` cannot be read.
+        ModelError: `out` holds an adapter, which would be kept.
     """
 
     def __init__(
@@ -86,6 +97,7 @@ class Unfinished:
             raise RecipeError(
                 f"{self.out} exists and is not empty. Choose another folder, or replace it with --overwrite."
             )
+        refuse_adapter(self.out)  # it would be kept, as a file of others, beside weights that it does not fit
 
     def __enter__(self) -> Unfinished:
         refusal = (

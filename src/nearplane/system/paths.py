@@ -19,6 +19,8 @@ UNFINISHED = ".unfinished"  # suffix of the folder in which a checkpoint is writ
 INCOMPLETE = "INCOMPLETE"  # name of a file in that folder until the checkpoint is complete
 MARK = "This checkpoint is not finished: the run that writes it is under way or died.\n"  # first line of that file
 JOURNAL = "journal"  # name of the folder in it from which a stopped run is resumed
+ADAPTER_CONFIG = "adapter_config.json"  # by which transformers adds an adapter of peft to the model of the same folder
+ADAPTERS = (ADAPTER_CONFIG, "adapter_model.")  # beginnings of the names of the files of an adapter
 
 
 def is_gguf(source: str | Path) -> bool:
@@ -54,13 +56,14 @@ def folder_named(source: str | Path) -> Path | None:
     """Return the local folder of a model, or None for a hub id.
 
     Raises:
-        ModelError: The source is neither a folder nor a hub id.
+        ModelError: The source is neither a folder nor a hub id, or the folder holds an adapter.
     """
     check_path("model", source)
     folder = Path(source).expanduser()
     if folder.is_dir():
         if not os.access(folder, os.R_OK | os.X_OK):  # where it could only be listed or only be entered
             raise ModelError(f"{folder} cannot be read: Permission denied.")
+        refuse_adapter(folder)
         return folder
     if folder.exists():
         raise ModelError(f"{source} is a file. Pass the folder of the model.")
@@ -75,6 +78,24 @@ def refuse_unfinished(folder: Path) -> None:
     """Raise ModelError if a checkpoint folder is incomplete."""
     if (folder / INCOMPLETE).exists():
         raise ModelError(f"{folder} is incomplete: its run has not finished. Repeat the command of that run.")
+
+
+def refuse_adapter(folder: Path, name: str = "") -> None:
+    """Refuse a folder with files of an adapter: transformers adds it to the weights where peft is installed, and else not.
+
+    Args:
+        folder: Folder of a model or of a checkpoint.
+        name: The model's name on the hub, if the folder was fetched.
+
+    Raises:
+        ModelError: There are such files; the message names them.
+    """
+    if adapters := sorted(path.name for path in folder.glob("adapter_*") if path.name.startswith(ADAPTERS)):
+        copy = f" from a copy of it (hf download {name} --local-dir FOLDER)" if name else ""
+        raise ModelError(
+            f"{name or folder} holds {' and '.join(adapters)}: transformers would add an adapter to the weights where peft is "
+            f"installed, and other programs would not. Merge the adapter first, or remove these files{copy}."
+        )
 
 
 def unfinished_run(folder: Path) -> str:

@@ -129,6 +129,13 @@ class TensorReader(ABC):
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors into memory of their own; the files are closed again."""
 
+    def same(self, one: str, other: str) -> bool:
+        """Return whether two tensors have equal shapes and values."""
+        if self.shape(one) != self.shape(other):
+            return False
+        tensors = self.read([one, other])
+        return torch.equal(tensors[one], tensors[other].to(tensors[one].dtype))
+
     def check_network(self, config: Mapping[str, Any]) -> None:  # noqa: B027
         """Refuse a config.json, as transformers completes it, that contradicts what the files say about the network."""
 
@@ -216,6 +223,12 @@ class ShardReader(TensorReader):
                 f"{self.infos[name].file}: tensor {name} has the checksum {digest}, but {INDEX} has {self.checksums.get(name)}: "
                 f"one file is damaged or belongs to another checkpoint. Fetch the folder again."
             )
+
+    def same(self, one: str, other: str) -> bool:
+        """Return whether two tensors have equal shapes and values; they are not copied into memory."""
+        with _opened(self.file(one)) as file, _opened(self.file(other)) as second:
+            tensor, compared = file.get_tensor(one), second.get_tensor(other)
+            return tensor.shape == compared.shape and torch.equal(tensor, compared.to(tensor.dtype))
 
     def tensor(self, file: Any, name: str) -> Tensor:
         """Return a copy of one tensor of an open file, so that its memory map can be closed."""

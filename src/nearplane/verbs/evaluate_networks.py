@@ -319,7 +319,7 @@ def on_disk(folder: Path, *, ends: tuple[bool, bool] = (False, False), trust_rem
     Raises:
         ModelError, FormatError: The model cannot be read, or cannot be split into blocks.
     """
-    if quantization_of(folder) is None or method_of(read_config(folder)) is not None:
+    if quantization_of(folder) is None or method_of(folder, read_config(folder)) is not None:
         return open_model(str(folder), trust_remote_code=trust_remote_code)
     network = empty_network(folder, trust_remote_code=trust_remote_code, reader=reader_of(folder)).eval()
     check_hashes(folder, weights=reader_of(folder).checksums is None)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nearplane.calibration.given import model_label, refuse_tokenizer
 from nearplane.errors import CalibrationError, ModelError, RecipeError, first_few, first_line
 from nearplane.models.kinds import InputKind
-from nearplane.models.pretrained import as_model_error
+from nearplane.models.pretrained import as_model_error, only_token_settings
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import exact_float32
@@ -222,7 +222,13 @@ def _answers(
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
 
-    with as_model_error(f"{label} does not answer the tasks"), _seeded(), _quiet() as warnings, ExitStack() as stack:
+    with (
+        as_model_error(f"{label} does not answer the tasks"),
+        only_token_settings(network),
+        _seeded(),
+        _quiet() as warnings,
+        ExitStack() as stack,
+    ):
         lm = HFLM(network, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
         lm.set_cache_hook(_Answered(chosen, stack))
         for task in chosen["tasks"].values():

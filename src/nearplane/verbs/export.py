@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import CONFIG, copy_beside
 from nearplane.formats.card_file import write_card
-from nearplane.formats.layer_format import QUANTIZATION, WEIGHTS, json_text, read_config
+from nearplane.formats.layer_format import QUANTIZATION, WEIGHTS, as_tensors_are, json_text, read_config
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.loading.dense_network import decoded_tensors, stacks_of
 from nearplane.models.config_checks import PACKED_NAMES
@@ -92,7 +92,8 @@ def export(
         copy_beside(source, place.folder, trust_remote_code=trust_remote_code)
         _write_card(place.folder, source, dtype)
         try:
-            (place.folder / CONFIG).write_text(json_text(_dense(read_config(source), dtype)))
+            config = as_tensors_are(read_config(source), network.config.to_dict())
+            (place.folder / CONFIG).write_text(json_text(_dense(config, dtype)))
             writer.finish()
         except BaseException:
             (place.folder / CONFIG).unlink(missing_ok=True)

@@ -26,7 +26,7 @@ from nearplane.loading.from_pretrained import load
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import InputKind, has_head, has_two_stacks, input_kind
 from nearplane.models.model import Model, positions_of
-from nearplane.models.pretrained import as_model_error, tokenizer_of
+from nearplane.models.pretrained import as_model_error, only_token_settings, tokenizer_of
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
@@ -206,10 +206,10 @@ def _by_transformers(
     if two_stacks:  # the decoder has positions of its own
         tokens = min(ask.tokens, positions or ask.tokens)
     pieces = _Pieces(tokenizer, say, ANSWERS if ask.chat or two_stacks else "")
-    sampling: dict[str, Any] = {"do_sample": ask.temperature > 0, "num_beams": 1, "repetition_penalty": 1.0}
-    if ask.temperature:  # the model's generation_config.json has no effect, as in llama.cpp
+    sampling: dict[str, Any] = {"do_sample": ask.temperature > 0}
+    if ask.temperature:
         sampling |= {"temperature": ask.temperature, "top_k": 0, "top_p": 1.0}
-    with torch.random.fork_rng(), torch.inference_mode():
+    with torch.random.fork_rng(), torch.inference_mode(), only_token_settings(model):
         torch.manual_seed(ask.seed)
         mask = torch.ones_like(ids)
         model.generate(ids, attention_mask=mask, max_new_tokens=tokens, streamer=pieces, use_cache=True, **sampling)

@@ -25,6 +25,7 @@ from nearplane.formats.layer_format import (
     MLX_WITH,
     QUANTIZATION,
     READ_WITH,
+    TIED,
     WEIGHTS,
     config_text,
     read_config,
@@ -264,7 +265,9 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
             yield Fault(where=name, what="the original has this file, but the record does not")
     bits = {layer.name: layer.number_format.bits for layer in record.layers}  # by name in the network
     expected = quantization_config(model, recipe, bits if recipe.allocate == "slope" else None)
-    config_json, original_json = read_config(folder), json.loads(config_text(model.folder, expected))
+    config_json = read_config(folder)
+    original_json = json.loads(config_text(model.folder, expected, model.config.to_dict()))
+    config_json.setdefault(TIED, original_json.get(TIED))  # older versions left it out where the original did
     if unlike := sorted(
         key
         for key in (config_json.keys() | original_json.keys()) - {*QUANTIZATIONS, WEIGHTS}

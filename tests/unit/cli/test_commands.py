@@ -335,6 +335,29 @@ REFUSED = {  # commands, with places of the fixture `refusals` in braces, and wh
     "quantize {model} full/file": "full/file is a file. Choose another folder",
     "export {out} full/file": "full/file is a file. Choose another folder",
 }
+ADAPTED = (  # commands that read a folder in which peft saved an adapter
+    "quantize adapted new",
+    "quantize {model} adapted --overwrite",
+    "evaluate adapted --text {text}",
+    "evaluate {model} --text {text} --against adapted",
+    "compare adapted --bits 4 --text {text}",
+    "generate adapted hello",
+    "generate {model} hello --compare adapted",
+    "suggest adapted --memory 1GB",
+    "tune adapted new --against {model}",
+    "tune {out} new --against adapted",
+    "verify adapted",
+    "verify {out} --against adapted",
+    "export adapted new",
+    "inspect adapted",
+    "report adapted",
+    "card adapted",
+)
+REFUSED |= dict.fromkeys(
+    ADAPTED,
+    "adapted holds adapter_config.json and adapter_model.safetensors: transformers would add an adapter to the weights where peft "
+    "is installed, and other programs would not. Merge the adapter first, or remove these files.",
+)
 OPENS = (  # commands with which nothing is wrong that can be known before torch is loaded
     "quantize {model} new",
     "evaluate {model} --text {text}",
@@ -372,6 +395,9 @@ def refusals(tiny, tmp_path_factory):
     for name in ("full/file", "started/INCOMPLETE"):
         (place / name).parent.mkdir()
         (place / name).write_text("")
+    shutil.copytree(out, place / "adapted")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (place / "adapted" / name).write_text("{}")
     os.mkfifo(place / "pipe.txt")
     (place / "loop").symlink_to("loop")
     (place / "\abell").symlink_to(model)

@@ -151,9 +151,9 @@ def test_experts_in_gptq_are_for_the_types_that_gptqmodel_reads(
         return
     check()
     assert "GPTQModel reads them" in caplog.text
-    assert json.loads(config_text(model.folder, configure(recipe)))[WEIGHTS] == EXPERTS_WITH
+    assert json.loads(config_text(model.folder, configure(recipe), {}))[WEIGHTS] == EXPERTS_WITH
     plain = configure(recipe, layers=[layer for layer in model.layers if not layer.routed])
-    assert WEIGHTS not in json.loads(config_text(model.folder, plain))
+    assert WEIGHTS not in json.loads(config_text(model.folder, plain, {}))
 
 
 def test_where_no_layer_is_to_blame_none_is_to_be_left_out(source: Callable[[str], Path], tmp_path: Path) -> None:

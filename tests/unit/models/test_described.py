@@ -51,6 +51,15 @@ def test_other_types_have_the_tensors_that_transformers_saves(kind: str, tmp_pat
     }
 
 
+def test_a_local_folder_is_described_by_its_weights(tmp_path: Path) -> None:
+    """`suggest` counted 32 bits for weights that are stored in 16, as config.json said."""
+    random_model(config_of("llama")).bfloat16().save_pretrained(tmp_path / "whole")
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    assert open_described(str(tmp_path / "whole")).dtype == torch.bfloat16
+    assert by_its_config(tmp_path / "whole", tmp_path / "config").dtype == torch.float32
+
+
 def test_its_weights_cannot_be_read(tmp_path: Path) -> None:
     config_of("llama").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"by its config.json alone, so that lm_head.weight cannot be read"):

@@ -258,6 +258,10 @@ def test_a_quantized_model_is_refused(saved: Saved, tmp_path: Path) -> None:
     folder = changed(saved("llama"), tmp_path, NORM, torch.ones(32))
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
     (folder / "config.json").write_text(json.dumps(config))
+    save_file(
+        load_file(folder / "model.safetensors") | {"a.qweight": torch.zeros(2, 2, dtype=torch.int32)},
+        folder / "model.safetensors",
+    )
     with pytest.raises(ModelError, match=r"already quantized with gptq\. Pass the original"):
         open_model(str(folder))
 

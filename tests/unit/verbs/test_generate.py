@@ -24,9 +24,10 @@ from nearplane import ModelError, NearplaneError, RecipeError
 from nearplane.cli.app import app, main
 from nearplane.cli.printing import first_difference
 from nearplane.demo import CALIBRATION, MODEL
+from nearplane.models.pretrained import tokenizer_of
 from nearplane.verbs import generate as module
 from nearplane.verbs.evaluate import load_dense
-from nearplane.verbs.generate import UNFINISHED
+from nearplane.verbs.generate import UNFINISHED, continued
 from tokenizers_of_kinds import of_pieces, saved
 from translating import BART, KINDS, save_translating
 
@@ -188,6 +189,26 @@ def test_a_token_is_read_once_whatever_the_folder_says_of_the_cache(tmp_path: Pa
         hook.remove()
     assert read[1:] == [1] * 4
     assert text == likeliest(MODEL, 5)
+
+
+def test_settings_that_are_no_tokens_do_not_reach_the_text(tmp_path: Path) -> None:
+    """`max_time` ended a text after one token, and `stop_strings` was an error about a tokenizer."""
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    path, expected = folder / "generation_config.json", likeliest(MODEL, 6)
+    settings = json.loads(path.read_text())
+    others = {"max_time": 1e-9, "stop_strings": ["e"], "min_new_tokens": 9, "no_repeat_ngram_size": 1, "bad": 1}
+    path.write_text(json.dumps(settings | others))
+    assert nearplane.generate(folder, PROMPT, tokens=6, device="cpu") == expected
+    model = nearplane.load(folder, device="cpu")
+    text = continued(model, tokenizer_of(folder), PROMPT, 6)
+    assert (text, model.generation_config.max_time) == (expected, 1e-9)
+    first = tokenizer_of(folder)(f"{PROMPT}{expected}")["input_ids"][-6:]
+    path.write_text(json.dumps(settings | {"suppress_tokens": first[:1]}))
+    assert nearplane.generate(folder, PROMPT, tokens=6, device="cpu") != expected
+    path.write_text(json.dumps(settings | {"eos_token_id": first[1]}))
+    ended = nearplane.generate(folder, PROMPT, tokens=6, device="cpu")
+    assert ended != expected
+    assert expected.startswith(ended)
 
 
 def test_the_speed_counts_tokens_after_the_first_and_weights_count_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,9 +109,15 @@ def compare(
         model: Name of the model in errors.
 
     Raises:
-        RecipeError: A tensor of the file is not in the checkpoint.
+        RecipeError: A tensor of the file is not in the checkpoint, or the head of the checkpoint is not in the file.
     """
     header = open_like(path)
+    own_head = config.get("tie_word_embeddings") is False and any(name.endswith("lm_head.weight") for name in sources)
+    if own_head and not any(info.name == "output.weight" for info in header.tensors):
+        raise RecipeError(
+            f"--like {path} has no output.weight, but the head of {model} is not its embeddings. Convert {model} with "
+            f"tie_word_embeddings false in config.json."
+        )
     found: dict[str, Content] = {}
     for turned in (False, True):
         waiting = [info for info in header.tensors if not is_vector(info.shape) and info.name not in found]

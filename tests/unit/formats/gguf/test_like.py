@@ -134,6 +134,15 @@ def test_layers_that_a_file_does_not_hold_alone_are_left(tmp_path: Path) -> None
     }
 
 
+def test_a_file_without_the_head_of_the_model_is_refused(tmp_path: Path) -> None:
+    """llama.cpp would compute with the embeddings, as config.json of the converted folder said."""
+    source = {"model.embed_tokens.weight": numbers(8, 32), "lm_head.weight": numbers(8, 32, seed=1)}
+    file = {"token_embd.weight": source["model.embed_tokens.weight"]}
+    assert compared(tmp_path, file, source, config={"tie_word_embeddings": True})
+    with pytest.raises(RecipeError, match=r"has no output\.weight, but the head of MODEL is not its embeddings"):
+        compared(tmp_path, file, source, config={"tie_word_embeddings": False})
+
+
 def test_files_that_are_quantized_or_one_of_several_or_truncated_are_refused(tmp_path: Path) -> None:
     source = {"A": Source((8, 32), lambda: numbers(8, 32))}
     part = write_gguf(tmp_path / "part.gguf", {"a": numbers(8, 32)}, **{"split.count": 3})

@@ -1,0 +1,54 @@
+"""Folders that are refused before work: with files of an adapter, which some programs add to the weights and others do not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+import nearplane
+from nearplane import ModelError
+from nearplane.demo import MODEL
+from nearplane.models.pretrained import find_folder
+from nearplane.system.file_hashes import check_hashes
+from nearplane.system.files import sha256
+from nearplane.system.paths import RECORD
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+def test_a_folder_with_an_adapter_is_refused(tmp_path: Path, name: str) -> None:
+    """`quantize` took the base, and `load` base and adapter: a KL of .68 without a remark."""
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    (folder / name).write_text("{}")
+    with pytest.raises(ModelError, match=rf"model holds {name}: .* Merge the adapter first, or remove these files\."):
+        nearplane.load(folder)
+    (folder / name).rename(folder / f"old_{name}")
+    nearplane.load(folder)
+
+
+def test_a_model_on_the_hub_with_an_adapter_is_refused_before_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is in the cache, with nothing but what is looked at."""
+    cached = tmp_path / "models--owner--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("a" * 40)
+    for name in ("config.json", "adapter_config.json"):
+        (cached / "snapshots" / ("a" * 40)).mkdir(parents=True, exist_ok=True)
+        (cached / "snapshots" / ("a" * 40) / name).write_text("{}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ModelError, match=r"owner/name holds adapter_config.json: .*\(hf download owner/name --local-dir"
+    ):
+        find_folder("owner/name")
+
+
+def test_a_checkpoint_without_the_adapter_that_an_older_version_copied_is_whole(tmp_path: Path) -> None:
+    """The message asks for its removal."""
+    (tmp_path / "config.json").write_text("{}")
+    hashes = f'{{"config.json": "{sha256(tmp_path / "config.json")}", "adapter_config.json": "{"0" * 64}"}}'
+    (tmp_path / RECORD).write_text(f'{{"files": {hashes}}}')
+    check_hashes(tmp_path)
