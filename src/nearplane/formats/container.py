@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
-from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_copied
+from nearplane.formats.beside import check_beside, copy_beside, log_left_out, names_copied, size_copied
 from nearplane.formats.card_file import changed_card, origin_of
 from nearplane.formats.layer_format import INPUT_SCALE, ConfigFile, LayerFormat, config_text
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record.model_card import model_card
 from nearplane.record.record import RunRecord
 from nearplane.system.files import sha256
+from nearplane.system.model_files import CONFIG
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import CARD, RECORD
 from nearplane.system.progress import peak_memory
@@ -78,6 +79,7 @@ class Container(ABC):
 
     Raises:
         RecipeError: `out` is in use, or `out` and `source` are the same folder or one lies in the other.
+        ModelError: A file of `source` cannot be copied, see `check_beside`.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Container(ABC):
         self.room = 0
         self.size = 0  # bytes that `close_block` has written so far
         overwrite, resumes = place.overwrite, place.resumes
+        check_beside(place.source, trust_remote_code=place.trust_remote_code)
         self._unfinished = Unfinished(place.out, overwrite=overwrite, resumes=resumes, sources=[place.source])
         self.folder = self._unfinished.folder  # files are written here until the checkpoint is complete
         self._scale_dtype = self.layers.scale_dtype(dtype)
@@ -194,6 +197,7 @@ class Container(ABC):
     def __enter__(self) -> Container:
         with readable_errors(self.place.out):
             self._unfinished.__enter__()
+            log_left_out(self.place.source, self.place.out, trust_remote_code=self.place.trust_remote_code)
             if not self.resumable:
                 self.begin()
         return self

@@ -25,13 +25,13 @@ from nearplane.errors import ModelError, NearplaneError, first_line
 from nearplane.models.config_checks import BuildBudget, check_config, check_sizes
 from nearplane.models.kinds import SPEECH_TYPES, hears_alone, is_headless, is_multimodal, is_seq2seq
 from nearplane.system.files import read_object
+from nearplane.system.model_files import CODE, FETCHED, named_in_code
 from nearplane.system.out_of_memory import is_out_of_memory
 from nearplane.system.paths import folder_named, refuse_unfinished
 from nearplane.system.safetensors_files import ShardReader, TensorReader
 
 logger = logging.getLogger(__name__)
 
-FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*")
 ONLY_CONFIG = ("config.json",)
 MAX_QUOTED_LETTERS = 400  # letters of a message of transformers that an error quotes
 TOKENIZER, PIECES = "tokenizer.json", "tokenizer.model"
@@ -55,7 +55,7 @@ def as_model_error(what: str) -> Iterator[None]:
         raise ModelError(f"{what} ({': '.join(part for part in (type(error).__name__, message) if part)}).") from error
 
 
-def find_folder(source: str, *, trust_remote_code: bool = False, patterns: Sequence[str] = FILES) -> Path:
+def find_folder(source: str, *, trust_remote_code: bool = False, patterns: Sequence[str] = FETCHED) -> Path:
     """Return the local folder of a model, downloading the files of these patterns from the hub if `source` is an id.
 
     Raises:
@@ -64,7 +64,10 @@ def find_folder(source: str, *, trust_remote_code: bool = False, patterns: Seque
     if (folder := folder_named(source)) is not None:
         return folder
     try:
-        return Path(snapshot_download(source, allow_patterns=[*patterns, *(["*.py"] if trust_remote_code else [])]))
+        found = Path(snapshot_download(source, allow_patterns=[*patterns, *([CODE] if trust_remote_code else [])]))
+        if trust_remote_code and patterns is FETCHED and (named := named_in_code(found)):
+            snapshot_download(source, allow_patterns=named)
+        return found
     except GatedRepoError as error:
         raise ModelError(f"{source} is gated. Accept its terms on the hub and log in with `hf auth login`.") from error
     except RepositoryNotFoundError as error:

@@ -20,7 +20,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from nearplane.errors import RecipeError
-from nearplane.formats.beside import CONFIG, names_copied, size_copied
+from nearplane.formats.beside import names_copied, size_copied
 from nearplane.formats.card_file import origin_of
 from nearplane.formats.container import Container
 from nearplane.formats.gguf.architecture import rope_factors
@@ -46,6 +46,7 @@ from nearplane.record.record import (
     row_groups,
 )
 from nearplane.system.matmul_choice import Library
+from nearplane.system.model_files import CONFIG
 from nearplane.system.safetensors_files import INDEX, index_text, shard_size
 
 SIZE_MARGIN = 0.001  # relative distance between the bytes that a run aims at and the size that was asked for

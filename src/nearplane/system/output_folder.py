@@ -27,12 +27,13 @@ from pathlib import Path
 
 from nearplane.errors import FormatError, NearplaneError, RecipeError, first_few
 from nearplane.system.files import exclusive_lock, flush, flush_all, swap
+from nearplane.system.model_files import NEEDED
 from nearplane.system.paths import CARD, INCOMPLETE, JOURNAL, MARK, RECORD, UNFINISHED, check_path, refuse_overlap
 
 STATE = "state.json"  # in the journal: its presence means that the run can be resumed
 OLD_NAME = "old"  # in the journal: the old content of OUT; empty between a swap and the move of that content
 # files that --overwrite replaces if OUT has no run record
-PATTERNS = ("*.safetensors", "model.gguf", "*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt", INCOMPLETE)
+PATTERNS = ("*.safetensors", "model.gguf", "*.json", *NEEDED, INCOMPLETE)
 
 log = logging.getLogger(__name__)
 

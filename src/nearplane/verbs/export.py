@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.beside import CONFIG, copy_beside
+from nearplane.formats.beside import check_beside, copy_beside, log_left_out
 from nearplane.formats.card_file import write_card
 from nearplane.formats.layer_format import QUANTIZATION, WEIGHTS, json_text, read_config
 from nearplane.formats.stored import quantization_of, reader_of
@@ -27,6 +27,7 @@ from nearplane.recipe.sizes import check_room
 from nearplane.record.record import read_record
 from nearplane.system.arguments import checked
 from nearplane.system.file_hashes import check_hashes
+from nearplane.system.model_files import CONFIG
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import RECORD
 from nearplane.system.safetensors_files import ShardWriter
@@ -72,6 +73,7 @@ def export(
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
     check_export(source, out, format, dtype)
+    check_beside(source, trust_remote_code=trust_remote_code)
     if quantization_of(source) is None:
         check_hashes(source, weights=False)  # config.json may have lost its entry
         if packed := next((name for name in reader_of(source).names() if PACKED_NAMES.search(name)), None):
@@ -89,6 +91,7 @@ def export(
         writer = ShardWriter(place.folder, None)
         for shard in _shards(tensors, DTYPES[dtype]):
             writer.write(shard)
+        log_left_out(source, out, trust_remote_code=trust_remote_code)
         copy_beside(source, place.folder, trust_remote_code=trust_remote_code)
         _write_card(place.folder, source, dtype)
         try:

@@ -21,11 +21,14 @@ from transformers import AutoModelForCausalLM
 import nearplane
 from checkpoints import write_folder
 from families import TEXT_VOCABULARY, add_tokenizer
+from hub import served
 from native_checkpoints import save_tiny, write_native
 from nearplane import FormatError, ModelError, NearplaneError, RecipeError
 from nearplane.demo import HELD_OUT
-from nearplane.models.pretrained import empty_network, tokenizer_of
+from nearplane.formats.beside import names_copied
+from nearplane.models.pretrained import empty_network, find_folder, tokenizer_of
 from nearplane.verbs.evaluate import load_dense
+from tokenizers_of_kinds import save_marian
 
 TOKENS = torch.tensor([[5, 9, 11, 40, 7, 3, 80, 22]])
 WRITERS: dict[str, Callable[[Path, Path], Any]] = {
@@ -352,3 +355,26 @@ def test_plain_transformers_loads_what_is_loaded_here(checkpoints: dict[str, Pat
     theirs, ours = AutoModelForCausalLM.from_pretrained(checkpoints["dense"]), nearplane.load(checkpoints["dense"])
     assert theirs.dtype == ours.dtype
     assert all(torch.equal(tensor, ours.state_dict()[name]) for name, tensor in theirs.state_dict().items())
+
+
+def test_a_tokenizer_on_the_hub_works_as_in_a_folder(tmp_path: Path) -> None:
+    """That of a Marian was fetched without source.spm and target.spm, and data of trusted code never."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_marian(folder)
+    for name in ("NOTICE", "USE_POLICY.md", "weird.voc", "notes.md"):
+        (folder / name).write_text(name)
+    (folder / "code").mkdir()
+    (folder / "code" / "reader.py").write_text("open('weird.voc')")
+    with served(folder, tmp_path / "cache") as source:
+        fetched = find_folder(source)
+        assert tokenizer_of(fetched)("the old dog").input_ids == tokenizer_of(folder)("the old dog").input_ids
+        assert names_copied(fetched, trust_remote_code=False) == names_copied(folder, trust_remote_code=False)
+        assert {"source.spm", "target.spm", "NOTICE", "USE_POLICY.md"} <= {
+            *names_copied(fetched, trust_remote_code=False)
+        }
+        assert not (fetched / "weird.voc").exists()
+        trusted = find_folder(source, trust_remote_code=True)
+        assert names_copied(trusted, trust_remote_code=True) == names_copied(folder, trust_remote_code=True)
+        assert (trusted / "weird.voc").is_symlink()
+        assert not (trusted / "notes.md").exists()
