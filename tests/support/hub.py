@@ -55,7 +55,9 @@ def served(folder: Path, cache: Path) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        address = f"http://127.0.0.1:{server.server_port}"
+        patch.setattr(constants, "ENDPOINT", address)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
         patch.setattr(constants, "HF_HUB_CACHE", str(cache))
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         yield "owner/model"
