@@ -11,7 +11,8 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,55 +32,113 @@ LINKED_FOLDER = "a link to a folder"
 log = logging.getLogger(__name__)
 
 
-def copy_beside(source: Path, out: Path, *, trust_remote_code: bool) -> None:
-    """Copy a model's files besides weights and config: tokenizer, templates, generation_config, licence.
+class Sorted(NamedTuple):
+    """Names of a model's files beside its weights, relative to its folder.
 
-    Raises:
-        ModelError: See `check_beside`.
+    Args:
+        copied: Those that a checkpoint gets.
+        left: Those that are not on the list, or licences of an unknown kind; folders end in a slash.
+        refused: Those that are needed but cannot be copied, with what they are.
     """
-    check_beside(source, trust_remote_code=trust_remote_code)  # again, as hours may have passed
-    for name in names_copied(source, trust_remote_code=trust_remote_code):
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, out / name)
+
+    copied: list[str]
+    left: list[str]
+    refused: dict[str, str]
 
 
-def names_copied(source: Path, *, trust_remote_code: bool) -> list[str]:
-    """Return the names of the files that `copy_beside` copies, relative to the folder."""
-    return _sorted_out(source, trust_remote_code).copied
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """The files of a model besides weights and config that a checkpoint gets: tokenizer, templates, licence.
 
-
-def size_copied(source: Path, *, trust_remote_code: bool) -> int:
-    """Return the number of bytes that `copy_beside` copies."""
-    return sum((source / name).stat().st_size for name in names_copied(source, trust_remote_code=trust_remote_code))
-
-
-def check_beside(source: Path, *, trust_remote_code: bool) -> None:
-    """Refuse a model of which a file that its tokenizer, processor, templates or trusted code need cannot be copied.
-
-    Raises:
-        ModelError: Such a file is a link that leads out of the folder, or no regular file.
+    Args:
+        source: The model's folder.
+        trust_remote_code: Whether its Python files are among them, and the files that these name.
+        vocabulary: Names of the files that the class of its tokenizer reads, see `Model.vocabulary`.
     """
-    refused = _sorted_out(source, trust_remote_code).refused
-    if not refused:
-        return
-    linked = next((name for name, fault in refused.items() if fault.startswith("a link")), None)
-    remedy = "Put regular files in their place, or fetch the model again."
-    if linked is not None:
-        old, new = shlex.quote(linked), shlex.quote(f"{linked}.copy")
-        remedy = f"In that folder, replace links by what they lead to: cp -RL {old} {new} && rm {old} && mv {new} {old}"
-    raise ModelError(
-        f"{source} has files that tokenizer, processor, chat template or code of the model may need, but that cannot be "
-        f"copied: {first_few([f'{name} ({fault})' for name, fault in refused.items()])}. A checkpoint gets only regular "
-        f"files of the model's folder, since it may be passed on. {remedy}"
-    )
 
+    source: Path
+    trust_remote_code: bool = False
+    vocabulary: Sequence[str] = ()
 
-def log_left_out(source: Path, out: Path, *, trust_remote_code: bool) -> None:
-    """Log the names of the files of a model that a checkpoint does not get because they are not on the list."""
-    if left := _sorted_out(source, trust_remote_code).left:
-        log.warning(
-            "Not copied from %s to %s, and perhaps not needed: %s.", source, out, printable(first_few(left, most=8))
+    def names(self) -> list[str]:
+        """Return the names of the files, relative to the folder."""
+        return self._sorted_out().copied
+
+    def size(self) -> int:
+        """Return the number of bytes of the files."""
+        return sum((self.source / name).stat().st_size for name in self.names())
+
+    def copy(self, out: Path) -> None:
+        """Copy the files into a folder.
+
+        Raises:
+            ModelError: See `check`.
+        """
+        self.check()  # again, as hours may have passed
+        for name in self.names():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.source / name, out / name)
+
+    def check(self) -> None:
+        """Refuse a model of which a file that its tokenizer, processor, templates or trusted code need cannot be copied.
+
+        Raises:
+            ModelError: Such a file is a link that leads out of the folder, or no regular file.
+        """
+        refused = self._sorted_out().refused
+        if not refused:
+            return
+        linked = next((name for name, fault in refused.items() if fault.startswith("a link")), None)
+        remedy = "Put regular files in their place, or fetch the model again."
+        if linked is not None:
+            old, new = shlex.quote(linked), shlex.quote(f"{linked}.copy")
+            remedy = (
+                f"In that folder, replace links by what they lead to: cp -RL {old} {new} && rm {old} && mv {new} {old}"
+            )
+        raise ModelError(
+            f"{self.source} has files that tokenizer, processor, chat template or code of the model may need, but that cannot "
+            f"be copied: {first_few([f'{name} ({fault})' for name, fault in refused.items()])}. A checkpoint gets only "
+            f"regular files of the model's folder, since it may be passed on. {remedy}"
         )
+
+    def log_left_out(self, out: Path) -> None:
+        """Log the names of the files of the model that a checkpoint in `out` does not get because they are not on the list."""
+        if left := self._sorted_out().left:
+            log.warning(
+                "Not copied from %s to %s, and perhaps not needed: %s.",
+                *(self.source, out, printable(first_few(left, most=8))),
+            )
+
+    def _sorted_out(self) -> Sorted:
+        """Return which of the model's files a checkpoint gets, without those that no checkpoint ever gets."""
+        found = Sorted([], [], {})
+        own = {*self.vocabulary, *(named_in_code(self.source) if self.trust_remote_code else [])}
+        for path in self._paths():
+            name, fault = path.relative_to(self.source).as_posix(), fault_of(path, self.source)
+            is_code = path.suffix == ".py"
+            if is_kept_back(name) or (is_code and not self.trust_remote_code):
+                continue
+            needed = is_code or name in own or matches(name, NEEDED)
+            if not fault and (needed or matches(name, TERMS)):
+                found.copied.append(name)
+            elif fault == "a folder":
+                found.left.append(f"{name}/")
+            elif needed or matches(name, FOLDERS) or (fault == LINKED_FOLDER and self.trust_remote_code):
+                found.refused[name] = fault
+            else:
+                found.left.append(f"{name} ({fault})" if fault else name)
+        return found
+
+    def _paths(self) -> Iterator[Path]:
+        """Yield what lies in the model's folder: in place of a folder its files that may be on the list, if it has any."""
+        for path in sorted(self.source.iterdir()):
+            inside: set[Path] = set()
+            if path.is_dir() and not path.is_symlink() and not is_kept_back(path.name):
+                if matches(path.name, FOLDERS):
+                    inside |= {*path.glob("*")}
+                if self.trust_remote_code:
+                    inside |= {*path.rglob(CODE)}
+            yield from sorted(inside) or [path]
 
 
 def fault_of(path: Path, folder: Path) -> str:
@@ -99,50 +158,3 @@ def fault_of(path: Path, folder: Path) -> str:
         in_cache = root.parent.name == "snapshots" and repository.name.startswith("models--")
         return "" if in_cache and target.parent == repository / "blobs" else "a link out of the folder"
     return ""
-
-
-class Sorted(NamedTuple):
-    """Names of a model's files beside its weights, relative to its folder.
-
-    Args:
-        copied: Those that a checkpoint gets.
-        left: Those that are not on the list, or licences of an unknown kind; folders end in a slash.
-        refused: Those that are needed but cannot be copied, with what they are.
-    """
-
-    copied: list[str]
-    left: list[str]
-    refused: dict[str, str]
-
-
-def _sorted_out(source: Path, trust_remote_code: bool) -> Sorted:
-    """Return which of a model's files a checkpoint gets, without those that no checkpoint ever gets."""
-    found = Sorted([], [], {})
-    own = named_in_code(source) if trust_remote_code else []
-    for path in _paths(source, trust_remote_code):
-        name, fault = path.relative_to(source).as_posix(), fault_of(path, source)
-        is_code = path.suffix == ".py"
-        if is_kept_back(name) or (is_code and not trust_remote_code):
-            continue
-        needed = is_code or name in own or matches(name, NEEDED)
-        if not fault and (needed or matches(name, TERMS)):
-            found.copied.append(name)
-        elif fault == "a folder":
-            found.left.append(f"{name}/")
-        elif needed or matches(name, FOLDERS) or (fault == LINKED_FOLDER and trust_remote_code):  # it may hold code
-            found.refused[name] = fault
-        else:
-            found.left.append(f"{name} ({fault})" if fault else name)
-    return found
-
-
-def _paths(source: Path, trust_remote_code: bool) -> Iterator[Path]:
-    """Yield what lies in a model's folder: in place of a folder its files that may be on the list, if there are any."""
-    for path in sorted(source.iterdir()):
-        inside: set[Path] = set()
-        if path.is_dir() and not path.is_symlink() and not is_kept_back(path.name):
-            if matches(path.name, FOLDERS):
-                inside |= {*path.glob("*")}
-            if trust_remote_code:
-                inside |= {*path.rglob(CODE)}
-        yield from sorted(inside) or [path]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
-from nearplane.formats.beside import check_beside, copy_beside, log_left_out, names_copied, size_copied
+from nearplane.formats.beside import Beside
 from nearplane.formats.card_file import changed_card, origin_of
 from nearplane.formats.layer_format import INPUT_SCALE, ConfigFile, LayerFormat, config_text
 from nearplane.lattice.grid import QuantizedMatrix
@@ -44,6 +44,7 @@ class Place:
         source: The folder of the model that is quantized.
         overwrite: Whether a checkpoint in `out` may be replaced.
         trust_remote_code: Whether the model's Python files are copied.
+        vocabulary: Names of the files that the class of the model's tokenizer reads; see `Beside`.
         network: config.json as transformers completes it, for formats with a header that describes the network.
         tokenizer: The folder of tokenizer.json, for formats that store the tokenizer; None: `source`.
         reader: Reader of the model's dense tensors, for formats that plan all tensors first; None: it is made from `source`.
@@ -55,6 +56,7 @@ class Place:
     source: Path
     overwrite: bool = False
     trust_remote_code: bool = False
+    vocabulary: Sequence[str] = ()
     network: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Path | None = None
     reader: TensorReader | None = None
@@ -79,7 +81,7 @@ class Container(ABC):
 
     Raises:
         RecipeError: `out` is in use, or `out` and `source` are the same folder or one lies in the other.
-        ModelError: A file of `source` cannot be copied, see `check_beside`.
+        ModelError: A file of `source` cannot be copied, see `Beside.check`.
     """
 
     def __init__(
@@ -92,7 +94,10 @@ class Container(ABC):
         self.room = 0
         self.size = 0  # bytes that `close_block` has written so far
         overwrite, resumes = place.overwrite, place.resumes
-        check_beside(place.source, trust_remote_code=place.trust_remote_code)
+        self._beside = Beside(
+            source=place.source, trust_remote_code=place.trust_remote_code, vocabulary=place.vocabulary
+        )
+        self._beside.check()
         self._unfinished = Unfinished(place.out, overwrite=overwrite, resumes=resumes, sources=[place.source])
         self.folder = self._unfinished.folder  # files are written here until the checkpoint is complete
         self._scale_dtype = self.layers.scale_dtype(dtype)
@@ -129,8 +134,7 @@ class Container(ABC):
 
     def size_beside(self) -> int:
         """Return the bytes of all files except the weight files, the record and the model card."""
-        copied = size_copied(self.place.source, trust_remote_code=self.place.trust_remote_code)
-        return copied + sum(len(text.encode()) for text in self.texts().values())
+        return self._beside.size() + sum(len(text.encode()) for text in self.texts().values())
 
     def card(self, record: RunRecord) -> str:
         """Return the model card of a record; files, sizes of the folder and times may be missing in it."""
@@ -139,13 +143,13 @@ class Container(ABC):
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of every file except the record and the model card, once all blocks are written."""
         hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self.texts().items()}
-        for name in names_copied(self.place.source, trust_remote_code=self.place.trust_remote_code):
+        for name in self._beside.names():
             hashes[name] = sha256(self.place.source / name)
         return dict(sorted((hashes | self.weight_digests()).items()))
 
     def finish(self) -> None:
         """Write all other files except the record; those by which readers accept the checkpoint come last."""
-        copy_beside(self.place.source, self.folder, trust_remote_code=self.place.trust_remote_code)
+        self._beside.copy(self.folder)
         if self._card:
             (self.folder / CARD).write_text(self._card, encoding="utf-8")
         try:
@@ -197,7 +201,7 @@ class Container(ABC):
     def __enter__(self) -> Container:
         with readable_errors(self.place.out):
             self._unfinished.__enter__()
-            log_left_out(self.place.source, self.place.out, trust_remote_code=self.place.trust_remote_code)
+            self._beside.log_left_out(self.place.out)
             if not self.resumable:
                 self.begin()
         return self

@@ -20,12 +20,13 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from nearplane.errors import ModelError, NearplaneError, first_line
 from nearplane.models.config_checks import BuildBudget, check_config, check_sizes
 from nearplane.models.kinds import SPEECH_TYPES, hears_alone, is_headless, is_multimodal, is_seq2seq
 from nearplane.system.files import read_object
-from nearplane.system.model_files import CODE, FETCHED, named_in_code
+from nearplane.system.model_files import CODE, FILES, named_in_code
 from nearplane.system.out_of_memory import is_out_of_memory
 from nearplane.system.paths import folder_named, refuse_unfinished
 from nearplane.system.safetensors_files import ShardReader, TensorReader
@@ -55,7 +56,7 @@ def as_model_error(what: str) -> Iterator[None]:
         raise ModelError(f"{what} ({': '.join(part for part in (type(error).__name__, message) if part)}).") from error
 
 
-def find_folder(source: str, *, trust_remote_code: bool = False, patterns: Sequence[str] = FETCHED) -> Path:
+def find_folder(source: str, *, trust_remote_code: bool = False, patterns: Sequence[str] = FILES) -> Path:
     """Return the local folder of a model, downloading the files of these patterns from the hub if `source` is an id.
 
     Raises:
@@ -65,7 +66,7 @@ def find_folder(source: str, *, trust_remote_code: bool = False, patterns: Seque
         return folder
     try:
         found = Path(snapshot_download(source, allow_patterns=[*patterns, *([CODE] if trust_remote_code else [])]))
-        if trust_remote_code and patterns is FETCHED and (named := named_in_code(found)):
+        if trust_remote_code and patterns is FILES and (named := named_in_code(found)):
             snapshot_download(source, allow_patterns=named)
         return found
     except GatedRepoError as error:
@@ -233,6 +234,19 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrained
                 f"{folder} has no tokenizer; expected {' or '.join(sorted(files))}. Copy them from the original model."
             )
         return tokenizer
+
+
+def vocabulary_of(folder: Path) -> tuple[str, ...]:
+    """Return the names of the files that the class of a folder's tokenizer reads, also of one that a program registered.
+
+    Those of all classes that come with transformers are on the list of `model_files.py`, too, as they are fetched from the
+    hub. Nothing is returned if the class is unknown here; files that trusted code names are found in its text.
+    """
+    with suppress(ModelError, ImportError):  # errors are those of `tokenizer_of`, if a tokenizer is needed
+        config = read_object(folder / "tokenizer_config.json", expected="", error=ModelError)
+        if isinstance(name := config.get("tokenizer_class"), str):
+            return tuple(getattr(tokenizer_class_from_name(name), "vocab_files_names", {}).values())
+    return ()
 
 
 def _is_installed(package: str) -> bool:

@@ -29,7 +29,7 @@ NEEDED = (  # files that change what a loaded checkpoint does
 )
 TERMS = ("*LICEN[CS]E*", "*[Ll]icen[cs]e*", "*NOTICE*", "*[Nn]otice*", "*USE_POLICY*", "*[Uu]se_[Pp]olicy*", "COPYING*")
 CODE = "*.py"  # in any folder: `auto_map` may name a module in one
-FETCHED = ("*.safetensors", "*.json", "README.md", *NEEDED, *TERMS)
+FILES = ("*.safetensors", "*.json", "README.md", *NEEDED, *TERMS)
 NAMED = re.compile(r"""["']([\w.-]+\.\w+)["']""")  # a file name as Python code has it
 
 

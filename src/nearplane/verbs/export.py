@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.beside import check_beside, copy_beside, log_left_out
+from nearplane.formats.beside import Beside
 from nearplane.formats.card_file import write_card
 from nearplane.formats.layer_format import QUANTIZATION, WEIGHTS, json_text, read_config
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.loading.dense_network import decoded_tensors, stacks_of
 from nearplane.models.config_checks import PACKED_NAMES
 from nearplane.models.conversion import as_saved
-from nearplane.models.pretrained import empty_network
+from nearplane.models.pretrained import empty_network, vocabulary_of
 from nearplane.recipe.sizes import check_room
 from nearplane.record.record import read_record
 from nearplane.system.arguments import checked
@@ -73,7 +73,8 @@ def export(
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
     check_export(source, out, format, dtype)
-    check_beside(source, trust_remote_code=trust_remote_code)
+    beside = Beside(source=source, trust_remote_code=trust_remote_code, vocabulary=vocabulary_of(source))
+    beside.check()
     if quantization_of(source) is None:
         check_hashes(source, weights=False)  # config.json may have lost its entry
         if packed := next((name for name in reader_of(source).names() if PACKED_NAMES.search(name)), None):
@@ -91,8 +92,8 @@ def export(
         writer = ShardWriter(place.folder, None)
         for shard in _shards(tensors, DTYPES[dtype]):
             writer.write(shard)
-        log_left_out(source, out, trust_remote_code=trust_remote_code)
-        copy_beside(source, place.folder, trust_remote_code=trust_remote_code)
+        beside.log_left_out(out)
+        beside.copy(place.folder)
         _write_card(place.folder, source, dtype)
         try:
             (place.folder / CONFIG).write_text(json_text(_dense(read_config(source), dtype)))

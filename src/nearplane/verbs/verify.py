@@ -19,7 +19,7 @@ from torch import Tensor
 from nearplane.calibration.given import Given, with_calibration_path
 from nearplane.calibration.windows import Windows, calibration_windows
 from nearplane.errors import CalibrationError, FormatError, ModelError, RecipeError
-from nearplane.formats.beside import names_copied
+from nearplane.formats.beside import Beside
 from nearplane.formats.layer_format import (
     EXPERTS_WITH,
     MLX_WITH,
@@ -260,7 +260,7 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
                 where=name,
                 what="differs from the original file" if original.is_file() else "the original has no such file",
             )
-    for name in names_copied(model.folder, trust_remote_code=False):  # the model's code need not be copied
+    for name in Beside(source=model.folder, vocabulary=model.vocabulary).names():  # code need not be copied
         if name not in record.files:
             yield Fault(where=name, what="the original has this file, but the record does not")
     bits = {layer.name: layer.number_format.bits for layer in record.layers}  # by name in the network

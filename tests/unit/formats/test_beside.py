@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nearplane.errors import ModelError
-from nearplane.formats.beside import check_beside, copy_beside, log_left_out, names_copied, size_copied
+from nearplane.formats.beside import Beside
 from nearplane.formats.card_file import origin_of
 
 COPIED = (
@@ -52,12 +52,12 @@ def outside(tmp_path: Path) -> Path:
 
 def test_only_what_is_on_the_list_is_copied(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """All else but weights was: notes, logs, states of a trainer."""
-    copy_beside(model, tmp_path / "out", trust_remote_code=False)
+    Beside(source=model).copy(tmp_path / "out")
     assert names(tmp_path / "out") == set(COPIED)
-    assert sorted(names_copied(model, trust_remote_code=False)) == sorted(COPIED)
-    assert size_copied(model, trust_remote_code=False) == sum(len(name) for name in COPIED)
+    assert sorted(Beside(source=model).names()) == sorted(COPIED)
+    assert Beside(source=model).size() == sum(len(name) for name in COPIED)
     with caplog.at_level(logging.WARNING):
-        log_left_out(model, Path("OUT"), trust_remote_code=False)
+        Beside(source=model).log_left_out(Path("OUT"))
     assert caplog.messages == [
         f"Not copied from {model} to OUT, and perhaps not needed: additional_chat_templates/notes.txt, code/, notes.txt, "
         f"onnx/, runs/, trainer_state.json, weird.voc."
@@ -67,7 +67,7 @@ def test_only_what_is_on_the_list_is_copied(model: Path, tmp_path: Path, caplog:
 def test_trusted_code_is_copied_with_what_it_names(model: Path, tmp_path: Path) -> None:
     """Modules in folders too, which `auto_map` may name; they were left out."""
     (model / "code" / "layers.py").write_text('open("weird.voc"); open("model.safetensors"); open("README.md")')
-    copy_beside(model, tmp_path / "out", trust_remote_code=True)
+    Beside(source=model, trust_remote_code=True).copy(tmp_path / "out")
     assert names(tmp_path / "out") == {*COPIED, "modeling_own.py", "code/layers.py", "weird.voc"}
 
 
@@ -97,9 +97,10 @@ def test_what_is_needed_but_is_no_file_of_the_folder_is_refused(
 ) -> None:
     """Links were followed, and what they lead to was copied; a pipe was waited for."""
     make(model / name, outside)
-    for call in (check_beside, lambda source, **options: copy_beside(source, tmp_path / "out", **options)):
+    beside = Beside(source=model, trust_remote_code=trusted)
+    for call in (beside.check, lambda: beside.copy(tmp_path / "out")):
         with pytest.raises(ModelError, match=f"{name} \\({fault}"):
-            call(model, trust_remote_code=trusted)
+            call()
     assert not (tmp_path / "out").exists()
 
 
@@ -108,18 +109,18 @@ def test_the_remedy_works(tmp_path: Path, outside: Path, name: str) -> None:
     model = write(tmp_path / "a model", "tokenizer.json")
     (model / name).symlink_to(outside / "secret" if "." in name else outside)
     with pytest.raises(ModelError) as caught:
-        check_beside(model, trust_remote_code=False)
+        Beside(source=model).check()
     subprocess.run(str(caught.value).rpartition("lead to: ")[2], shell=True, cwd=model, check=True)
-    check_beside(model, trust_remote_code=False)
-    assert (name if "." in name else f"{name}/tool.jinja") in names_copied(model, trust_remote_code=False)
+    Beside(source=model).check()
+    assert (name if "." in name else f"{name}/tool.jinja") in Beside(source=model).names()
 
 
 def test_a_link_that_only_trusted_code_may_need_is_refused_with_it(model: Path, outside: Path) -> None:
     for name, target in (("modeling_two.py", outside / "secret"), ("more", outside)):
         (model / name).symlink_to(target)
-        check_beside(model, trust_remote_code=False)
+        Beside(source=model).check()
         with pytest.raises(ModelError, match=name):
-            check_beside(model, trust_remote_code=True)
+            Beside(source=model, trust_remote_code=True).check()
         (model / name).unlink()
 
 
@@ -130,10 +131,10 @@ def test_other_links_are_left_out_and_named(
     (model / "LICENSE").unlink()
     for name, target in (("LICENSE", outside / "secret"), ("all", model), ("loop", "loop"), ("log.txt", "/dev/zero")):
         (model / name).symlink_to(target)
-    copy_beside(model, tmp_path / "out", trust_remote_code=False)
+    Beside(source=model).copy(tmp_path / "out")
     assert names(tmp_path / "out") == {*COPIED} - {"LICENSE"}
     with caplog.at_level(logging.WARNING):
-        log_left_out(model, Path("OUT"), trust_remote_code=False)
+        Beside(source=model).log_left_out(Path("OUT"))
     assert "LICENSE (a link out of the folder)" in caplog.text
     assert "all (a link to a folder)" in caplog.text
 
@@ -141,7 +142,7 @@ def test_other_links_are_left_out_and_named(
 def test_links_within_the_folder_are_copied_as_files(model: Path, tmp_path: Path) -> None:
     (model / "vocab.json").symlink_to("onnx/tokenizer.json")
     (tmp_path / "by").symlink_to(model)
-    copy_beside(tmp_path / "by", tmp_path / "out", trust_remote_code=False)
+    Beside(source=tmp_path / "by").copy(tmp_path / "out")
     assert names(tmp_path / "out") == {*COPIED, "vocab.json"}
     assert not (tmp_path / "out" / "vocab.json").is_symlink()
 
@@ -160,11 +161,11 @@ def test_links_into_the_blobs_of_the_same_model_in_the_cache_are_copied(model: P
             (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
             (snapshot / name).symlink_to(os.path.relpath(blobs / name.replace("/", ""), (snapshot / name).parent))
         if sound:
-            copy_beside(snapshot, tmp_path / "out", trust_remote_code=False)
+            Beside(source=snapshot).copy(tmp_path / "out")
             assert names(tmp_path / "out") == {"tokenizer.json", "additional_chat_templates/tool.jinja", "LICENSE"}
         else:
             with pytest.raises(ModelError, match="a link out of the folder"):
-                check_beside(snapshot, trust_remote_code=False)
+                Beside(source=snapshot).check()
 
 
 def test_no_license_is_taken_from_a_card_outside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

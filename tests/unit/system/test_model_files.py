@@ -11,7 +11,7 @@ import pytest
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from nearplane.system.model_files import FETCHED, NEEDED, TERMS, is_kept_back, matches
+from nearplane.system.model_files import FILES, NEEDED, TERMS, is_kept_back, matches
 
 
 def classes(base: type[PreTrainedTokenizerBase]) -> Iterator[type[PreTrainedTokenizerBase]]:
@@ -32,14 +32,14 @@ def test_the_files_of_all_tokenizers_of_transformers_are_on_the_list() -> None:
 
 
 def test_what_is_copied_is_fetched() -> None:
-    assert {*NEEDED, *TERMS, "*.safetensors", "README.md"} <= {*FETCHED}
+    assert {*NEEDED, *TERMS, "*.safetensors", "README.md"} <= {*FILES}
     for name in (
         *("source.spm", "target.spm", "bpe.codes", "vocab.bpe", "qwen.tiktoken", "tokenizer.model.v11", "tekken.json"),
         *("spiece.model", "sentencepiece.bpe.model", "dict.txt", "merges.txt", "vocab-src.json", "entity_vocab.json"),
         *("LICENSE.md", "License.txt", "LICENCE", "NOTICE", "Notice.txt", "USE_POLICY.md", "COPYING"),
         *("chat_template.json", "processor_config.json", "additional_chat_templates/rag.jinja"),
     ):
-        assert matches(name, FETCHED), name
+        assert matches(name, FILES), name
         assert not is_kept_back(name)
 
 
