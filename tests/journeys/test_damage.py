@@ -17,10 +17,10 @@ import nearplane
 from checkpoints import save_part_of_the_demo
 from nearplane import FormatError
 from nearplane.demo import CALIBRATION
-from nearplane.formats.beside import CONFIG
 from nearplane.formats.find_record import find_record
 from nearplane.formats.stored import Stored
 from nearplane.recipe.recipe import Calibration
+from nearplane.system.model_files import CONFIG
 from nearplane.system.paths import RECORD
 
 FORMATS = {

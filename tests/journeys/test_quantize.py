@@ -3,6 +3,7 @@
 import hashlib
 import json
 import resource
+import shutil
 import signal
 import sys
 from dataclasses import asdict
@@ -191,6 +192,33 @@ def test_bad_requests_are_refused_before_anything_is_written(small, tmp_path):
     refused(tmp_path / "nowhere", out, "nowhere")
     refused(small, small, "Choose another folder")
     assert not out.exists()
+
+
+def test_weights_may_be_links_but_what_is_copied_may_not_lead_out_of_the_folder(block, tmp_path):
+    """Contents of files elsewhere went into a folder that people publish; every verb that copies refuses them at once."""
+    model, out = shutil.copytree(block, tmp_path / "model"), tmp_path / "out"
+    for name in ("model.safetensors", "config.json"):
+        (model / name).rename(tmp_path / name)
+        (model / name).symlink_to(tmp_path / name)
+    (tmp_path / "secret").write_text("secret")
+    (model / "notes.txt").symlink_to(tmp_path / "secret")
+    record = nearplane.quantize(model, out, solver="round-to-nearest", group_size=64)
+    assert "notes.txt" not in {path.name for path in out.iterdir()} | record.files.keys()
+    assert not any(path.is_symlink() for path in out.iterdir())
+    assert nearplane.verify(out, against=str(model)).faults == ()
+    for folder in (model, out):
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    refusal = r"chat_template.jinja \(a link out of the folder\).* cp -RL chat_template.jinja "
+    refused(model, tmp_path / "new", refusal)
+    for call in (
+        lambda: nearplane.export(out, tmp_path / "new"),
+        lambda: nearplane.export(out, tmp_path / "new", format="gptq"),
+        lambda: nearplane.tune(out, tmp_path / "new", against=model, calibration=str(CALIBRATION)),
+    ):
+        with pytest.raises(NearplaneError, match=refusal):
+            call()
+    assert not list(tmp_path.glob("new*"))
 
 
 def test_a_folder_in_use_is_left_alone(small, tmp_path):

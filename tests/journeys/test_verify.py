@@ -17,7 +17,7 @@ from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import FormatError, GridScheme, NearplaneError, RecipeError
 from nearplane.demo import CALIBRATION
 from nearplane.errors import printable
-from nearplane.formats.beside import names_copied
+from nearplane.formats.beside import Beside
 from nearplane.formats.stored import Stored, read_matrices
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record.record import read_record
@@ -373,7 +373,7 @@ def test_what_lies_beside_the_weights_is_that_of_the_original(copy_of):
 
 def test_every_file_beside_the_weights_is_missed(copy_of):
     folder, original = copy_of("compressed-tensors")
-    names = names_copied(folder, trust_remote_code=False)
+    names = Beside(source=folder).names()
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= set(names)
     for name in names:
         (folder / name).unlink()

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nearplane.coding.blob import stored_base
-from nearplane.formats.beside import names_copied
+from nearplane.formats.beside import Beside
 from nearplane.formats.container import written
 from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
@@ -211,7 +211,7 @@ def change_certificate(folder: Path, rng: random.Random) -> Alteration:
 
 def remove_file(folder: Path, rng: random.Random) -> Alteration:
     """Delete a file that was copied from the original, and its entry in the record."""
-    name = rng.choice(names_copied(folder, trust_remote_code=False))
+    name = rng.choice(Beside(source=folder).names())
     (folder / name).unlink()
     sign(folder, read_record(folder))
     return Alteration(kind="removed", where=name, what="deleted, and nowhere in the record")

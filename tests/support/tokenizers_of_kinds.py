@@ -102,3 +102,23 @@ def save_sentencepiece(folder: Path, size: int = 800) -> None:
     (folder / "tokenizer.model").write_bytes(made.getvalue())
     config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def save_marian(folder: Path) -> None:
+    """Save a tokenizer as translators of the type Marian have it: two files of SentencePiece and one vocabulary."""
+    import sentencepiece
+
+    pieces = set[str]()
+    for side in ("source", "target"):
+        made = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXT[:20_000].splitlines()), model_writer=made, vocab_size=150, minloglevel=3
+        )
+        (folder / f"{side}.spm").write_bytes(made.getvalue())
+        reader = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
+        pieces |= {reader.id_to_piece(index) for index in range(reader.get_piece_size())}
+    names = ["</s>", "<unk>", *sorted(pieces - {"</s>", "<unk>"}), "<pad>"]
+    (folder / "vocab.json").write_text(json.dumps({name: index for index, name in enumerate(names)}))
+    config = {"tokenizer_class": "MarianTokenizer", "source_lang": "en", "target_lang": "en"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": "marian"}))

@@ -92,7 +92,7 @@ def quantize(
         device_memory: The same for the memory of a GPU. Default: what is free there. States then lie in main memory.
         processes: Number of processes on this machine that share the calibration windows. The files are the same with any
             number. On several machines, start nearplane by torchrun or srun.
-        trust_remote_code: Run model code that comes with the checkpoint.
+        trust_remote_code: Run model code that comes with the checkpoint, and copy it.
         json: Print the run record as JSON instead of a summary.
     """
     check_named(model, calibration=None if tokens is None else tokens.calibration)

@@ -1,52 +1,160 @@
-"""Files of a model besides weights and config (tokenizer, templates, licence): their list, and copying them."""
+"""Files of a model besides weights and config (tokenizer, templates, licence): their list, and copying them.
+
+A checkpoint is passed on, so that only files on the list of `model_files.py` are copied, and only what lies in the model's
+folder: regular files, and links to one in that folder or in the blobs of the same cache of the hub. Weights and
+config.json are not copied but read, and rewritten as what they mean, so that these may be links to any place.
+"""
 
 from __future__ import annotations
 
-import re
+import logging
+import os
+import shlex
 import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from nearplane.system.paths import RECORD
+from nearplane.errors import ModelError, first_few, printable
+from nearplane.system.model_files import (
+    CODE,
+    FOLDERS,
+    NEEDED,
+    TERMS,
+    WEIGHTS,
+    is_kept_back,
+    matches,
+    named_in_code,
+)
 
-CONFIG, GPTQ_CONFIG = "config.json", "quantize_config.json"
-WEIGHTS = re.compile(
-    r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|ot|tflite|npz|index\.json)", re.DOTALL
-)  # names of weight files
-TEMPLATES_FOLDER = "additional_chat_templates"  # the only folder that tokenizers save
-
-
-def copy_beside(source: Path, out: Path, *, trust_remote_code: bool) -> None:
-    """Copy a model's files besides weights and config: tokenizer, templates, generation_config, licence."""
-    for name in names_copied(source, trust_remote_code=trust_remote_code):
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, out / name)
-
-
-def names_copied(source: Path, *, trust_remote_code: bool) -> list[str]:
-    """Return the names of the files that `copy_beside` copies, relative to the folder."""
-    copied = [part for path in _beside(source, trust_remote_code) for part in ([path, *path.rglob("*")])]
-    return [path.relative_to(source).as_posix() for path in copied if path.is_file()]
+LINKED_FOLDER = "a link to a folder"
+log = logging.getLogger(__name__)
 
 
-def size_copied(source: Path, *, trust_remote_code: bool) -> int:
-    """Return the number of bytes that `copy_beside` copies."""
-    return sum((source / name).stat().st_size for name in names_copied(source, trust_remote_code=trust_remote_code))
+class Sorted(NamedTuple):
+    """Names of a model's files beside its weights, relative to its folder.
+
+    Args:
+        copied: Those that a checkpoint gets.
+        left: Those that are not on the list, or licences of an unknown kind; folders end in a slash.
+        refused: Those that are needed but cannot be copied, with what they are.
+    """
+
+    copied: list[str]
+    left: list[str]
+    refused: dict[str, str]
 
 
-def _beside(source: Path, trust_remote_code: bool) -> list[Path]:
-    """Return the paths of a model's files besides its weights, among them the folder of templates."""
-    return [
-        path
-        for path in sorted(source.iterdir())
-        if (path.name == TEMPLATES_FOLDER if path.is_dir() else _copied(path.name, trust_remote_code))
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """The files of a model besides weights and config that a checkpoint gets: tokenizer, templates, licence.
+
+    Args:
+        source: The model's folder.
+        trust_remote_code: Whether its Python files are among them, and the files that these name.
+        vocabulary: Names of the files that the class of its tokenizer reads, see `Model.vocabulary`.
+    """
+
+    source: Path
+    trust_remote_code: bool = False
+    vocabulary: Sequence[str] = ()
+
+    def names(self) -> list[str]:
+        """Return the names of the files, relative to the folder."""
+        return self._sorted_out().copied
+
+    def size(self) -> int:
+        """Return the number of bytes of the files."""
+        return sum((self.source / name).stat().st_size for name in self.names())
+
+    def copy(self, out: Path) -> None:
+        """Copy the files into a folder.
+
+        Raises:
+            ModelError: See `check`.
+        """
+        self.check()  # again, as hours may have passed
+        for name in self.names():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.source / name, out / name)
+
+    def check(self) -> None:
+        """Refuse a model of which a file that its tokenizer, processor, templates or trusted code need cannot be copied.
+
+        Raises:
+            ModelError: Such a file is a link that leads out of the folder, or no regular file.
+        """
+        refused = self._sorted_out().refused
+        if not refused:
+            return
+        linked = next((name for name, fault in refused.items() if fault.startswith("a link")), None)
+        remedy = "Put regular files in their place, or fetch the model again."
+        if linked is not None:
+            old, new = shlex.quote(linked), shlex.quote(f"{linked}.copy")
+            remedy = (
+                f"In that folder, replace links by what they lead to: cp -RL {old} {new} && rm {old} && mv {new} {old}"
+            )
+        raise ModelError(
+            f"{self.source} has files that tokenizer, processor, chat template or code of the model may need, but that cannot "
+            f"be copied: {first_few([f'{name} ({fault})' for name, fault in refused.items()])}. A checkpoint gets only "
+            f"regular files of the model's folder, since it may be passed on. {remedy}"
+        )
+
+    def log_left_out(self, out: Path) -> None:
+        """Log the names of the files of the model that a checkpoint in `out` does not get because they are not on the list."""
+        if left := self._sorted_out().left:
+            log.warning(
+                "Not copied from %s to %s, and perhaps not needed: %s.",
+                *(self.source, out, printable(first_few(left, most=8))),
+            )
+
+    def _sorted_out(self) -> Sorted:
+        """Return which of the model's files a checkpoint gets, without those that no checkpoint ever gets."""
+        found = Sorted([], [], {})
+        own = {*self.vocabulary, *(named_in_code(self.source) if self.trust_remote_code else [])}
+        for path in self._paths():
+            name, fault = path.relative_to(self.source).as_posix(), fault_of(path, self.source)
+            is_code = path.suffix == ".py"
+            if is_kept_back(name) or (is_code and not self.trust_remote_code):
+                continue
+            needed = is_code or name in own or matches(name, NEEDED)
+            if not fault and (needed or matches(name, TERMS)):
+                found.copied.append(name)
+            elif fault == "a folder":
+                found.left.append(f"{name}/")
+            elif needed or matches(name, FOLDERS) or (fault == LINKED_FOLDER and self.trust_remote_code):
+                found.refused[name] = fault
+            else:
+                found.left.append(f"{name} ({fault})" if fault else name)
+        return found
+
+    def _paths(self) -> Iterator[Path]:
+        """Yield what lies in the model's folder: in place of a folder its files that may be on the list, if it has any."""
+        for path in sorted(self.source.iterdir()):
+            inside: set[Path] = set()
+            if path.is_dir() and not path.is_symlink() and not is_kept_back(path.name):
+                if matches(path.name, FOLDERS):
+                    inside |= {*path.glob("*")}
+                if self.trust_remote_code:
+                    inside |= {*path.rglob(CODE)}
+            yield from sorted(inside) or [path]
 
 
-def _copied(name: str, trust_remote_code: bool) -> bool:
-    """Return whether a file is copied; weights, files that nearplane writes and untrusted code are not."""
-    return not (
-        name.startswith((".", "README"))
-        or WEIGHTS.fullmatch(name)
-        or name in (CONFIG, GPTQ_CONFIG, RECORD)
-        or (name.endswith(".py") and not trust_remote_code)
-    )
+def fault_of(path: Path, folder: Path) -> str:
+    """Return what a file is that is not copied from a folder, for its kind or place; an empty text for others."""
+    if path.is_dir():
+        return LINKED_FOLDER if path.is_symlink() else "a folder"
+    if not path.is_file():
+        return "a broken link" if path.is_symlink() and not path.exists() else "no regular file"
+    if not os.access(path, os.R_OK):
+        return "not readable"
+    if path.is_symlink():
+        target, root = path.resolve(), folder.resolve()
+        repository = root.parent.parent  # of a cache of the hub: models--X/snapshots/REVISION/NAME -> ../../blobs/HASH
+        if target.is_relative_to(root):
+            hidden = any(part.startswith(".") for part in target.relative_to(root).parts)
+            return "a link to a hidden file or to weights" if hidden or WEIGHTS.fullmatch(target.name) else ""
+        in_cache = root.parent.name == "snapshots" and repository.name.startswith("models--")
+        return "" if in_cache and target.parent == repository / "blobs" else "a link out of the folder"
+    return ""

@@ -8,10 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nearplane.formats.beside import CONFIG
+from nearplane.formats.beside import fault_of
 from nearplane.record.model_card import Origin, front_matter, is_unchanged, model_card
 from nearplane.record.record import RunRecord
 from nearplane.system.files import read_object, write_whole
+from nearplane.system.model_files import CONFIG
 from nearplane.system.paths import CARD
 
 MAX_CARD_BYTES = 2**20  # of a card that is read
@@ -44,7 +45,11 @@ def write_card(
 def origin_of(source: Path) -> Origin:
     """Return what the card and config.json in a folder tell of a model. A card that cannot be read is logged, and skipped."""
     path, metadata = source / CARD, {}
-    if (text := _read(path)) is not None:
+    text = _read(path)
+    if text is not None and (fault := fault_of(path, source)):
+        log.warning("%s is %s, so that no license is taken from it.", path, fault)
+        text = None
+    if text is not None:
         try:
             metadata = front_matter(text)
         except ValueError as error:

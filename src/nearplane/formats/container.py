@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
-from nearplane.formats.beside import CONFIG, copy_beside, names_copied, size_copied
+from nearplane.formats.beside import Beside
 from nearplane.formats.card_file import changed_card, origin_of
 from nearplane.formats.layer_format import INPUT_SCALE, ConfigFile, LayerFormat, config_text
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record.model_card import model_card
 from nearplane.record.record import RunRecord
 from nearplane.system.files import sha256
+from nearplane.system.model_files import CONFIG
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import CARD, RECORD
 from nearplane.system.progress import peak_memory
@@ -43,6 +44,7 @@ class Place:
         source: The folder of the model that is quantized.
         overwrite: Whether a checkpoint in `out` may be replaced.
         trust_remote_code: Whether the model's Python files are copied.
+        vocabulary: Names of the files that the class of the model's tokenizer reads; see `Beside`.
         network: config.json as transformers completes it, for formats with a header that describes the network.
         tokenizer: The folder of tokenizer.json, for formats that store the tokenizer; None: `source`.
         reader: Reader of the model's dense tensors, for formats that plan all tensors first; None: it is made from `source`.
@@ -54,6 +56,7 @@ class Place:
     source: Path
     overwrite: bool = False
     trust_remote_code: bool = False
+    vocabulary: Sequence[str] = ()
     network: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Path | None = None
     reader: TensorReader | None = None
@@ -78,6 +81,7 @@ class Container(ABC):
 
     Raises:
         RecipeError: `out` is in use, or `out` and `source` are the same folder or one lies in the other.
+        ModelError: A file of `source` cannot be copied, see `Beside.check`.
     """
 
     def __init__(
@@ -90,6 +94,10 @@ class Container(ABC):
         self.room = 0
         self.size = 0  # bytes that `close_block` has written so far
         overwrite, resumes = place.overwrite, place.resumes
+        self._beside = Beside(
+            source=place.source, trust_remote_code=place.trust_remote_code, vocabulary=place.vocabulary
+        )
+        self._beside.check()
         self._unfinished = Unfinished(place.out, overwrite=overwrite, resumes=resumes, sources=[place.source])
         self.folder = self._unfinished.folder  # files are written here until the checkpoint is complete
         self._scale_dtype = self.layers.scale_dtype(dtype)
@@ -128,8 +136,7 @@ class Container(ABC):
 
     def size_beside(self) -> int:
         """Return the bytes of all files except the weight files, the record and the model card."""
-        copied = size_copied(self.place.source, trust_remote_code=self.place.trust_remote_code)
-        return copied + sum(len(text.encode()) for text in self.texts().values())
+        return self._beside.size() + sum(len(text.encode()) for text in self.texts().values())
 
     def card(self, record: RunRecord) -> str:
         """Return the model card of a record; files, sizes of the folder and times may be missing in it."""
@@ -138,13 +145,13 @@ class Container(ABC):
     def digests(self) -> dict[str, str]:
         """Return the SHA-256 of every file except the record and the model card, once all blocks are written."""
         hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self.texts().items()}
-        for name in names_copied(self.place.source, trust_remote_code=self.place.trust_remote_code):
+        for name in self._beside.names():
             hashes[name] = sha256(self.place.source / name)
         return dict(sorted((hashes | self.weight_digests()).items()))
 
     def finish(self) -> None:
         """Write all other files except the record; those by which readers accept the checkpoint come last."""
-        copy_beside(self.place.source, self.folder, trust_remote_code=self.place.trust_remote_code)
+        self._beside.copy(self.folder)
         if self._card:
             (self.folder / CARD).write_text(self._card, encoding="utf-8")
         try:
@@ -196,6 +203,7 @@ class Container(ABC):
     def __enter__(self) -> Container:
         with readable_errors(self.place.out):
             self._unfinished.__enter__()
+            self._beside.log_left_out(self.place.out)
             if not self.resumable:
                 self.begin()
         return self

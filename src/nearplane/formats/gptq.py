@@ -22,13 +22,13 @@ from torch import Tensor
 
 from nearplane.coding.packed_words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.beside import GPTQ_CONFIG
 from nearplane.formats.container import Format
 from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, object_of, of_kind
 from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized, json_text, matches
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import NumberFormat, integers
 from nearplane.recipe.file_formats import FILE_FORMATS, GPTQ_BITS
+from nearplane.system.model_files import GPTQ_CONFIG
 
 FUSED_NAMES = {  # names under which vLLM and SGLang look up the scheme of layers that they load as one
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),

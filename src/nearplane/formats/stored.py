@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
-from nearplane.formats.beside import CONFIG
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import INPUT_SCALE, MLX, QUANTIZATION, read_config
 from nearplane.formats.table import FORMATS, format_of
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import InputRounding, NumberFormat
 from nearplane.system.fp8_mxfp4 import method_of, source_reader
+from nearplane.system.model_files import CONFIG
 from nearplane.system.paths import INCOMPLETE
 from nearplane.system.safetensors_files import ShardReader, TensorReader
 

@@ -25,7 +25,14 @@ from nearplane.models.conversion import Load, Weights
 from nearplane.models.experts import make_observable
 from nearplane.models.kinds import padded_positions, towers
 from nearplane.models.layers import Layer
-from nearplane.models.pretrained import empty_network, find_folder, has_other_tokenizer, save_tokenizer, tokenizer_of
+from nearplane.models.pretrained import (
+    empty_network,
+    find_folder,
+    has_other_tokenizer,
+    save_tokenizer,
+    tokenizer_of,
+    vocabulary_of,
+)
 from nearplane.models.structure import (
     IGNORED_REASON,
     MATRICES,
@@ -231,6 +238,11 @@ class Model:
         weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
         save_tokenizer(self.folder, place, trust_remote_code=self.trust_remote_code)
         return place
+
+    @cached_property
+    def vocabulary(self) -> tuple[str, ...]:
+        """The names of the files that the class of the tokenizer reads, see `vocabulary_of`."""
+        return vocabulary_of(self.folder)
 
     @cached_property
     def quantized_names(self) -> frozenset[str]:

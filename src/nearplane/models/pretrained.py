@@ -20,6 +20,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from nearplane.errors import ModelError, NearplaneError, first_line
 from nearplane.models.config_checks import BuildBudget, check_config, check_sizes
@@ -27,13 +28,13 @@ from nearplane.models.kinds import SPEECH_TYPES, hears_alone, is_headless, is_mu
 from nearplane.models.tied import believe_tensors
 from nearplane.system.files import read_object
 from nearplane.system.fp8_mxfp4 import WidenedReader, refuse_leftover
+from nearplane.system.model_files import CODE, FILES, named_in_code
 from nearplane.system.out_of_memory import is_out_of_memory
 from nearplane.system.paths import ADAPTER_CONFIG, folder_named, refuse_adapter, refuse_unfinished
 from nearplane.system.safetensors_files import ShardReader, TensorReader
 
 logger = logging.getLogger(__name__)
 
-FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md", "LICENSE*")
 ONLY_CONFIG = ("config.json", ADAPTER_CONFIG)
 MAX_QUOTED_LETTERS = 400  # letters of a message of transformers that an error quotes
 TOKENIZER, PIECES = "tokenizer.json", "tokenizer.model"
@@ -71,7 +72,9 @@ def find_folder(source: str, *, trust_remote_code: bool = False, patterns: Seque
     if (folder := folder_named(source)) is not None:
         return folder
     refuse_adapter(_fetched(source, ONLY_CONFIG), source)  # before the weights are fetched
-    refuse_adapter(found := _fetched(source, [*patterns, *(["*.py"] if trust_remote_code else [])]), source)
+    refuse_adapter(found := _fetched(source, [*patterns, *([CODE] if trust_remote_code else [])]), source)
+    if trust_remote_code and patterns is FILES and (named := named_in_code(found)):
+        _fetched(source, named)
     return found
 
 
@@ -259,6 +262,19 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrained
                 f"{folder} has no tokenizer; expected {' or '.join(sorted(files))}. Copy them from the original model."
             )
         return tokenizer
+
+
+def vocabulary_of(folder: Path) -> tuple[str, ...]:
+    """Return the names of the files that the class of a folder's tokenizer reads, also of one that a program registered.
+
+    Those of all classes that come with transformers are on the list of `model_files.py`, too, as they are fetched from the
+    hub. Nothing is returned if the class is unknown here; files that trusted code names are found in its text.
+    """
+    with suppress(ModelError, ImportError):  # errors are those of `tokenizer_of`, if a tokenizer is needed
+        config = read_object(folder / "tokenizer_config.json", expected="", error=ModelError)
+        if isinstance(name := config.get("tokenizer_class"), str):
+            return tuple(getattr(tokenizer_class_from_name(name), "vocab_files_names", {}).values())
+    return ()
 
 
 def _is_installed(package: str) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from nearplane.errors import RecipeError
-from nearplane.formats.beside import CONFIG, names_copied, size_copied
+from nearplane.formats.beside import Beside
 from nearplane.formats.card_file import origin_of
 from nearplane.formats.container import Container
 from nearplane.formats.gguf.architecture import rope_factors
@@ -46,6 +46,7 @@ from nearplane.record.record import (
     row_groups,
 )
 from nearplane.system.matmul_choice import Library
+from nearplane.system.model_files import CONFIG
 from nearplane.system.safetensors_files import INDEX, index_text, shard_size
 
 SIZE_MARGIN = 0.001  # relative distance between the bytes that a run aims at and the size that was asked for
@@ -130,7 +131,7 @@ def check_disk(out: Path, model: Model, recipe: Recipe, *, copies: int = 1) -> N
     """
     dense = sum(model.reader.nbytes(name) for name in model.reader.names() if name not in model.quantized_names)
     bits = sum(math.prod(layer.shape) * _bits(recipe.scheme_of(layer.name), layer.shape[1]) for layer in model.layers)
-    copied = size_copied(model.folder, trust_remote_code=model.trust_remote_code)
+    copied = _beside(model).size()
     size = getattr(recipe.scheme, "size", None)
     check_room(out, copies * (math.ceil(bits / 8) + dense + copied if size is None else bytes_in(size)))
 
@@ -196,7 +197,7 @@ def predict_overhead(model: Model, recipe: Recipe, scheme: RateScheme) -> Overhe
     names = [layer.name for layer in layers]
     network = Quantized(scheme=scheme, quantized=names, version=version("nearplane"))
     config = config_text(model.folder, FORMATS[METHOD].config.describe(network), model.config.to_dict())
-    copied = size_copied(model.folder, trust_remote_code=model.trust_remote_code)
+    copied = _beside(model).size()
     packages = ("python", "nearplane", "torch", "transformers", "numba", "safetensors")
     bare = RunRecord(
         recipe=recipe,
@@ -224,7 +225,7 @@ def completed_record(record: RunRecord, model: Model, size: int) -> RunRecord:
     """Return the record of a running run with placeholders for the entries of its end, in their final length."""
     shards = len(model.blocks) + 1
     files = [f"model-{n:05d}-of-{shards:05d}.safetensors" for n in range(shards)]
-    files += [CONFIG, INDEX, *names_copied(model.folder, trust_remote_code=model.trust_remote_code)]
+    files += [CONFIG, INDEX, *_beside(model).names()]
     return replace(
         record,
         seconds=1234.567890123456,
@@ -237,6 +238,11 @@ def completed_record(record: RunRecord, model: Model, size: int) -> RunRecord:
         files=dict.fromkeys(files, 64 * "0"),
         digest=64 * "0",
     )
+
+
+def _beside(model: Model) -> Beside:
+    """Return the files beside the weights that a checkpoint of a model gets."""
+    return Beside(source=model.folder, trust_remote_code=model.trust_remote_code, vocabulary=model.vocabulary)
 
 
 def _of_tensor(name: str, dtype: str, shape: Sequence[int], size: int, shards: int) -> float:
@@ -294,7 +300,7 @@ def measured_choice(
     if model.embeddings is not None and not model.tied and scheme.embeddings == "auto":
         ends = [layer for layer in model.embeddings.layers if _is_free(asked, layer)]
     limit, weights = bytes_in(scheme.size), sum(math.prod(layer.shape) for layer in free)
-    names = [CONFIG, FILE, *names_copied(model.folder, trust_remote_code=model.trust_remote_code)]
+    names = [CONFIG, FILE, *_beside(model).names()]
     record = replace(record, files=dict.fromkeys(names, 64 * "0"))
     card = len(container.card(_final(model, record)).encode()) + CARD_MARGIN
     record = replace(record, card=card)

@@ -152,6 +152,7 @@ def container_for(
         source=model.folder,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
+        vocabulary=model.vocabulary,
         network=model.config.to_dict(),
         tokenizer=model.tokenizer_folder() if recipe.files.for_llama_cpp and like is None else None,
         reader=model.reader,

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from nearplane.errors import FormatError, NearplaneError, RecipeError, first_few
 from nearplane.system.files import exclusive_lock, flush, flush_all, swap
+from nearplane.system.model_files import NEEDED
 from nearplane.system.paths import (
     CARD,
     INCOMPLETE,
@@ -42,7 +43,7 @@ from nearplane.system.paths import (
 STATE = "state.json"  # in the journal: its presence means that the run can be resumed
 OLD_NAME = "old"  # in the journal: the old content of OUT; empty between a swap and the move of that content
 # files that --overwrite replaces if OUT has no run record
-PATTERNS = ("*.safetensors", "model.gguf", "*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt", INCOMPLETE)
+PATTERNS = ("*.safetensors", "model.gguf", "*.json", *NEEDED, INCOMPLETE)
 
 log = logging.getLogger(__name__)
 

@@ -15,18 +15,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.beside import CONFIG, copy_beside
+from nearplane.formats.beside import Beside
 from nearplane.formats.card_file import write_card
 from nearplane.formats.layer_format import QUANTIZATION, WEIGHTS, as_tensors_are, json_text, read_config
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.loading.dense_network import decoded_tensors, stacks_of
 from nearplane.models.config_checks import PACKED_NAMES
 from nearplane.models.conversion import as_saved
-from nearplane.models.pretrained import empty_network
+from nearplane.models.pretrained import empty_network, vocabulary_of
 from nearplane.recipe.sizes import check_room
 from nearplane.record.record import read_record
 from nearplane.system.arguments import checked
 from nearplane.system.file_hashes import check_hashes
+from nearplane.system.model_files import CONFIG
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import RECORD
 from nearplane.system.safetensors_files import ShardWriter
@@ -72,6 +73,8 @@ def export(
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
     check_export(source, out, format, dtype)
+    beside = Beside(source=source, trust_remote_code=trust_remote_code, vocabulary=vocabulary_of(source))
+    beside.check()
     if quantization_of(source) is None:
         check_hashes(source, weights=False)  # config.json may have lost its entry
         if packed := next((name for name in reader_of(source).names() if PACKED_NAMES.search(name)), None):
@@ -89,7 +92,8 @@ def export(
         writer = ShardWriter(place.folder, None)
         for shard in _shards(tensors, DTYPES[dtype]):
             writer.write(shard)
-        copy_beside(source, place.folder, trust_remote_code=trust_remote_code)
+        beside.log_left_out(out)
+        beside.copy(place.folder)
         _write_card(place.folder, source, dtype)
         try:
             config = as_tensors_are(read_config(source), network.config.to_dict())

@@ -19,7 +19,7 @@ from torch import Tensor
 from nearplane.calibration.given import Given, with_calibration_path
 from nearplane.calibration.windows import Windows, calibration_windows
 from nearplane.errors import CalibrationError, FormatError, ModelError, RecipeError
-from nearplane.formats.beside import CONFIG, GPTQ_CONFIG, names_copied
+from nearplane.formats.beside import Beside
 from nearplane.formats.layer_format import (
     EXPERTS_WITH,
     MLX_WITH,
@@ -41,6 +41,7 @@ from nearplane.system.device import Device, without_number
 from nearplane.system.files import sha256, unordered
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.memory import return_large_blocks
+from nearplane.system.model_files import CONFIG, GPTQ_CONFIG
 from nearplane.system.paths import RECORD
 from nearplane.system.process_group import joined
 from nearplane.system.progress import Progress, silent
@@ -251,16 +252,16 @@ def _untouched(stored: Stored, model: Model, tuning: Tuning | None) -> tuple[lis
 def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> Iterator[Fault]:
     """Compare the other files with the original: config.json without its quantization, tokenizer, templates."""
     run_files = {RECORD, INDEX, CONFIG, GPTQ_CONFIG}
-    copied = set(names_copied(model.folder, trust_remote_code=True))
     for name in sorted((record.files.keys() & names(folder)) - run_files):
         if shard(name):
             continue
-        if name not in copied or sha256(folder / name) != sha256(model.folder / name):
+        original = model.folder / name  # with files that older versions copied, and code that was trusted
+        if not original.is_file() or sha256(folder / name) != sha256(original):
             yield Fault(
                 where=name,
-                what="differs from the original file" if name in copied else "the original has no such file",
+                what="differs from the original file" if original.is_file() else "the original has no such file",
             )
-    for name in names_copied(model.folder, trust_remote_code=False):  # the model's code need not be copied
+    for name in Beside(source=model.folder, vocabulary=model.vocabulary).names():  # code need not be copied
         if name not in record.files:
             yield Fault(where=name, what="the original has this file, but the record does not")
     bits = {layer.name: layer.number_format.bits for layer in record.layers}  # by name in the network

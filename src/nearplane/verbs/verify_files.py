@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from nearplane.errors import FormatError, ModelError, printable
-from nearplane.formats.beside import CONFIG
 from nearplane.formats.container import written
 from nearplane.formats.find_record import embedded_record
 from nearplane.formats.fp4_packed import apart
@@ -23,6 +22,7 @@ from nearplane.record.record import LayerRecord, RunRecord, contradictions
 from nearplane.record.tuning_record import tuning_contradictions
 from nearplane.system.file_hashes import digest_of
 from nearplane.system.files import sha256
+from nearplane.system.model_files import CONFIG
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, logged
 

@@ -11,21 +11,25 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import REGISTERED_TOKENIZER_CLASSES
 
 import nearplane
 from checkpoints import write_folder
 from families import TEXT_VOCABULARY, add_tokenizer
+from hub import served
 from native_checkpoints import save_tiny, write_native
 from nearplane import FormatError, ModelError, NearplaneError, RecipeError
 from nearplane.demo import HELD_OUT
-from nearplane.models.pretrained import empty_network, tokenizer_of
+from nearplane.formats.beside import Beside
+from nearplane.models.pretrained import empty_network, find_folder, tokenizer_of, vocabulary_of
 from nearplane.verbs.evaluate import load_dense
+from tokenizers_of_kinds import save_marian
 
 TOKENS = torch.tensor([[5, 9, 11, 40, 7, 3, 80, 22]])
 WRITERS: dict[str, Callable[[Path, Path], Any]] = {
@@ -352,3 +356,48 @@ def test_plain_transformers_loads_what_is_loaded_here(checkpoints: dict[str, Pat
     theirs, ours = AutoModelForCausalLM.from_pretrained(checkpoints["dense"]), nearplane.load(checkpoints["dense"])
     assert theirs.dtype == ours.dtype
     assert all(torch.equal(tensor, ours.state_dict()[name]) for name, tensor in theirs.state_dict().items())
+
+
+def test_a_tokenizer_on_the_hub_works_as_in_a_folder(tmp_path: Path) -> None:
+    """That of a Marian was fetched without source.spm and target.spm, and data of trusted code never."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_marian(folder)
+    for name in ("NOTICE", "USE_POLICY.md", "weird.voc", "notes.md"):
+        (folder / name).write_text(name)
+    (folder / "code").mkdir()
+    (folder / "code" / "reader.py").write_text("open('weird.voc')")
+    with served(folder, tmp_path / "cache") as source:
+        fetched = find_folder(source)
+        assert tokenizer_of(fetched)("the old dog").input_ids == tokenizer_of(folder)("the old dog").input_ids
+        assert Beside(source=fetched).names() == Beside(source=folder).names()
+        assert {"source.spm", "target.spm", "NOTICE", "USE_POLICY.md"} <= {*Beside(source=fetched).names()}
+        assert not (fetched / "weird.voc").exists()
+        trusted = find_folder(source, trust_remote_code=True)
+        assert (
+            Beside(source=trusted, trust_remote_code=True).names()
+            == Beside(source=folder, trust_remote_code=True).names()
+        )
+        assert (trusted / "weird.voc").is_symlink()
+        assert not (trusted / "notes.md").exists()
+
+
+def test_the_files_of_the_class_of_a_tokenizer_are_known_without_loading_it(tmp_path: Path) -> None:
+    """Also those of a class that only this program, or a later transformers, has."""
+
+    class Own(PreTrainedTokenizerFast):
+        vocab_files_names: ClassVar[dict[str, str]] = {"vocab_file": "own.voc"}
+
+    assert vocabulary_of(tmp_path) == ()
+    for text, expected in (
+        ("{", ()),
+        ('{"tokenizer_class": "Nowhere"}', ()),
+        ('{"tokenizer_class": "Own"}', ("own.voc",)),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(REGISTERED_TOKENIZER_CLASSES, "Own", Own)
+            assert vocabulary_of(tmp_path) == expected
+    (tmp_path / "own.voc").write_text("")
+    assert "own.voc" in Beside(source=tmp_path, vocabulary=expected).names()
+    assert "own.voc" not in Beside(source=tmp_path).names()

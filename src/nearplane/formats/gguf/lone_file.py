@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from nearplane.errors import ModelError
-from nearplane.formats.beside import CONFIG
 from nearplane.formats.gguf.gguf_header import BLOCKS, FILE, KEY_PREFIX, LONE, Header, check_metadata, read_header
 from nearplane.formats.gguf.gguf_layers import FORMAT_VERSION, METHOD
 from nearplane.formats.gguf.names import checkpoint_names
 from nearplane.formats.gguf.network_config import config_of
 from nearplane.formats.gguf.tokenizer_files import tokenizer_files
+from nearplane.system.model_files import CONFIG
 
 
 def folder_of_file(path: Path) -> Path:
