@@ -19,6 +19,7 @@ UNFINISHED = ".unfinished"  # suffix of the folder in which a checkpoint is writ
 INCOMPLETE = "INCOMPLETE"  # name of a file in that folder until the checkpoint is complete
 MARK = "This checkpoint is not finished: the run that writes it is under way or died.\n"  # first line of that file
 JOURNAL = "journal"  # name of the folder in it from which a stopped run is resumed
+MAX_FILE = 5 * 10**9  # bytes of tensors in a safetensors file that is written, unless one tensor is larger
 
 
 def is_gguf(source: str | Path) -> bool:
