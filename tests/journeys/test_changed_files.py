@@ -80,7 +80,9 @@ def test_weights_that_are_overwritten_under_a_run_are_refused(model, whole, tmp_
     def overwrite():
         save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(path).items()}, path, {"format": "pt"})
 
-    with pytest.raises(ModelError, match=r"model\.safetensors has the SHA-256 .*: it was changed while this run read it"):
+    with pytest.raises(
+        ModelError, match=r"model\.safetensors has the SHA-256 .*: it was changed while this run read it"
+    ):
         meddled_behind(behind, monkeypatch, overwrite, lambda: quantize(source, out))
     assert json.loads((tmp_path / "out.unfinished/journal/state.json").read_text())["blocks"] == behind
     path.write_bytes(content)
@@ -143,7 +145,9 @@ def test_a_gguf_that_is_deleted_or_changed_under_a_run_is_refused(model, tmp_pat
     path = tmp_path / "out.unfinished" / "model.gguf"
     words = dict(calibration=TOKENS, device="cpu", grid="q4_0", pre="default", ignore=["lm_head"])
     with pytest.raises(FormatError, match=r"model\.gguf.* (is missing|has changed), although .*--overwrite"):
-        meddled_behind(2, monkeypatch, lambda: change(path), lambda: nearplane.quantize(model, tmp_path / "out", **words))
+        meddled_behind(
+            2, monkeypatch, lambda: change(path), lambda: nearplane.quantize(model, tmp_path / "out", **words)
+        )
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -246,9 +246,7 @@ def test_a_run_that_is_told_something_else_does_not_go_on(model, text, stop, who
     assert contents(out) == contents(whole("grid"))
 
 
-@pytest.mark.parametrize(
-    "name", ["part-00002.safetensors", "journal/behind-00002.0.pt", "journal/state.json"]
-)
+@pytest.mark.parametrize("name", ["part-00002.safetensors", "journal/behind-00002.0.pt", "journal/state.json"])
 def test_a_file_that_is_cut_short_is_named_and_may_be_replaced(model, text, stop, whole, tmp_path, name):
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
     stop(2, "grid", out)

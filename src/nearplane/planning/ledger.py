@@ -124,7 +124,9 @@ class Ledger:
             return None
         fitting = [each for each in self._tries if each[0] <= limit - RESERVED_BYTES]
         if not fitting:
-            raise RecipeError(_missed(self._recipe, min(size for size, _ in self._tries), "however its last layers are solved"))
+            raise RecipeError(
+                _missed(self._recipe, min(size for size, _ in self._tries), "however its last layers are solved")
+            )
         _, best = max(fitting, key=lambda each: each[0])
         if best is not solved:
             for each in best:

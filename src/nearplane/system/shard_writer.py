@@ -38,7 +38,7 @@ from nearplane.system.safetensors_files import (
     shard_size,
 )
 
-PIECE = 16 << 20  # bytes that are copied at once
+PIECE = 4 << 20  # bytes that are copied at once
 Kind = tuple[str, Sequence[int], int]  # dtype in safetensors, shape and bytes of a tensor
 
 

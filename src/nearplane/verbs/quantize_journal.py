@@ -5,8 +5,9 @@
       plan.pt             measurements for the plan from before the first block
       behind-00007.0.pt   hidden states of both networks behind block 7, for some of the batches
 
-A block is finished when its shard, its hidden states and then the state are on disk, in this order. A resumed run writes
-the same bytes as one that was never stopped. `journal_pages.py` writes the pages.
+A block is finished when its shard, its hidden states and then the state are on disk, in this order. When all layers are
+written, the state holds their record, and a run that is stopped later only completes the files. A resumed run writes the
+same bytes as one that was never stopped. `journal_pages.py` writes the pages.
 """
 
 from __future__ import annotations

@@ -38,6 +38,12 @@ def test_a_file_that_changed_or_is_gone_is_named(files, tmp_path, content):
     if content is not None:
         (tmp_path / "b").write_text(content)
         os.utime(tmp_path / "b", ns=(5, 5))
-    said = r"b is missing: it was" if content is None else r"b has the SHA-256 \w{16}\.\., at the start it had \w{16}\.\.: it was"
-    with pytest.raises(ModelError, match=rf"{said} changed while this run read it\. Restore it and repeat the command, or"):
+    said = (
+        r"b is missing: it was"
+        if content is None
+        else r"b has the SHA-256 \w{16}\.\., at the start it had \w{16}\.\.: it was"
+    )
+    with pytest.raises(
+        ModelError, match=rf"{said} changed while this run read it\. Restore it and repeat the command, or"
+    ):
         files.check()

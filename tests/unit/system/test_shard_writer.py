@@ -56,7 +56,12 @@ def test_a_joined_file_is_what_save_file_writes(tmp_path, kind):
 
 def test_files_are_as_large_as_allowed_and_are_hashed_as_they_are_joined(tmp_path, monkeypatch):
     """A block above the size is divided, and a tensor above it stands alone."""
-    blocks = [{"a": torch.ones(30)}, {"b": torch.ones(20)}, {"c": torch.ones(40), "d": torch.ones(20)}, {"e": torch.ones(51)}]
+    blocks = [
+        {"a": torch.ones(30)},
+        {"b": torch.ones(20)},
+        {"c": torch.ones(40), "d": torch.ones(20)},
+        {"e": torch.ones(51)},
+    ]
     monkeypatch.setattr(shard_writer, "MAX_FILE", 200)
     writer = writer_of(tmp_path, blocks[:-1])
     expected = writer.size_with(kinds_of(blocks[-1]))
@@ -71,7 +76,9 @@ def test_files_are_as_large_as_allowed_and_are_hashed_as_they_are_joined(tmp_pat
         "weight_map": {name: file for file, tensors in files.items() for name in sorted(tensors)},
     }
     assert digests == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
-    assert size + (tmp_path / INDEX).stat().st_size == sum(path.stat().st_size for path in tmp_path.iterdir()) == expected
+    assert (
+        size + (tmp_path / INDEX).stat().st_size == sum(path.stat().st_size for path in tmp_path.iterdir()) == expected
+    )
 
 
 @pytest.mark.parametrize("checksums", [False, True])
@@ -107,9 +114,14 @@ def test_a_join_that_is_killed_at_any_change_of_a_file_goes_on(tmp_path, monkeyp
             left = iter(range(moment))
 
             def counted(function, left=left):
-                return lambda *args, **words: next(left, None) is None and kill() or function(*args, **words)
+                return lambda *args, **words: (next(left, None) is None and kill()) or function(*args, **words)
 
-            for owner, name in ((shard_writer.os, "replace"), (Path, "unlink"), (Path, "rename"), (shard_writer, "flush")):
+            for owner, name in (
+                (shard_writer.os, "replace"),
+                (Path, "unlink"),
+                (Path, "rename"),
+                (shard_writer, "flush"),
+            ):
                 patch.setattr(owner, name, counted(getattr(owner, name)))
             try:
                 writer.join()
@@ -158,7 +170,8 @@ def test_a_part_that_changed_while_others_were_joined_is_refused(tmp_path, chang
     change(tmp_path / "part-00003.safetensors")
     with pytest.raises(FormatError, match=r"part-00003\.safetensors .*Start again with --overwrite\.$"):
         writer.join()
-    assert names(tmp_path) == ["INCOMPLETE", *(f"part-{n:05d}.safetensors" for n in (1, 2, 3, 4) if n != 3 or change != Path.unlink)]
+    rest = [n for n in (1, 2, 3, 4) if n != 3 or change != Path.unlink]
+    assert names(tmp_path) == ["INCOMPLETE", *(f"part-{n:05d}.safetensors" for n in rest)]
 
 
 def test_a_part_with_a_new_date_has_not_changed(tmp_path):
