@@ -106,6 +106,7 @@ COMMANDS: dict[str, list[str]] = {  # flags of `nearplane quantize`
 KILLED: dict[str, list[str]] = {  # the same, killed once the first block is kept, and given again
     "killed and resumed": ["--bits", "4", "--group-size", "128", "--ignore", "layers.[3-9]"],
 }
+RESUMED = "resuming after block"  # what a run says that goes on
 RUNS: dict[str, dict[str, Any] | list[str]] = {**PLAIN, **EXPERTS, **TUNED, **COMMANDS, **KILLED}
 QUICK = {
     "compressed-tensors 4 bits", "widths by slope", "rate 3", "gguf q4_k_m", "two-sided in some layers", "experts 4 bits",
@@ -182,10 +183,9 @@ def made(name: str, place: Path, text: str) -> Path:
         command = ["quantize", "model", str(out), "--calibration", text, *flags, *keywords]
         if name in KILLED:
             kill(command, out)
-        begun = time.time()
-        run(command)
-        if name in KILLED and all(path.stat().st_mtime > begun for path in out.glob("*.safetensors")):
-            raise NotMadeError("nearplane began anew when it was to go on: all shards are new")
+        said = run(command)
+        if name in KILLED and RESUMED not in said:
+            raise NotMadeError("nearplane began anew when it was to go on")
         return out
     nearplane.quantize("experts" if name in EXPERTS else "model", out, calibration=text, **TEXT | keywords)
     if name not in TUNED:
@@ -194,8 +194,8 @@ def made(name: str, place: Path, text: str) -> Path:
     return place / "tuned"
 
 
-def run(command: Sequence[str]) -> None:
-    """Run `nearplane` with these words.
+def run(command: Sequence[str]) -> str:
+    """Run `nearplane` with these words, and return what it says beside its summary.
 
     Raises:
         NotMadeError: it failed; says the end of what it said.
@@ -206,6 +206,7 @@ def run(command: Sequence[str]) -> None:
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NotMadeError(f"nearplane ended with code {done.returncode}: {done.stderr[-600:].strip()}")
+    return done.stderr
 
 
 def kill(command: Sequence[str], out: Path) -> None:

@@ -211,7 +211,7 @@ def test_a_run_that_is_killed_when_all_is_written_is_put_in_place(model, text, w
             nearplane.quantize(model, tmp_path / "out", **options)
     assert (tmp_path / "out.unfinished" / "journal" / "state.json").is_file()
     monkeypatch.setattr(importlib.import_module("nearplane.verbs.quantize"), "walk", None)
-    shard = tmp_path / "out.unfinished" / "model-00002-of-00004.safetensors"
+    shard = tmp_path / "out.unfinished" / "model.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
     with pytest.raises(FormatError, match=shard.name):
@@ -246,9 +246,7 @@ def test_a_run_that_is_told_something_else_does_not_go_on(model, text, stop, who
     assert contents(out) == contents(whole("grid"))
 
 
-@pytest.mark.parametrize(
-    "name", ["model-00002-of-00004.safetensors", "journal/behind-00002.0.pt", "journal/state.json"]
-)
+@pytest.mark.parametrize("name", ["part-00002.safetensors", "journal/behind-00002.0.pt", "journal/state.json"])
 def test_a_file_that_is_cut_short_is_named_and_may_be_replaced(model, text, stop, whole, tmp_path, name):
     out, options = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT)
     stop(2, "grid", out)
@@ -320,7 +318,7 @@ def test_shards_below_the_folder_count(tmp_path):
     said = []
     for content in (b"one", b"other"):
         (tmp_path / "parts" / "1.safetensors").write_bytes(content)
-        said.append(journal_pages.run_inputs({}, {"model": tmp_path}, "", {}, Device(torch.device("cpu"))))
+        said.append(journal_pages.run_inputs({}, {"model": tmp_path}, "", {}, Device(torch.device("cpu"))).told)
     names = ["config.json", "model.safetensors.index.json", "parts/1.safetensors"]
     assert [name for name in said[0] if "the model's" in name] == [f"the model's {name}" for name in names]
     assert {name for name in said[0] if said[0][name] != said[1][name]} == {"the model's parts/1.safetensors"}
@@ -407,7 +405,7 @@ def test_a_disk_that_is_full_costs_the_journal_not_the_run(model, text, whole, t
 def test_a_full_disk_in_the_middle_is_gone_on_with(model, text, whole, tmp_path, monkeypatch):
     options, save, written = (
         dict(calibration=str(text), **WAYS["grid"], **TEXT),
-        nearplane.system.safetensors_files.save_file,
+        nearplane.system.shard_writer.save_file,
         [],
     )
 
@@ -418,7 +416,7 @@ def test_a_full_disk_in_the_middle_is_gone_on_with(model, text, whole, tmp_path,
         save(tensors, path, *more)
 
     with monkeypatch.context() as patch:
-        patch.setattr("nearplane.system.safetensors_files.save_file", full)
+        patch.setattr("nearplane.system.shard_writer.save_file", full)
         with pytest.raises(FormatError, match="No space left"):
             nearplane.quantize(model, tmp_path / "out", **options)
     nearplane.quantize(model, tmp_path / "out", **options)

@@ -38,10 +38,10 @@ CASES = {  # (path, its rights, command, the message after the path)
     "folder not listed": ("model", 0o300, ["quantize", "model", "new", *TOKENS], "cannot be read: Permission denied."),
     "record": ("out/nearplane.json", 0, ["inspect", "out"], "cannot be read or written: Permission denied."),
     "shard to verify": (
-        "out/model-00001-of-00002.safetensors", 0, ["verify", "out"], "cannot be read or written: Permission denied.",
+        "out/model.safetensors", 0, ["verify", "out"], "cannot be read or written: Permission denied.",
     ),
     "shard to decode": (
-        "out/model-00001-of-00002.safetensors", 0, ["evaluate", "out", "--text", HELD_OUT],
+        "out/model.safetensors", 0, ["evaluate", "out", "--text", HELD_OUT],
         "cannot be read: Permission denied.",
     ),
     "empty folder": ("empty", 0o500, ["quantize", "model", "empty", *TOKENS], "cannot be written: Permission denied."),

@@ -97,8 +97,9 @@ def add_file(folder: Path, rng: random.Random) -> Alteration:
 
 
 def swap_shards(folder: Path, rng: random.Random) -> Alteration:
-    """Exchange the names of two weight files."""
-    one, other = rng.sample(sorted(folder.glob("*.safetensors")), 2)
+    """Exchange the names of two weight files, or of the only one and config.json."""
+    files = sorted(folder.glob("*.safetensors"))
+    one, other = rng.sample(files if len(files) > 1 else [*files, folder / "config.json"], 2)
     content = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(content)

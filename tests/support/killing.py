@@ -41,8 +41,8 @@ class Killer:
     """Ends the process, as SIGKILL does, before the moment `last` of all at which files change or a layer is added."""
 
     PLACES = (
-        ("nearplane.system.safetensors_files", "save_file"),
-        ("nearplane.system.safetensors_files", "flush"),
+        ("nearplane.system.shard_writer", "save_file"),
+        ("nearplane.system.shard_writer", "flush"),
         ("nearplane.formats.journal_pages", "flush"),
         ("os", "fsync"),
         ("torch", "save"),

@@ -29,10 +29,10 @@ from nearplane.system.model_files import CONFIG
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import CARD, RECORD
 from nearplane.system.progress import peak_memory
-from nearplane.system.safetensors_files import INDEX, ShardReader, ShardWriter, TensorReader, kind_of, shard_size
+from nearplane.system.safetensors_files import ShardReader, TensorReader, kind_of
+from nearplane.system.shard_writer import Kind, ShardWriter
 
 log = logging.getLogger(__name__)
-Kind = tuple[str, Sequence[int], int]  # dtype in safetensors, shape and bytes of a tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Container(ABC):
         self.record_json: str | None = None
         self._origin, self._card = origin_of(place.source), ""
         self.room = 0
-        self.size = 0  # bytes that `close_block` has written so far
+        self.size = 0  # bytes that `close_block` has written so far; after `join` those of the weight files
         overwrite, resumes = place.overwrite, place.resumes
         self._beside = Beside(
             source=place.source, trust_remote_code=place.trust_remote_code, vocabulary=place.vocabulary
@@ -120,9 +120,12 @@ class Container(ABC):
             blocks: The tensors of each later block, by name; collected layers join the first. Empty blocks do not count.
         """
 
+    def join(self) -> None:  # noqa: B027
+        """Make the weight files of what was written, and refuse what has changed since; all blocks are written by then."""
+
     @abstractmethod
     def weight_digests(self) -> dict[str, str]:
-        """Return the SHA-256 of every weight file, once all blocks are written."""
+        """Return the SHA-256 of every weight file, after `join`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -175,6 +178,7 @@ class Container(ABC):
             record: The record without these values.
             timed: The function that adds the seconds, called after all other files were hashed.
         """
+        self.join()
         record = replace(record, bytes=self.size)
         self.embed(record)
         record = replace(record, files=self.digests(), peak_memory=peak_memory())
@@ -284,44 +288,47 @@ class Container(ABC):
 
 
 class Folder(Container):
-    """A folder of safetensors, a shard per block; until the end it lacks config.json and is marked INCOMPLETE."""
+    """A folder of safetensors; until the end it has a part per block, lacks config.json and is marked INCOMPLETE."""
 
     _writer: ShardWriter
 
     def begin(self) -> None:
-        """Begin the first shard."""
+        """Begin the first part."""
         self._writer = ShardWriter(self.folder, self.shards, checksums=self.layers.CHECKSUMS, kind=self.layers.METADATA)
 
     def write(self, tensors: Mapping[str, Tensor]) -> int:
-        """Write one shard."""
+        """Write one part."""
         return self._writer.write(tensors)
 
     def state(self) -> dict[str, Any]:
-        """Flush the shards to disk and return their state."""
+        """Flush the parts to disk and return their state."""
         return {"size": self.size, "first": self._first, "shards": self._writer.state()}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Resume after the shards of a stopped run."""
+        """Resume after the parts of a stopped run."""
         self.begin()
         self._writer.resume(state["shards"])
         self.size, self._first = int(state["size"]), str(state["first"])
 
     def size_with(self, *blocks: Mapping[str, Kind]) -> int:
-        """Return the bytes of the folder without the record, if it ended with these shards."""
+        """Return the bytes of the folder without the record, if it ended with these blocks."""
         kinds = {
             name: (kind_of(each).split()[0], tuple(each.shape), each.nbytes) for name, each in self.pending.items()
         }
         all_blocks: Sequence[Mapping[str, Kind]] = (kinds | dict(blocks[0]) if blocks else kinds, *blocks[1:])
-        shards = [shard for shard in all_blocks if shard]
-        index = self._writer.index({name: size for shard in shards for name, (_, _, size) in shard.items()})
-        return self.size + sum(map(shard_size, shards)) + len(index.encode()) + self.size_beside()
+        return self._writer.size_with(*(block for block in all_blocks if block)) + self.size_beside()
+
+    def join(self) -> None:
+        """Join the parts to files."""
+        self.size = self._writer.join()
 
     def weight_digests(self) -> dict[str, str]:
-        """Return the SHA-256 of every shard and of the index, once all shards are written."""
-        return self._writer.digests() | {INDEX: hashlib.sha256(self._writer.index().encode()).hexdigest()}
+        """Return the SHA-256 of every file and of the index."""
+        return self._writer.digests()
 
     def close(self) -> None:
-        """Write the index."""
+        """Join the parts, unless `seal` has done it, and write the index."""
+        self.join()
         self._writer.finish()
 
 

@@ -17,8 +17,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from pickle import UnpicklingError
@@ -30,15 +30,16 @@ from torch import Tensor
 from nearplane.errors import FormatError, ModelError, RecipeError, first_few, printable
 from nearplane.formats.container import Container
 from nearplane.recipe.sizes import size_text
-from nearplane.record.record import read_record
+from nearplane.record.record import RunRecord, read_record
 from nearplane.system.device import Device
+from nearplane.system.file_hashes import HashedFiles
 from nearplane.system.files import flush, read_object, sha256
 from nearplane.system.matmul_library import processor
-from nearplane.system.output_folder import STATE
+from nearplane.system.output_folder import STATE, readable_errors
 from nearplane.system.paths import JOURNAL
 from nearplane.system.safetensors_files import INDEX, read_index
 
-VERSION = 5  # of the journal; journals of other versions are refused
+VERSION = 6  # of the journal; journals of other versions are refused
 # suffixes of a model's files that are run inputs
 HASHED_SUFFIXES = {".safetensors", ".gguf", ".json", ".model", ".txt", ".jinja", ".py"}
 MAX_JOURNAL_SHARE = 0.05  # fraction of a run's time for writing pages; after quick blocks none is written
@@ -49,10 +50,23 @@ Progress = TypeVar("Progress")
 log = logging.getLogger("nearplane")
 
 
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """All that the output of a run depends on: equal inputs give equal files.
+
+    Args:
+        told: The inputs as flat JSON.
+        files: The files among them.
+    """
+
+    told: dict[str, Any]
+    files: HashedFiles
+
+
 def run_inputs(
     recipe: Any, files: Mapping[str, Path], text: str, versions: Mapping[str, str], device: Device
-) -> dict[str, Any]:
-    """Return the run inputs, all that the output depends on, as flat JSON: equal inputs give equal files.
+) -> RunInputs:
+    """Return the run inputs, after hashing all files.
 
     Args:
         recipe: The recipe as JSON.
@@ -65,14 +79,10 @@ def run_inputs(
         ModelError: A file cannot be read.
     """
     paths = {f"the {title}'s {name}": path for title, folder in files.items() for name, path in _hashed(folder)}
-    try:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            hashes = dict(zip(paths, pool.map(sha256, paths.values()), strict=True))
-    except OSError as error:
-        raise ModelError(f"A file of the model cannot be read ({error}). Fetch or remove it.") from error
-    options = json.loads(json.dumps({"recipe": recipe}))
+    hashed, options = HashedFiles(paths), json.loads(json.dumps({"recipe": recipe}))
     others = {"calibration text": text, "device": device.run_input()}
-    return dict(_flat(options)) | hashes | others | {f"version of {name}": number for name, number in versions.items()}
+    others |= {f"version of {name}": number for name, number in versions.items()}
+    return RunInputs(dict(_flat(options)) | hashed.hashes | others, hashed)
 
 
 def _hashed(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -100,15 +110,17 @@ class JournalPages:
 
     Args:
         container: The container that the run writes, just entered.
-        inputs: The run inputs, see `run_inputs`.
+        inputs: The run inputs.
         began: The start of the run by `time.perf_counter`; None: now.
 
     Attributes:
         room: Whether the disk still has room for pages.
     """
 
-    def __init__(self, container: Container, inputs: Mapping[str, Any], began: float | None = None) -> None:
-        self._container, self._inputs = container, dict(inputs)
+    def __init__(self, container: Container, inputs: RunInputs, began: float | None = None) -> None:
+        self._container, self._inputs = container, inputs.told
+        self.check_sources = inputs.files.check
+        self._sealed: RunRecord | None = None  # of a stopped run that had written all layers
         self._folder = container.folder / JOURNAL
         self._began = began or time.perf_counter()
         self._pages: dict[str, str] = {}  # SHA-256 of the pages that the state on disk needs, or the first state will
@@ -121,7 +133,7 @@ class JournalPages:
         return time.perf_counter() - self._began
 
     def progress(self, understood: Callable[[Mapping[str, Any]], Progress]) -> Progress | None:
-        """Return the progress of a stopped run with equal inputs, or None if there is none or all files are complete.
+        """Return the progress of a stopped run with equal inputs, or None if there is none or all layers are written.
 
         With --overwrite a run that cannot be resumed is deleted with a warning.
 
@@ -169,7 +181,13 @@ class JournalPages:
         try:
             self._pages = dict(state["pages"])
             self._container.resume(state["container"])
-            progress = understood(state)
+            sealed = state.get("sealed")
+            if sealed is None:
+                progress = understood(state)
+            else:
+                progress, self._sealed = None, RunRecord.from_json(sealed["record"])
+                self._container.config, self._container.room = dict(sealed["config"]), int(sealed["room"])
+                log.info("the stopped run had already written all layers: %s", self._container.folder)
             if state["processor"] != (here := processor()):
                 log.warning(
                     "The stopped run used another processor (%s) than this one (%s). The last digits of products "
@@ -253,34 +271,61 @@ class JournalPages:
                 why = f"{size_text(size)} of state would leave too little of {size_text(free)} for the checkpoint"
                 self._give_up(why)
                 return
-            self._folder.mkdir(exist_ok=True)
-            flush(self._container.folder)
-            kept = {name: digest for name, digest in self._pages.items() if not (replaced and fnmatch(name, replaced))}
-            try:
-                kept |= {name: self._saved(name, _given(page)) for name, page in pages.items()}
-                content = {
-                    "version": VERSION,
-                    "told": self._inputs,
-                    "seconds": self.seconds,
-                    "processor": processor(),
-                    "pages": kept,
-                    "container": written,
-                    **state,
-                }
-                path = self._folder / f"{STATE}.part"
-                path.write_text(json.dumps(content | {"digest": _digest(content)}))
-                flush(path)
-            except BaseException:
-                for name in pages.keys() - self._pages.keys():  # no state refers to them; free their space
-                    (self._folder / name).unlink(missing_ok=True)
-                raise
-            self._pages = kept
-            _put(path, self._folder / STATE)
-            for path in self._folder.glob(replaced) if replaced else ():
-                if path.name not in pages:
-                    path.unlink()
+            self._write(written, state, pages, replaced)
         self._kept = time.perf_counter()
         self._cost = self._kept - start
+
+    def _write(
+        self, written: Mapping[str, Any], state: Mapping[str, Any], pages: Mapping[str, Any], replaced: str
+    ) -> None:
+        """Write pages and then the state, with that of the container."""
+        self._folder.mkdir(exist_ok=True)
+        flush(self._container.folder)
+        kept = {name: digest for name, digest in self._pages.items() if not (replaced and fnmatch(name, replaced))}
+        try:
+            kept |= {name: self._saved(name, _given(page)) for name, page in pages.items()}
+            content = {
+                "version": VERSION,
+                "told": self._inputs,
+                "seconds": self.seconds,
+                "processor": processor(),
+                "pages": kept,
+                "container": written,
+                **state,
+            }
+            path = self._folder / f"{STATE}.part"
+            path.write_text(json.dumps(content | {"digest": _digest(content)}))
+            flush(path)
+        except BaseException:
+            for name in pages.keys() - self._pages.keys():  # no state refers to them; free their space
+                (self._folder / name).unlink(missing_ok=True)
+            raise
+        self._pages = kept
+        _put(path, self._folder / STATE)
+        for path in self._folder.glob(replaced) if replaced else ():
+            if path.name not in pages:
+                path.unlink()
+
+    def seal(self, record: RunRecord, timed: Callable[[RunRecord], RunRecord]) -> RunRecord:
+        """Note that all layers are written, and complete the checkpoint; see `Container.seal`.
+
+        Raises:
+            ModelError: A file that the run has read was changed.
+            FormatError: The disk is full, or a file of the checkpoint was changed.
+        """
+        self.check_sources()
+        container = self._container
+        with readable_errors(container.place.out):
+            if (written := container.state()) is not None:
+                sealed = {"record": record.to_json(), "config": container.config, "room": container.room}
+                self._write(written, {"sealed": sealed}, {}, "*.pt")
+        return container.seal(record, timed)
+
+    def completed(self, timed: Callable[[RunRecord], RunRecord]) -> RunRecord | None:
+        """Return the record of a stopped run that had written all layers, after completing its files; None for others."""
+        if self._container.whole:  # only the folder was not renamed yet
+            return read_record(self._container.folder)
+        return None if self._sealed is None else self._container.seal(self._sealed, timed)
 
     def write_first(self, name: str, page: Any) -> None:
         """Write a page to which the first state will refer."""

@@ -47,7 +47,9 @@ from nearplane.record.record import (
 )
 from nearplane.system.matmul_choice import Library
 from nearplane.system.model_files import CONFIG
+from nearplane.system.paths import MAX_FILE
 from nearplane.system.safetensors_files import INDEX, index_text, shard_size
+from nearplane.system.shard_writer import file_names
 
 SIZE_MARGIN = 0.001  # relative distance between the bytes that a run aims at and the size that was asked for
 RESERVED_BYTES = 64  # for record entries that are written last: seconds, bytes
@@ -119,7 +121,7 @@ class Overhead:
 
 
 def check_disk(out: Path, model: Model, recipe: Recipe, *, copies: int = 1) -> None:
-    """Refuse a full disk before work; headers and the run record are not counted.
+    """Refuse a full disk before work; headers and the run record are not counted, the joining of weight files is.
 
     Args:
         out: Folder to write.
@@ -133,7 +135,8 @@ def check_disk(out: Path, model: Model, recipe: Recipe, *, copies: int = 1) -> N
     bits = sum(math.prod(layer.shape) * _bits(recipe.scheme_of(layer.name), layer.shape[1]) for layer in model.layers)
     copied = _beside(model).size()
     size = getattr(recipe.scheme, "size", None)
-    check_room(out, copies * (math.ceil(bits / 8) + dense + copied if size is None else bytes_in(size)))
+    size = math.ceil(bits / 8) + dense + copied if size is None else bytes_in(size)
+    check_room(out, copies * size, joined=0 if recipe.files.for_llama_cpp else size)
 
 
 def _bits(scheme: AnyScheme, columns: int) -> float:
@@ -186,14 +189,14 @@ def predict_overhead(model: Model, recipe: Recipe, scheme: RateScheme) -> Overhe
     layers, reader = model.layers, model.reader
     replaced = {name for layer in layers for name in layer.copies(model.weights)}  # with tied copies, not written twice
     dense = {name: reader.nbytes(name) for name in reader.names() if name not in replaced}
-    shards = len(model.blocks) + 1
+    files = _files(scheme.bytes() or 0)
     entries = {
-        name: _of_tensor(name, reader.dtype(name), reader.shape(name), size, shards) for name, size in dense.items()
+        name: _of_tensor(name, reader.dtype(name), reader.shape(name), size, files[0]) for name, size in dense.items()
     }
     for layer in layers:
         size = math.prod(layer.shape) // 3
         name = f"{layer.written(model.weights)}.{Native.KEY}"
-        entries[layer.name] = _of_tensor(name, "U8", (size,), size, shards) + _of_layer(layer)
+        entries[layer.name] = _of_tensor(name, "U8", (size,), size, files[0]) + _of_layer(layer)
     names = [layer.name for layer in layers]
     network = Quantized(scheme=scheme, quantized=names, version=version("nearplane"))
     config = config_text(model.folder, FORMATS[METHOD].config.describe(network), model.config.to_dict())
@@ -215,7 +218,7 @@ def predict_overhead(model: Model, recipe: Recipe, scheme: RateScheme) -> Overhe
         dense=dense,
         files=len(config.encode()) + copied + len(card.encode()),
         entries=entries,
-        fixed=shards * shard_size({})
+        fixed=len(files) * shard_size({})
         + len(index_text({}, {}, 10**7))
         + len(completed_record(bare, model, 10**7).to_json().encode()),
     )
@@ -223,9 +226,7 @@ def predict_overhead(model: Model, recipe: Recipe, scheme: RateScheme) -> Overhe
 
 def completed_record(record: RunRecord, model: Model, size: int) -> RunRecord:
     """Return the record of a running run with placeholders for the entries of its end, in their final length."""
-    shards = len(model.blocks) + 1
-    files = [f"model-{n:05d}-of-{shards:05d}.safetensors" for n in range(shards)]
-    files += [CONFIG, INDEX, *_beside(model).names()]
+    files = [*_files(size), CONFIG, INDEX, *_beside(model).names()]
     return replace(
         record,
         seconds=1234.567890123456,
@@ -245,10 +246,15 @@ def _beside(model: Model) -> Beside:
     return Beside(source=model.folder, trust_remote_code=model.trust_remote_code, vocabulary=model.vocabulary)
 
 
-def _of_tensor(name: str, dtype: str, shape: Sequence[int], size: int, shards: int) -> float:
+def _files(size: int) -> list[str]:
+    """Return the names of the weight files of a folder of so many bytes."""
+    return file_names(max(1, math.ceil(size / MAX_FILE)))
+
+
+def _of_tensor(name: str, dtype: str, shape: Sequence[int], size: int, file: str) -> float:
     """Return the number of characters of a tensor's name, file and checksum in header and index."""
     header = {name: {"dtype": dtype, "shape": list(shape), "data_offsets": [size, size]}}
-    index = index_text({name: f"model-00001-of-{shards:05d}.safetensors"}, {name: 8 * "0"}, 0)
+    index = index_text({name: file}, {name: 8 * "0"}, 0)
     return len(json.dumps(header, separators=(",", ":"))) + len(index) - len(index_text({}, {}, 0))
 
 

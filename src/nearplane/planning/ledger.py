@@ -83,7 +83,7 @@ class Ledger:
         bits, weights = 8 * self._room(self._limit), sum(self.planned.to_come.values())
         if bits < MIN_RATE * weights:
             least = (MIN_RATE * weights - bits) / 8 + self._limit
-            raise RecipeError(self._missed(least, f"at least, with {len(self.planned.to_come)} layers left"))
+            raise RecipeError(_missed(self._recipe, least, f"at least, with {len(self.planned.to_come)} layers left"))
         self.planned.settle(bits)
 
     def add(self, layer: Layer, record: LayerRecord) -> None:
@@ -124,23 +124,15 @@ class Ledger:
             return None
         fitting = [each for each in self._tries if each[0] <= limit - RESERVED_BYTES]
         if not fitting:
-            raise RecipeError(self._missed(min(size for size, _ in self._tries), "however its last layers are solved"))
+            raise RecipeError(
+                _missed(self._recipe, min(size for size, _ in self._tries), "however its last layers are solved")
+            )
         _, best = max(fitting, key=lambda each: each[0])
         if best is not solved:
             for each in best:
                 self._container.add(each.record.stored, each.matrix)
         self._tries = []
         return best
-
-    def check(self, record: RunRecord) -> None:
-        """Refuse a folder that exceeds the limit.
-
-        Raises:
-            RecipeError: The folder is too large.
-        """
-        asked = record.recipe.scheme.asked
-        if asked is not None and asked[1] == "bytes" and record.folder > asked[0]:
-            raise RecipeError(self._missed(record.folder, "in the end"))
 
     def _size(self, more: Sequence[LayerRecord] = (), rest: Sequence[str] = (), *, end: bool = False) -> int:
         """Return the bytes of the folder if it ended with `more` layers and `rest`; at the `end`, with all other tensors too."""
@@ -164,10 +156,23 @@ class Ledger:
         dense = sum(overhead.dense.values()) - sum(overhead.dense[name] for name in self._closed)
         return aim_of(limit) - now - left - dense
 
-    def _missed(self, size: float, when: str) -> str:
-        reason, advice = "", f"Use {size_text(math.ceil(1.01 * size))} or more."
-        if (max_loss := self._recipe.max_loss) is not None:
-            reason = f", because --max-loss {max_loss:g} needs more bits than the size leaves"
-            advice = "Use a larger --size or a larger --max-loss."
-        asked = getattr(self._recipe.scheme, "size", None)
-        return f"--size {asked} cannot be met: the folder would have {math.ceil(size):,} bytes {when}{reason}. {advice}"
+
+def check_limit(record: RunRecord) -> RunRecord:
+    """Return the record of a complete folder, unless it exceeds its limit.
+
+    Raises:
+        RecipeError: The folder is too large.
+    """
+    asked = record.recipe.scheme.asked
+    if asked is not None and asked[1] == "bytes" and record.folder > asked[0]:
+        raise RecipeError(_missed(record.recipe, record.folder, "in the end"))
+    return record
+
+
+def _missed(recipe: Recipe, size: float, when: str) -> str:
+    reason, advice = "", f"Use {size_text(math.ceil(1.01 * size))} or more."
+    if (max_loss := recipe.max_loss) is not None:
+        reason = f", because --max-loss {max_loss:g} needs more bits than the size leaves"
+        advice = "Use a larger --size or a larger --max-loss."
+    asked = getattr(recipe.scheme, "size", None)
+    return f"--size {asked} cannot be met: the folder would have {math.ceil(size):,} bytes {when}{reason}. {advice}"

@@ -13,7 +13,7 @@ from nearplane.calibration.one_forward import default_batch
 from nearplane.calibration.windows import Windows
 from nearplane.formats.container import Container, Place
 from nearplane.formats.gguf.like import Like
-from nearplane.formats.journal_pages import run_inputs
+from nearplane.formats.journal_pages import RunInputs, run_inputs
 from nearplane.formats.table import open_container
 from nearplane.models.model import Model
 from nearplane.planning.folder_size import max_final_record_bytes, measured_choice
@@ -65,8 +65,8 @@ class Job:
     windows: Windows
     options: Options
 
-    def run_inputs(self) -> dict[str, Any]:
-        """Return all that the output depends on as JSON, equal for runs with equal output; see `journal_pages.run_inputs`."""
+    def run_inputs(self) -> RunInputs:
+        """Return all that the output depends on, equal for runs with equal output; see `journal_pages.run_inputs`."""
         files, device = {"model": self.model.folder}, self.options.device
         if self.options.like is not None:
             files["file of --like"] = self.options.like.path

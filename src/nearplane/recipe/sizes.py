@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nearplane.errors import RecipeError
-from nearplane.system.paths import UNFINISHED
+from nearplane.system.paths import MAX_FILE, UNFINISHED
 
 SIZE_UNITS = ("bytes", "KB", "MB", "GB", "TB")  # each is 1000 times the one before
 
@@ -49,12 +49,18 @@ def bytes_in(text: str, called: str = "size") -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def check_room(out: Path, needed: int) -> None:
+def check_room(out: Path, needed: int, *, joined: int = 0) -> None:
     """Refuse a folder for which its disk has too little free space; what a stopped run has written is not needed again.
 
+    Args:
+        out: Folder to write.
+        needed: Bytes of the folder.
+        joined: Bytes of weights that are joined to files, of which the largest is on the disk twice while it is made.
+
     Raises:
-        RecipeError: `needed` bytes do not fit.
+        RecipeError: The folder does not fit.
     """
+    needed += min(joined, MAX_FILE)
     place = out.resolve()
     unfinished = place.with_name(place.name + UNFINISHED)
     written = sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())

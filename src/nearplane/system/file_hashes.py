@@ -1,20 +1,64 @@
-"""Comparison of a checkpoint's files with the SHA-256 in its run record, before the files are used. Needs no torch."""
+"""SHA-256 of files: of a checkpoint, compared with its run record, and of the files that a run reads. Needs no torch."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nearplane.errors import FormatError
-from nearplane.system.files import read_object, sha256
+from nearplane.errors import FormatError, ModelError
+from nearplane.system.files import read_object, sha256, size_and_date
 from nearplane.system.paths import ADAPTERS, RECORD
 
 WEIGHTS = (".safetensors", ".gguf")  # ends of names of weight files
 EDITED = ("generation_config.json", "chat_template", "additional_chat_templates/")  # users adapt these to their prompts
 UNCHECKED = (*EDITED, *ADAPTERS)  # adapters are refused; older versions copied them, and users have to delete them
+
+
+class HashedFiles:
+    """Files that a run reads, hashed once; later their sizes and dates say which of them must be hashed again.
+
+    Args:
+        paths: Path of every file, by its name in messages.
+
+    Attributes:
+        hashes: SHA-256 of every file, by the same names.
+
+    Raises:
+        ModelError: A file cannot be read.
+    """
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self._paths = dict(paths)
+        self._dates = {name: size_and_date(path) for name, path in paths.items()}  # before the bytes are read
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                self.hashes = dict(zip(paths, pool.map(sha256, paths.values()), strict=True))
+        except OSError as error:
+            raise ModelError(f"A file of the model cannot be read ({error}). Fetch or remove it.") from error
+
+    def check(self) -> None:
+        """Refuse files that have changed since they were hashed. A file with a new date and equal bytes has not.
+
+        Raises:
+            ModelError: A file is missing or has other bytes.
+        """
+        for name, path in self._paths.items():
+            if (date := size_and_date(path)) == self._dates[name]:
+                continue
+            digest = sha256(path) if date is not None and path.is_file() else ""
+            if digest != self.hashes[name]:
+                state = (
+                    f"has the SHA-256 {digest[:16]}.., at the start it had {self.hashes[name][:16]}.." if digest else ""
+                )
+                raise ModelError(
+                    f"{path} {state or 'is missing'}: it was changed while this run read it. Restore it and repeat the command, "
+                    f"or start again with --overwrite."
+                )
+            self._dates[name] = date
 
 
 def check_hashes(folder: Path, *, weights: bool = True) -> None:

@@ -106,6 +106,15 @@ def flush_all(folder: Path) -> None:
     flush(folder)
 
 
+def size_and_date(path: Path) -> tuple[int, int] | None:
+    """Return the bytes of a file and the nanosecond of its last change; None where there is no file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as file:

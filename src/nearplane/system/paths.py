@@ -21,6 +21,7 @@ MARK = "This checkpoint is not finished: the run that writes it is under way or 
 JOURNAL = "journal"  # name of the folder in it from which a stopped run is resumed
 ADAPTER_CONFIG = "adapter_config.json"  # by which transformers adds an adapter of peft to the model of the same folder
 ADAPTERS = (ADAPTER_CONFIG, "adapter_model.")  # beginnings of the names of the files of an adapter
+MAX_FILE = 5 * 10**9  # bytes of tensors in a safetensors file that is written, unless one tensor is larger
 
 
 def is_gguf(source: str | Path) -> bool:

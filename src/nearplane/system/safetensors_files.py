@@ -1,8 +1,7 @@
-"""Folders of safetensors files: readers of tensors by name, and a writer that writes one shard after the other.
+"""Folders of safetensors files: readers of tensors by name, and the header and index of such files.
 
-Memory use is small: a reader opens a file only while it copies tensors from it, and a writer writes each shard at once.
-If the index holds checksums, every tensor that is read is checked. This module handles tensors and names, not their
-meaning.
+Memory use is small: a reader opens a file only while it copies tensors from it. If the index holds checksums, every tensor
+that is read is checked. This module handles tensors and names, not their meaning; `shard_writer.py` writes such folders.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError
-from nearplane.system.files import flush, flush_all, read_object, sha256
-from nearplane.system.paths import INCOMPLETE, MARK, refuse_unfinished
+from nearplane.system.files import read_object
+from nearplane.system.paths import refuse_unfinished
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -43,6 +41,11 @@ DTYPE_NAMES = {  # names of dtypes in safetensors
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+# order of tensors in a file by dtype, the widest first, so that the data of each is aligned
+FILE_ORDER = (
+    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
+    *("F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
+)
 
 
 def checksum(tensor: Tensor) -> str:
@@ -64,16 +67,35 @@ def index_text(weight_map: Mapping[str, str], checksums: Mapping[str, str] | Non
     return json.dumps(index, indent=2) + "\n"
 
 
-def shard_size(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> int:
-    """Return the size in bytes of a safetensors file with these tensors (dtype, shape, bytes), to a few bytes."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def shard_header(tensors: Mapping[str, tuple[str, Sequence[int], int]], kind: str = "pt") -> bytes:
+    """Return the first bytes of a safetensors file with these tensors (dtype, shape, bytes), up to the data of the first.
+
+    They are those of `safetensors.torch.save_file`, which orders tensors by dtype, then by name, as the header lists them.
+
+    Args:
+        tensors: Dtype in safetensors, shape and bytes of every tensor.
+        kind: Value of "format" in the metadata.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": kind}}
     begin = 0
-    order = {"U8": 1, "I8": 1, "BOOL": 0, "BF16": 2, "F16": 2, "I16": 2, "I32": 4, "F32": 4, "I64": 8, "F64": 8}
-    for name, (dtype, shape, size) in sorted(tensors.items(), key=lambda each: (-order.get(each[1][0], 1), each[0])):
+    for name in file_order(tensors):
+        dtype, shape, size = tensors[name]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + size]}
         begin += size
-    text = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
-    return 8 + -(-text // 8) * 8 + begin
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def file_order(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> list[str]:
+    """Return the names of tensors (dtype, shape, bytes) in the order in which a file holds them."""
+    places = {dtype: place for place, dtype in enumerate(FILE_ORDER)}
+    return sorted(tensors, key=lambda name: (places.get(tensors[name][0], len(places)), name))
+
+
+def shard_size(tensors: Mapping[str, tuple[str, Sequence[int], int]], kind: str = "pt") -> int:
+    """Return the size in bytes of a safetensors file with these tensors; see `shard_header`."""
+    return len(shard_header(tensors, kind)) + sum(size for _, _, size in tensors.values())
 
 
 class TensorInfo(NamedTuple):
@@ -181,9 +203,8 @@ class ShardReader(TensorReader):
             )
         self.infos = {}
         for path in files:
-            with _opened(path), path.open("rb") as file:  # safetensors has checked the header that is read here
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            for name in sorted(header.keys() - {"__metadata__"}):
+            header = read_shard_header(path)[1]
+            for name in sorted(header):
                 about, (begin, end) = header[name], header[name]["data_offsets"]
                 self.infos[name] = TensorInfo(about["dtype"], tuple(about["shape"]), end - begin, path)
 
@@ -292,6 +313,20 @@ def inside(name: str) -> bool:
     return name.endswith(".safetensors") and not {"", ".", ".."} & set(parts) and ":" not in name and name.isprintable()
 
 
+def read_shard_header(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """Return the first bytes of a safetensors file up to the data, and the description of every tensor in them by name.
+
+    Raises:
+        ModelError: The file is missing, truncated or unreadable.
+    """
+    with _opened(path), path.open("rb") as file:  # safetensors has checked the header that is read here
+        length = file.read(8)
+        text = file.read(int.from_bytes(length, "little"))
+    tensors: dict[str, Any] = json.loads(text)
+    tensors.pop("__metadata__", None)
+    return length + text, tensors
+
+
 def _opened(path: Path) -> Any:
     """Return the context of `safe_open`; its errors name the file."""
     if not path.is_file():  # a pipe would never end
@@ -306,110 +341,3 @@ def _opened(path: Path) -> Any:
         if str(path) != str(path).encode(errors="ignore").decode():
             raise ModelError(f"The path {path} is not valid UTF-8. Rename its folders or the file.") from error
         raise ModelError(f"{path} is not a readable safetensors file ({error}). Fetch the file again.") from error
-
-
-class ShardWriter:
-    """Writer of a folder of safetensors shards and their index; the folder is marked incomplete until `finish`.
-
-    Args:
-        folder: Folder to write; it is made if missing.
-        total: Number of shards that will be written, or None if it is unknown until the end.
-        checksums: Whether the index holds a checksum of every tensor.
-        kind: Value of "format" in the metadata of the shards.
-
-    Raises:
-        FormatError: A shard cannot be written, for example because the disk is full.
-    """
-
-    def __init__(self, folder: Path, total: int | None, *, checksums: bool = False, kind: str = "pt") -> None:
-        self.folder, self.total, self.kind = folder, total, kind
-        self.checksums: dict[str, str] | None = {} if checksums else None
-        self.weight_map: dict[str, str] = {}
-        self.size = 0
-        self._digests: dict[str, str] = {}  # SHA-256 by shard; empty until `digests` computes it
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / INCOMPLETE).exists():
-            (folder / INCOMPLETE).write_text(MARK)
-
-    def write(self, tensors: Mapping[str, Tensor]) -> int:
-        """Write one shard and return its size in bytes."""
-        name = self._shard(len(self._digests) + 1)
-        path = self.folder / name
-        tensors = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        if self.checksums is not None:
-            self.checksums |= {key: checksum(value) for key, value in tensors.items()}
-        try:
-            save_file(tensors, path, {"format": self.kind})
-        except (SafetensorError, OSError) as error:
-            raise FormatError(
-                f"{path} could not be written ({error}). Free some space and repeat the command. The folder is marked "
-                f"{INCOMPLETE} and does not load."
-            ) from error
-        path.chmod((self.folder / INCOMPLETE).stat().st_mode)  # safetensors makes files that only their owner can read
-        self._digests[name] = ""
-        self.weight_map |= dict.fromkeys(tensors, name)
-        self.size += sum(value.nbytes for value in tensors.values())
-        return path.stat().st_size
-
-    def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of every shard written so far."""
-        self._digests = {name: known or sha256(self.folder / name) for name, known in self._digests.items()}
-        return dict(self._digests)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of the writer as JSON, for `resume`, after flushing all shards to disk."""
-        for name, known in self._digests.items():
-            if not known:
-                flush(self.folder / name)
-        flush(self.folder)  # the folder lists the shards
-        return {
-            "digests": self.digests(),
-            "weight_map": self.weight_map,
-            "checksums": self.checksums,
-            "bytes": self.size,
-        }
-
-    def resume(self, state: Mapping[str, Any]) -> None:
-        """Resume from the `state` of another writer; shards that it does not name are deleted.
-
-        Raises:
-            FormatError: A shard is missing or has changed.
-        """
-        self._digests = dict(state["digests"])
-        for name, digest in self._digests.items():
-            path = self.folder / name
-            if not path.is_file() or sha256(path) != digest:
-                problem = "is not what was written" if path.is_file() else "is missing"
-                raise FormatError(
-                    f"{path} {problem}, so the stopped run cannot be resumed. Start again with --overwrite."
-                )
-        for path in self.folder.glob("*.safetensors"):
-            if path.name not in self._digests:
-                path.unlink()
-        self.size, self.weight_map, self.checksums = int(state["bytes"]), dict(state["weight_map"]), state["checksums"]
-
-    def index(self, more: Mapping[str, int] | None = None) -> str:
-        """Return the index of the shards so far; with `more` tensors (bytes by name), a text as long as it would be."""
-        more = more or {}
-        checksums = None if self.checksums is None else self.checksums | dict.fromkeys(more, 8 * "0")
-        shards = self.weight_map | dict.fromkeys(more, self._shard(len(self._digests) + 1))
-        return index_text(shards, checksums, self.size + sum(more.values()))
-
-    def finish(self) -> None:
-        """Write the index and remove the mark. Call it last, after all other files of the folder are written."""
-        if self.total is None:
-            for name in self._digests:
-                (self.folder / name).rename(self.folder / self._named(name))
-            self.weight_map = {key: self._named(name) for key, name in self.weight_map.items()}
-        elif len(self._digests) != self.total:
-            raise FormatError(f"{self.folder}: {len(self._digests)} shards were written, expected {self.total}.")
-        (self.folder / INDEX).write_text(self.index())
-        flush_all(self.folder)  # else a power cut could leave empty files without the mark
-        (self.folder / INCOMPLETE).unlink()
-
-    def _shard(self, number: int) -> str:
-        return f"model-{number:05d}-of-{self.total or 0:05d}.safetensors"
-
-    def _named(self, name: str) -> str:
-        """Return the final name of a shard, when their number is known."""
-        return name.replace("-of-00000.", f"-of-{len(self._digests):05d}.")

@@ -6,8 +6,8 @@ The state of training is kept on disk, so that the same command resumes after a 
       state.json            run inputs of the tuning, and the number of steps done
       standing-000120.pt    trained tensors, optimizer and best state so far, after step 120
 
-The blocks of the new checkpoint are written after the last step; a run that is stopped then writes them again. Pages are written
-by `journal_pages.py`.
+The blocks of the new checkpoint are written after the last step; a run that is stopped then writes them again, until all are
+measured. Pages are written by `journal_pages.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from nearplane.errors import CalibrationError
 from nearplane.formats.container import Container
-from nearplane.formats.journal_pages import JournalPages
+from nearplane.formats.journal_pages import JournalPages, RunInputs
 from nearplane.models.kinds import Divergence
+from nearplane.record.record import RunRecord
 from nearplane.record.tuning_record import Point
 from nearplane.system.progress import Progress, duration, logged, silent
 from nearplane.tuning.network import TunedNetwork
@@ -58,7 +59,7 @@ class TrainingJournal:
 
     Args:
         container: Container of the tuned checkpoint, just entered.
-        told: Run inputs of the tuning, see `journal_pages.run_inputs`.
+        inputs: Run inputs of the tuning.
         began: Time of the start by `time.perf_counter`.
 
     Raises:
@@ -66,8 +67,8 @@ class TrainingJournal:
         FormatError: The folder cannot be read, and may not be replaced.
     """
 
-    def __init__(self, container: Container, told: Mapping[str, Any], began: float) -> None:
-        self._pages = JournalPages(container, told, began)
+    def __init__(self, container: Container, inputs: RunInputs, began: float) -> None:
+        self._pages = JournalPages(container, inputs, began)
         self._standing: dict[str, Any] | None = self._pages.progress(
             lambda state: self._pages.load(_page(int(state["done"])))
         )
@@ -79,10 +80,19 @@ class TrainingJournal:
                 container.folder,
             )
 
-    @property
-    def seconds(self) -> float:
-        """Return the duration of tuning in seconds, with the time before it was stopped."""
-        return self._pages.seconds
+    def completed(self) -> RunRecord | None:
+        """Return the record of a stopped run that had written all layers, after completing its files; None for others."""
+        return self._pages.completed(self._timed)
+
+    def seal(self, record: RunRecord) -> RunRecord:
+        """Complete the checkpoint after its last layer; see `JournalPages.seal`."""
+        return self._pages.seal(record, self._timed)
+
+    def _timed(self, record: RunRecord) -> RunRecord:
+        """Return the record with the seconds of tuning, also before it was stopped, which add to those of the solve."""
+        assert record.tuning is not None, "records of tuned checkpoints say how they were tuned"
+        seconds = self._pages.seconds
+        return replace(record, tuning=replace(record.tuning, seconds=seconds), seconds=record.seconds + seconds)
 
     def before(self) -> dict[str, Any] | None:
         """Return the state of the stopped training, if any; only once, to free its memory."""
@@ -90,7 +100,12 @@ class TrainingJournal:
         return standing
 
     def passed(self, standing: Callable[[], dict[str, Any]], *, done: bool) -> None:
-        """Write the state of training, unless that would take too much time or disk space."""
+        """Write the state of training, unless that would take too much time or disk space.
+
+        Raises:
+            ModelError: A file that the run reads was changed.
+        """
+        self._pages.check_sources()
         if self._pages.due(1.0 if done else None):  # a loss at the end would cost most
             page = standing()
             self._pages.write({"done": page["done"]}, {_page(page["done"]): page}, replaced=_page("*"))

@@ -138,7 +138,7 @@ def check_tune(
     check_recipe(record.recipe, str(source))
     check_named(against, calibration=_path(calibration))
     Unfinished(Path(out), overwrite=overwrite, sources=(Path(source), *_folders(against)))
-    check_room(Path(out), record.folder)
+    check_room(Path(out), record.folder, joined=0 if record.recipe.files.for_llama_cpp else record.bytes)
     return record
 
 

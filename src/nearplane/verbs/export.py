@@ -30,13 +30,13 @@ from nearplane.system.file_hashes import check_hashes
 from nearplane.system.model_files import CONFIG
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import RECORD
-from nearplane.system.safetensors_files import ShardWriter
+from nearplane.system.shard_writer import ShardWriter
 from nearplane.verbs.early_checks import DENSE, check_export
 from nearplane.verbs.export_integers import move_integers
 
 log = logging.getLogger("nearplane")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SHARD = 2 * 10**9  # bytes of tensors in a file, at most, unless one tensor is larger
+SHARD = 2 * 10**9  # bytes of tensors in memory, at most, unless one tensor is larger
 
 
 @checked()
@@ -86,7 +86,8 @@ def export(
         return move_integers(source, out, format, trust_remote_code=trust_remote_code)
     dtype, place = dtype or "bfloat16", Unfinished(out, sources=[source])
     network = empty_network(source, trust_remote_code=trust_remote_code, reader=reader_of(source))
-    check_room(out, DTYPES[dtype].itemsize * sum(parameter.numel() for parameter in network.parameters()))
+    size = DTYPES[dtype].itemsize * sum(parameter.numel() for parameter in network.parameters())
+    check_room(out, size, joined=size)
     tensors = _with_names_of_files(network, decoded_tensors(source, network))
     with readable_errors(out), place:
         writer = ShardWriter(place.folder, None)

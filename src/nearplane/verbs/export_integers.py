@@ -95,7 +95,8 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
         return {name: value for name, value in config.items() if value or name != "meta"}
 
     check_loads(model, grouped, configured)
-    check_room(out, trial.size + sum(stored.reader.nbytes(name) for name in stored.rest()))
+    size = trial.size + sum(stored.reader.nbytes(name) for name in stored.rest())
+    check_room(out, size, joined=0 if recipe.files.for_llama_cpp else size)
     config = configured(grouped, model.layers)
     container = container_for(model, grouped, out, config, overwrite=False, trust_remote_code=trust_remote_code)
     with container:

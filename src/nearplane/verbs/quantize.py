@@ -15,9 +15,10 @@ from pathlib import Path
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.planning.folder_size import check_disk
+from nearplane.planning.ledger import check_limit
 from nearplane.planning.start import Job, Options, container_for, open_resolved
 from nearplane.recipe.recipe import Recipe
-from nearplane.record.record import RunRecord, read_record
+from nearplane.record.record import RunRecord
 from nearplane.verbs.quantize_journal import Journal
 from nearplane.verbs.quantize_run import start_run
 from nearplane.verbs.quantize_stage import solve_stage
@@ -40,8 +41,8 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         check_tokens(model, settled, windows)
         job = Job(model=model, asked=recipe, recipe=settled, windows=windows, options=options)
         journal = Journal(container, job.run_inputs())  # holds the progress of a stopped run of the same job
-        if container.whole:  # only the folder was not renamed yet
-            return read_record(container.folder)
+        if (record := journal.completed()) is not None:  # all layers were written
+            return check_limit(record)
         with (
             start_run(job, container, journal) as run,  # the plan of the run and its layers so far
             walk(model, run.recipe, windows, run.setting, moments=run.moments, resumed=journal) as stages,

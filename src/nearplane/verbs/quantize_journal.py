@@ -5,8 +5,9 @@
       plan.pt             measurements for the plan from before the first block
       behind-00007.0.pt   hidden states of both networks behind block 7, for some of the batches
 
-A block is finished when its shard, its hidden states and then the state are on disk, in this order. A resumed run writes
-the same bytes as one that was never stopped. `journal_pages.py` writes the pages.
+A block is finished when its shard, its hidden states and then the state are on disk, in this order. When all layers are
+written, the state holds their record, and a run that is stopped later only completes the files. A resumed run writes the
+same bytes as one that was never stopped. `journal_pages.py` writes the pages.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from nearplane.calibration.activations import Stream
 from nearplane.calibration.walk import Stage
 from nearplane.errors import FormatError
 from nearplane.formats.container import Container
-from nearplane.formats.journal_pages import REMEDY, JournalPages
+from nearplane.formats.journal_pages import REMEDY, JournalPages, RunInputs
 from nearplane.models.model import Model
 from nearplane.planning.ledger import Ledger
 from nearplane.planning.plan import Plan
@@ -44,18 +45,18 @@ class Journal:
 
     Args:
         container: Container that the run writes, just entered.
-        told: Run inputs, see `journal_pages.run_inputs`.
+        inputs: Run inputs.
 
     Attributes:
-        before: Progress of a stopped run with the same inputs; None if there is none, or if its checkpoint is complete.
+        before: Progress of a stopped run with the same inputs; None if there is none, or if it had written all layers.
 
     Raises:
         RecipeError: A run with other inputs left the folder, which may not be replaced; the message names the difference.
         FormatError: The journal cannot be read or a shard has changed, and the folder may not be replaced.
     """
 
-    def __init__(self, container: Container, told: Mapping[str, Any]) -> None:
-        self._pages = JournalPages(container, told)
+    def __init__(self, container: Container, inputs: RunInputs) -> None:
+        self._pages = JournalPages(container, inputs)
         self._ledger: Ledger | None = None
         self.before = self._pages.progress(self._understood)
         if self.before is not None:
@@ -76,10 +77,17 @@ class Journal:
         plan = Plan.restored(state["plan"], self._pages.load(PLAN), record.tokens)
         return StoppedRun(blocks=int(state["blocks"]), record=record, plan=plan, seconds=float(state["seconds"]))
 
-    @property
-    def seconds(self) -> float:
-        """Seconds that the run has taken, including those before it was stopped."""
-        return self._pages.seconds
+    def completed(self) -> RunRecord | None:
+        """Return the record of a stopped run that had written all layers, after completing its files; None for others."""
+        return self._pages.completed(self._timed)
+
+    def seal(self, record: RunRecord) -> RunRecord:
+        """Complete the checkpoint after its last layer; see `JournalPages.seal`."""
+        return self._pages.seal(record, self._timed)
+
+    def _timed(self, record: RunRecord) -> RunRecord:
+        """Return the record with the seconds of the run, including those before it was stopped."""
+        return replace(record, seconds=self._pages.seconds)
 
     @property
     def blocks(self) -> int:
@@ -123,7 +131,13 @@ class Journal:
             self._write(0, {}, 0)
 
     def passed(self, blocks: int, stream: Stream | None) -> None:
-        """Write to the journal that `blocks` blocks are finished, unless it would take too much time or disk space."""
+        """Write to the journal that `blocks` blocks are finished, unless it would take too much time or disk space.
+
+        Raises:
+            ModelError: A file that the run reads was changed.
+            FormatError: A file that it has written was changed.
+        """
+        self._pages.check_sources()
         if self._ledger is not None and self._pages.due():
             pages = {} if stream is None else _pages(stream, blocks)
             self._write(blocks, pages, 0 if stream is None else _bytes(stream))

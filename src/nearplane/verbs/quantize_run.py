@@ -16,7 +16,7 @@ from nearplane.lattice.scale import StepStorage
 from nearplane.lattice.shared_grid import LARGEST, SMALLEST
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.models.layers import Layer
-from nearplane.planning.ledger import Ledger, Solved
+from nearplane.planning.ledger import Ledger, Solved, check_limit
 from nearplane.planning.request import quantization_config, with_types
 from nearplane.planning.start import Decisions, Job, decide
 from nearplane.record.record import RunRecord
@@ -105,11 +105,7 @@ class Run:
 
     def finished(self) -> RunRecord:
         """Return the run record after all layers are solved; `Container.seal` completes it."""
-        ledger = self.ledger
-        record = replace(self._record, layers=tuple(ledger.layers))
-        record = self._container.seal(record, lambda sealed: replace(sealed, seconds=self._journal.seconds))
-        ledger.check(record)
-        return record
+        return check_limit(self._journal.seal(replace(self._record, layers=tuple(self.ledger.layers))))
 
 
 def peaks_of(layers: Sequence[Layer]) -> dict[str, float]:

@@ -35,7 +35,7 @@ from nearplane.models.model import Block
 from nearplane.planning.folder_size import max_record_bytes
 from nearplane.planning.request import open_original, resolved
 from nearplane.planning.start import container_for
-from nearplane.record.record import LayerRecord, RunRecord, read_record, versions
+from nearplane.record.record import LayerRecord, RunRecord, versions
 from nearplane.record.tuning_record import KL_TOLERANCE, Solved, Tuning
 from nearplane.system.arguments import ComputeDtype, checked
 from nearplane.system.device import Device
@@ -125,8 +125,8 @@ def tune(
         settings = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.steps}
         files, text = {"original": model.folder, "checkpoint": folder}, digest_of(cut.windows)
         kept = TrainingJournal(container, run_inputs(settings, files, text, versions(), where), began)
-        if container.whole:  # only the folder was not renamed yet
-            return read_record(container.folder)
+        if (sealed := kept.completed()) is not None:  # all layers were written
+            return sealed
         trained = Trained(solved, cut, matrices, solved.vectors(matrices))
         tuning, layers = _tuned(trained, container, room, kept=kept, progress=progress)
         read = Stored(container.folder, unfinished=container.config)
@@ -134,14 +134,7 @@ def tune(
         retuned = replace(solved, record=replace(record, layers=layers), stored=read)
         layers = tuple(along_both_networks(retuned, windows, progress, partial(_certified, retuned)))
         record = replace(record, layers=layers, tuning=tuning, versions=versions(), products=products)
-        record = replace(record, device=where.model(), compute_dtype=where.recorded_dtype(model.dtype))
-
-        def timed(record: RunRecord) -> RunRecord:
-            """Add the time of tuning to that of the solve."""
-            seconds = kept.seconds
-            return replace(record, tuning=replace(tuning, seconds=seconds), seconds=record.seconds + seconds)
-
-        return container.seal(record, timed)
+        return kept.seal(replace(record, device=where.model(), compute_dtype=where.recorded_dtype(model.dtype)))
 
 
 def _windows_of_the_run(solved: Checkpoint) -> Windows:

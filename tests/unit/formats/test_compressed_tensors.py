@@ -144,7 +144,7 @@ def test_what_would_fail_when_it_is_called_does_not_load(
     out, part = tmp_path / "out", f"model.layers.0.{name}"
     write_folder(out, source(torch.float32), "compressed-tensors", bits=4, group_size=32)
     (out / RECORD).unlink()
-    path = out / "model-00001-of-00003.safetensors"
+    path = out / "model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {part: change(tensors[part])}, path, {"format": "pt"})
     with pytest.raises(FormatError, match=f"model.layers.0.{said}"):

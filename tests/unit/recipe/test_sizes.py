@@ -75,3 +75,14 @@ def test_a_folder_that_does_not_fit_on_its_disk_is_refused(tmp_path: Path) -> No
     with (tmp_path / "new" / "out.unfinished" / "shard").open("wb") as file:
         file.truncate(2 * 10**12)  # takes no room
     check_room(out, needed)
+
+
+@pytest.mark.parametrize(("joined", "more"), [(0, 0), (7 * 10**8, 7 * 10**8), (10**12, 5 * 10**9)])
+def test_the_largest_file_needs_room_twice_while_it_is_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: int, more: int
+) -> None:
+    free = 10**10
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(free, 0, free))
+    check_room(tmp_path / "out", free - more, joined=joined)
+    with pytest.raises(RecipeError, match=r"needs about 10\.0 GB of disk space, but only 10\.0 GB are free"):
+        check_room(tmp_path / "out", free - more + 1, joined=joined)

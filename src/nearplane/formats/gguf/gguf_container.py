@@ -185,16 +185,30 @@ class GGUFFile(Container):
             raise FormatError(
                 f"{path} has changed, so the stopped run cannot be resumed. Start again with --overwrite."
             )
-        self._file = path.open("r+b")
-        for name, info in self._infos.items():
-            if name in sums:
-                self._file.seek(info.begin)
-                if hashlib.sha256(self._file.read(info.size)).hexdigest() != sums[name]:
-                    raise FormatError(
-                        f"{path}: {name} has changed, so the stopped run cannot be resumed. Start again with "
-                        f"--overwrite."
-                    )
         self._sums, self.size, self._first = sums, int(state["size"]), str(state["first"])
+        self._check_tensors(path, "so the stopped run cannot be resumed")
+        self._file = path.open("r+b")
+
+    def _check_tensors(self, path: Path, fault: str) -> None:
+        """Refuse a file in which a tensor is not the one that was written; `fault` says what follows from it."""
+        with path.open("rb") as file:
+            for name, info in self._infos.items():
+                if name in self._sums:
+                    file.seek(info.begin)
+                    if hashlib.sha256(file.read(info.size)).hexdigest() != self._sums[name]:
+                        raise FormatError(f"{path}: {name} has changed, {fault}. Start again with --overwrite.")
+
+    def join(self) -> None:
+        """Compare the file with what was written to it."""
+        path, fault = self.folder / FILE, "although only this run writes it"
+        if self._file is not None:
+            self._file.flush()
+            if not path.is_file() or path.stat().st_size != self._size:
+                what = "has changed" if path.is_file() else "is missing"
+                raise FormatError(f"{path} {what}, {fault}. Start again with --overwrite.")
+            if str(read_header(path).fields) != str(self._fields):
+                raise FormatError(f"{path}: its header has changed, {fault}. Start again with --overwrite.")
+            self._check_tensors(path, fault)
 
     def write(self, tensors: Mapping[str, Tensor]) -> int:
         """Write the tensors of one block; return their bytes, with the first block also those of the header."""
