@@ -1,0 +1,68 @@
+"""What is said of a request before any work: layers that runtimes fuse, and whose grids differ."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from families import TEXT_VOCABULARY, config_of, random_model
+from nearplane.planning.start import open_resolved
+from nearplane.recipe.recipe import LayerScheme, Recipe
+from nearplane.recipe.schemes import GridScheme
+
+FOUR, EIGHT = GridScheme(bits=4, group_size=16), GridScheme(bits=8, group_size=16)
+ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for family in ("llama", "mixtral", "deepseek_v3"):
+        found[family] = tmp_path_factory.mktemp("models") / family
+        model = random_model(config_of(family, vocab_size=TEXT_VOCABULARY, num_hidden_layers=2)).float()
+        model.save_pretrained(found[family])
+    return found
+
+
+def warnings_of(folder: Path, caplog: pytest.LogCaptureFixture, **options: Any) -> list[str]:
+    options = {"scheme": FOUR, "format": "gptq"} | options
+    open_resolved(str(folder), Recipe(**options), trust_remote_code=False)
+    return [record.getMessage().partition(" have different grids. vLLM and SGLang fuse these")[0] for record in caplog.records]
+
+
+Q, GATE = "q_proj (unquantized)", "up_proj (int4-g16) and gate_proj (unquantized)"
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "said"),
+    [
+        ("llama", {}, []),
+        ("llama", {"ignore": ("self_attn", "mlp")}, None),
+        ("llama", {"ignore": (r"0\.self_attn\.q_proj",)}, [f"k_proj (int4-g16) and v_proj (int4-g16) and {Q} of {ATTENTION}"]),
+        ("llama", {"ignore": ("gate_proj",)}, [f"{GATE} of {MLP} and 1 other modules"]),
+        ("llama", {"ignore": ("gate_proj",), "format": "nearplane"}, None),
+        (
+            "llama",
+            {"layers": (LayerScheme(pattern="k_proj|1.*up_proj", scheme=EIGHT),)},
+            [
+                f"q_proj (int4-g16) and k_proj (int8-g16) and v_proj (int4-g16) of {ATTENTION} and 1 other modules",
+                "gate_proj (int4-g16) and up_proj (int8-g16) of model.layers.1.mlp",
+            ],
+        ),
+        ("deepseek_v3", {"ignore": ("q_a_proj",)}, ["kv_a_proj_with_mqa (int4-g16) and q_a_proj (unquantized)"]),
+        ("mixtral", {"ignore": (r"experts\.[0-9]+\.(w2|down_proj)",)}, ["down_proj (unquantized) of model.layers.0.mlp.experts"]),
+    ],
+)  # fmt: skip
+def test_layers_that_runtimes_fuse_are_named_in_every_module_where_they_differ(
+    family: str,
+    options: dict[str, Any],
+    said: list[str] | None,
+    folders: dict[str, Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if said is None:
+        pytest.skip("later")
+    found = warnings_of(folders[family], caplog, **options)
+    print(found)
+    assert len(found) == len(said)
+    assert all(part in text for part, text in zip(said, found, strict=True))
