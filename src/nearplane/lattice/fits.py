@@ -25,7 +25,9 @@ from nearplane.lattice.superblock_fit import SuperFit
 from nearplane.lattice.superblock_search import fit_blocks
 from nearplane.lattice.tiles import tiles
 
-MAX_GROWTH = 4.0  # of the error of rounding, by steps that are stored too coarsely: what one bit less of each weight costs
+MAX_GROWTH = (
+    4.0  # of the error of rounding, by steps that are stored too coarsely: what one bit less of each weight costs
+)
 GridFit = Callable[[Tensor, Tensor, Steps], tuple[Grid, Callable[[Grid], Fit | None]]]
 """Function from a target (out, in), a weight of each column's errors (in,), and `Steps` to a grid and its `Fit`, or None."""
 
@@ -82,7 +84,9 @@ def check_steps(grid: Grid, target: Tensor, W: Tensor, importance: Tensor, steps
         lost += unit**2 * _rounding_error(weights, importance, steps)
         least += _rounding_error(centred, importance, replace(steps, peak=None))
     if lost > MAX_GROWTH * least:
-        share = f": its steps lose {lost / energy:.2g} of their energy, where steps of any size lose {least / energy:.2g}"
+        share = (
+            f": its steps lose {lost / energy:.2g} of their energy, where steps of any size lose {least / energy:.2g}"
+        )
         raise too_small(largest, storage, share)
 
 
