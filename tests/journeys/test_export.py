@@ -24,6 +24,7 @@ from nearplane.formats.find_record import find_record
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.loading.dense_network import dense_network
 from nearplane.record.record import read_record
+from nearplane.system.safetensors_files import ShardReader
 from plain_formats import decoded
 
 WORDS: dict[str, Any] = dict(calibration=str(CALIBRATION), samples=8, seqlen=64)
@@ -205,7 +206,8 @@ def test_tensors_that_are_not_quantized_keep_their_dtype(tmp_path: Path) -> None
     nearplane.quantize(tmp_path / "model", tmp_path / "out", bits=4, group_size=32, solver="round-to-nearest")
     nearplane.export(tmp_path / "out", tmp_path / "kept")
     nearplane.export(tmp_path / "out", tmp_path / "short", dtype="float16")
-    kept, short = (load_file(tmp_path / each / "model.safetensors") for each in ("kept", "short"))
+    readers = [ShardReader(tmp_path / each) for each in ("kept", "short")]
+    kept, short = (reader.read(reader.names()) for reader in readers)
     assert torch.equal(kept[key], weights[key])
     assert {each.dtype for each in kept.values()} == {torch.bfloat16, torch.float32}
     assert {each.dtype for each in short.values()} == {torch.float16}

@@ -158,7 +158,7 @@ def check_request(model: Model, recipe: Recipe) -> None:
             )
     check_budget(model, recipe)
     for difference, modules in _inconsistent_fusions(model, recipe).items():
-        others = f" and {len(modules) - 1} other modules" if len(modules) > 1 else ""
+        others = f" and of {len(modules) - 1} more" if len(modules) > 1 else ""
         logger.warning(
             f"{difference} of {modules[0]}{others} have different grids. vLLM and SGLang fuse these and cannot load the "
             "checkpoint. Quantize all of them alike, or leave all of them out with --ignore."

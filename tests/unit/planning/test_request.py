@@ -41,18 +41,22 @@ Q, GATE = "q_proj (unquantized)", "up_proj (int4-g16) and gate_proj (unquantized
         ("llama", {}, []),
         ("llama", {"ignore": ("self_attn", r"0\.mlp")}, []),
         ("llama", {"ignore": (r"0\.self_attn\.q_proj",)}, [f"k_proj (int4-g16) and v_proj (int4-g16) and {Q} of {ATTENTION}"]),
-        ("llama", {"ignore": ("gate_proj",)}, [f"{GATE} of {MLP} and 1 other modules"]),
+        ("llama", {"ignore": ("gate_proj",)}, [f"{GATE} of {MLP} and of 1 more"]),
         ("llama", {"ignore": ("gate_proj",), "format": "gguf", "scheme": GridScheme(bits=4, group_size=32)}, []),
         (
             "llama",
             {"layers": (LayerScheme(pattern="k_proj|1.*up_proj", scheme=EIGHT),)},
             [
-                f"q_proj (int4-g16) and k_proj (int8-g16) and v_proj (int4-g16) of {ATTENTION} and 1 other modules",
+                f"q_proj (int4-g16) and k_proj (int8-g16) and v_proj (int4-g16) of {ATTENTION} and of 1 more",
                 "gate_proj (int4-g16) and up_proj (int8-g16) of model.layers.1.mlp",
             ],
         ),
         ("deepseek_v3", {"ignore": ("q_a_proj",)}, ["kv_a_proj_with_mqa (int4-g16) and q_a_proj (unquantized)"]),
-        ("mixtral", {"ignore": (r"experts\.[0-9]+\.(w2|down_proj)",)}, ["down_proj (unquantized) of model.layers.0.mlp.experts"]),
+        (
+            "mixtral",
+            {"ignore": (r"experts\.[0-9]+\.(w2|down_proj)",)},
+            ["w1 (int4-g16) and w3 (int4-g16) and w2 (unquantized) of model.layers.0.mlp.experts and of 1 more"],
+        ),
     ],
 )  # fmt: skip
 def test_layers_that_runtimes_fuse_are_named_in_every_module_where_they_differ(
