@@ -30,7 +30,7 @@ from nearplane.lattice.fits import FITS, check_steps
 from nearplane.lattice.grid import Grid, QuantizedMatrix, stacked
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.polish import polish, refine
-from nearplane.lattice.scale import Steps, StepStorage
+from nearplane.lattice.scale import Search, Steps, StepStorage
 from nearplane.lattice.solvers import SOLVERS, Problem, Solution
 from nearplane.matrix.certificate import MeasuredRows, SolvedMatrix, measured_rows, record_of
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
@@ -198,7 +198,7 @@ def importance_of(inputs: Inputs, scheme: Scheme) -> Tensor:
 
 def steps_of(scheme: GridScheme | BlockScheme, storage: StepStorage) -> Steps:
     """Return the settings for the initial fit of steps."""
-    search = getattr(scheme, "scale", "mse")
+    search: Search = getattr(scheme, "scale", "mse")
     return Steps(format=scheme.number_format, search=search, storage=storage.dtype, peak=storage.peak)
 
 

@@ -27,6 +27,8 @@ STORED = sorted(
         (file, str(FORMATS[file].layers.scale_dtype(dtype)).removeprefix("torch."), kind.name)
         for file, dtype, kind in product(FORMATS, (torch.float16, torch.bfloat16, torch.float32), KINDS)
         if kind.bits and file != "nearplane" and FILE_FORMATS[file].fault(kind) is None
+        if (kind.name in TYPES) == (file == "gguf") or (file, kind.name) == ("compressed-tensors", "mxfp4")
+        if kind.minimum == (file == "mlx") or file == "gguf"
         if dtype == torch.float16 or kind.steps is None  # which the format decides
     }
 )
