@@ -209,8 +209,13 @@ def least_error(groups: Tensor, importance: Tensor, levels: Tensor, trials: Iter
     weight = importance.to(groups).square().view(groups.shape[1:])
     middles = (levels[1:] + levels[:-1]) / 2
     least, best = groups.new_full(groups.shape[:2], torch.inf), None
+    exponent = torch.frexp(groups.abs().amax(-1)).exponent.clamp(-126, 126)
+    unit = torch.exp2(
+        -exponent.to(groups)
+    )  # of every group, in which no square overflows; a power of two changes nothing else
+    groups = groups * unit[..., None]
     for key, step in trials:
-        scale = step[..., None]
+        scale = (step * unit)[..., None]
         error = levels[torch.bucketize(groups / scale, middles)].mul_(scale).sub_(groups).square_().mul_(weight).sum(-1)
         better = error < least
         best, least = torch.where(better, key, torch.zeros_like(key) if best is None else best), error.minimum(least)

@@ -32,7 +32,7 @@ STORED = sorted(
         if dtype == torch.float16 or kind.steps is None  # which the format decides
     }
 )
-SMALLEST, LARGEST = -149, 127  # exponents of float32
+SMALLEST, LARGEST = -126, 127  # exponents of normal numbers of float32
 
 
 @cache
