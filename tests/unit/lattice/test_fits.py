@@ -20,7 +20,7 @@ from nearplane.recipe.file_formats import FILE_FORMATS
 from nearplane.recipe.schemes import BlockScheme, GridScheme, options_of
 from nearplane.record.record import LayerRecord
 
-INTEGERS = [integers(bits, 32, symmetric=symmetric) for bits, symmetric in product((2, 4, 8), (True, False))]
+INTEGERS = [integers(bits, 32, symmetric=symmetric) for bits, symmetric in product((4, 8), (True, False))]
 KINDS = [*INTEGERS, integers(8, None), integers(4, 32, minimum=True), *BY_NAME.values()]
 STORED = sorted(
     {
