@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from shutil import copytree
@@ -9,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import nearplane
 from checkpoints import save_part_of_the_demo
-from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
+from families import DEEPSEEK, TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane.cli.app import app
 from nearplane.demo import CALIBRATION
 from nearplane.errors import FormatError, RecipeError
@@ -23,6 +24,7 @@ from nearplane.formats.find_record import find_record
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.loading.dense_network import dense_network
 from nearplane.record.record import read_record
+from nearplane.system.safetensors_files import ShardReader
 from plain_formats import decoded
 
 WORDS: dict[str, Any] = dict(calibration=str(CALIBRATION), samples=8, seqlen=64)
@@ -188,3 +190,29 @@ def test_float32_that_a_gguf_rounds_is_said(model: Path, tmp_path: Path, caplog:
     old, new = dense_network(tmp_path / "out").state_dict(), dense_network(tmp_path / "new").state_dict()
     assert [each for each in old if not torch.equal(old[each], new[each])] == [name]
     assert torch.equal(new[name], load_file(tmp_path / "model" / "model.safetensors")[name].half().float())
+
+
+def test_tensors_that_are_not_quantized_keep_their_dtype(tmp_path: Path) -> None:
+    """A router's bias is in float32 in a network of bfloat16: rounded, it would cost as much as quantization does."""
+    source, name = random_model(config_of("deepseek_v3", **DEEPSEEK)).bfloat16(), "e_score_correction_bias"
+    bias = next(each for key, each in source.state_dict().items() if name in key)
+    source.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    key = next(each for each in weights if name in each)
+    weights[key] = 6.8 + torch.rand(bias.shape, generator=torch.Generator().manual_seed(0))
+    save_file(weights, file, {"format": "pt"})
+    add_tokenizer(tmp_path / "model")
+    nearplane.quantize(tmp_path / "model", tmp_path / "out", bits=4, group_size=32, solver="round-to-nearest")
+    nearplane.export(tmp_path / "out", tmp_path / "kept")
+    nearplane.export(tmp_path / "out", tmp_path / "short", dtype="float16")
+    readers = [ShardReader(tmp_path / each) for each in ("kept", "short")]
+    kept, short = (reader.read(reader.names()) for reader in readers)
+    assert torch.equal(kept[key], weights[key])
+    assert {each.dtype for each in kept.values()} == {torch.bfloat16, torch.float32}
+    assert {each.dtype for each in short.values()} == {torch.float16}
+    configs = [json.loads((tmp_path / each / "config.json").read_text())["dtype"] for each in ("kept", "short")]
+    assert configs == ["bfloat16", "float16"]
+    loaded = dense_network(tmp_path / "out", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded.state_dict()[key], weights[key])

@@ -44,6 +44,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": LLAMA | MOE,
     "mixtral": LLAMA | MOE,
 }
+DEEPSEEK = LLAMA | dict(
+    num_hidden_layers=2,
+    num_key_value_heads=4,
+    q_lora_rank=32,
+    kv_lora_rank=32,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    n_routed_experts=4,
+    n_group=2,
+    topk_group=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    first_k_dense_replace=1,
+)  # "deepseek_v3": attention of low rank, and a router with a bias that stays in float32
 MOE_FAMILIES = ("qwen3_moe", "mixtral")  # their grouped products do not run in float64
 
 

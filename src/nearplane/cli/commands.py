@@ -290,7 +290,8 @@ def export(
         format: safetensors decodes all weights, for any program. Others hold the same integers: compressed-tensors and gptq if
             symmetric, gptq_v2, awq at 4 bits, gguf at 4, 5 and 8 symmetric bits in groups that are multiples of 32, and at 4
             asymmetric bits in multiples of 256.
-        dtype: Dtype of the decoded weights, only with safetensors. Default: bfloat16.
+        dtype: Dtype of all weights, only with safetensors. Default: bfloat16 for decoded weights, and every other tensor keeps
+            its own.
         trust_remote_code: Run model code that comes with the checkpoint, and copy it.
     """
     check_export(out, folder, format, dtype)

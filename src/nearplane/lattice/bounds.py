@@ -132,8 +132,9 @@ def figures_of_rows(
         target: (rows, in) matrix that was quantized: the weights, or the corrected target.
         solution: Codes, their grid, and the counts of sweep targets outside the grid. Without these counts every weight
             was rounded separately, and the bounds do not hold.
-        H: (in, in) undamped Hessian, in the dtype of the computation. The loss is `damped_loss - lambda mean(E^2)`,
-            as accurate as that dtype unless damping exceeds `H` by many powers of ten.
+        H: (in, in) undamped Hessian, in the dtype of the computation, which is float64 where squares of the weights would
+            vanish or overflow in float32. The loss is `damped_loss - lambda mean(E^2)`, as accurate as that dtype unless
+            damping exceeds `H` by many powers of ten.
         factor: Factor of the damped `H`, in the order of the sweep.
         facts: Numbers of the whole layer.
         values: (rows, in) decoded weights if they were changed after the sweep; None: those of the grid.
@@ -142,13 +143,13 @@ def figures_of_rows(
         (8, rows) of every row: loss, damped loss, loss of rounding to nearest, energy under H, sum of squared weights, upper
         bound of the damped loss, number of targets outside the grid, gamma; see `Certificate`. Sums over the inputs.
     """
-    dtype, matrix = H.dtype, solution.matrix
+    matrix, (least, most) = solution.matrix, SAFE_SQUARES
+    safe = least < facts.largest**2 * facts.peak < most
+    dtype = H.dtype if safe or not facts.largest else torch.float64
     swept = solution.outside is not None
     order, U = factor.order, factor.U.to(dtype)
     d = factor.d.to(dtype).masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
     # for errors that are large along strong directions of `H`, where float32 is accurate enough
-    least, most = SAFE_SQUARES
-    safe = least < facts.largest**2 * facts.peak < most
     triangle = folded(H, torch.promote_types(W.dtype, torch.float32) if safe else dtype)
     parts: list[Tensor] = []  # (8, rows) each
     for rows in strips(target, MEASURED_ROWS):

@@ -24,7 +24,8 @@ def multiples(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, C
     del importance
     kind, grid = steps.format, steps.grid(target)
     assert isinstance(kind, BlockFormat), "only formats of blocks name this fit"
-    wanted = grid.scale.unflatten(1, (-1, kind.columns // kind.group))
+    used = (target.reshape(*grid.scale.shape, -1) != 0).any(-1)  # a group of zeros has step 1, which no other needs
+    wanted = grid.scale.masked_fill(~used, 0).unflatten(1, (-1, kind.columns // kind.group))
     d = rounded(wanted.amax(-1) / kind.sc[1], steps.stored_in)
     sc = _multiple(wanted, d[..., None], kind.sc[1]).flatten(1).to(torch.int32)
     made = SuperGrid(d=d, sc=sc, group=grid.group, low=grid.low, high=grid.high, levels=grid.levels)

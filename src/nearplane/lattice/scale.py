@@ -98,17 +98,34 @@ class Steps:
 
 
 def stored(scale: Tensor, storage: torch.dtype) -> Tensor:
-    """Round steps as `to_storage` does, and check that they fit.
+    """Round steps as `to_storage` does, and check that they are not too large; see `refuse_infinite`."""
+    rounded = to_storage(scale, storage)
+    refuse_infinite(storage, rounded)
+    return rounded
+
+
+def refuse_infinite(storage: torch.dtype, *rounded: Tensor) -> None:
+    """Refuse numbers of a grid that became infinite when they were rounded to `storage`; `fits.check_steps` refuses small ones.
 
     Raises:
-        NumericalError: A step is too large for `storage`.
+        NumericalError: A number is not finite.
     """
-    rounded = to_storage(scale, storage)
-    if bool(torch.isinf(rounded).any()):
-        raise NumericalError(
-            f"A step of {float(scale.max()):.3g} does not fit {storage}: the weights are too large for it."
-        )
-    return rounded
+    if not bool(torch.stack([torch.isfinite(part).all() for part in rounded]).all()):
+        raise NumericalError(f"A step does not fit {storage}: the weights are too large for it. {other_steps(storage)}")
+
+
+def other_steps(storage: torch.dtype) -> str:
+    """Return a sentence with what to do about weights whose steps a dtype cannot store."""
+    wider = ", or use a --format whose steps have the dtype of a bfloat16 model: compressed-tensors or mlx"
+    return f"Leave the layer unquantized with --ignore{wider if storage == torch.float16 else ''}."
+
+
+def too_small(largest: float, storage: torch.dtype, lost: str = "") -> NumericalError:
+    """Return the error about weights of at most this magnitude whose steps are too small for a dtype, and what they lose."""
+    return NumericalError(
+        f"The steps of these weights, the largest of which is {largest:.2g}, are too small for {storage}{lost}. "
+        f"{other_steps(storage)}"
+    )
 
 
 def to_storage(scale: Tensor, storage: torch.dtype) -> Tensor:
@@ -192,8 +209,13 @@ def least_error(groups: Tensor, importance: Tensor, levels: Tensor, trials: Iter
     weight = importance.to(groups).square().view(groups.shape[1:])
     middles = (levels[1:] + levels[:-1]) / 2
     least, best = groups.new_full(groups.shape[:2], torch.inf), None
+    exponent = torch.frexp(groups.abs().amax(-1)).exponent.clamp(-126, 126)
+    unit = torch.exp2(
+        -exponent.to(groups)
+    )  # of every group, in which no square overflows; a power of two changes nothing else
+    groups = groups * unit[..., None]
     for key, step in trials:
-        scale = step[..., None]
+        scale = (step * unit)[..., None]
         error = levels[torch.bucketize(groups / scale, middles)].mul_(scale).sub_(groups).square_().mul_(weight).sum(-1)
         better = error < least
         best, least = torch.where(better, key, torch.zeros_like(key) if best is None else best), error.minimum(least)

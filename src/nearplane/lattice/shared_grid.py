@@ -20,7 +20,7 @@ from nearplane.lattice import number_formats
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.kernels_torch import Rounding
 from nearplane.lattice.polish import Fit, PlainFit, State
-from nearplane.lattice.scale import Steps, least_error
+from nearplane.lattice.scale import Steps, least_error, other_steps
 
 E4M3 = torch.tensor([level for level in number_formats.E4M3 if level > 0])  # all positive values, ascending
 SMALLEST, LARGEST = float(E4M3[0]), float(E4M3[-1])  # 2^-9 and 448
@@ -81,7 +81,9 @@ def divisor_of(peak: float, highest: float) -> float:
     """
     divisor = float(torch.tensor(LARGEST * highest / peak if peak else 1.0, dtype=torch.float32))
     if not 0 < divisor < float("inf"):
-        raise NumericalError(f"The largest magnitude is {peak:.3g}, whose global scale does not fit float32.")
+        raise NumericalError(
+            f"The largest magnitude is {peak:.3g}, whose global scale does not fit float32. {other_steps(torch.float32)}"
+        )
     return divisor
 
 

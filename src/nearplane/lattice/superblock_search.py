@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.errors import NumericalError
 from nearplane.lattice.kernels import kernels_of
 from nearplane.lattice.number_formats import BlockFormat
+from nearplane.lattice.scale import refuse_infinite
 from nearplane.lattice.superblock import SuperGrid
 
 
@@ -34,8 +34,7 @@ def fit_blocks(kind: BlockFormat, W: Tensor, importance: Tensor, storage: torch.
     spread = importance.to(weights).clamp(min=0)
     h = (spread / spread.mean().clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1e-6).view(groups, kind.group)
     parts = kernels_of(weights).blocks(kind, weights.view(-1, kind.group), h, storage)
-    if not bool(torch.stack([torch.isfinite(part).all() for part in parts.values()]).all()):
-        raise NumericalError(f"A step does not fit {storage}: the weights are too large for it.")
+    refuse_infinite(storage, *parts.values())
     counts = {"d": blocks, "dmin": blocks, "sc": groups, "m": groups}
     numbers: Any = {name: part.view(out, counts[name]) for name, part in parts.items()}
     group = torch.arange(columns, device=W.device) // kind.group

@@ -146,11 +146,18 @@ def dense_network(
         return network_of(folder, dtype=dtype, device=device, empty=empty, trust_remote_code=trust_remote_code)
     floats: torch.dtype | None = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, empty.dtype)
     grids = PackedGrids(empty, Stored(folder).names(), floats or empty.dtype) if packed and not widened else None
+    kept: set[str] = set()
     if widened:
         tensors: Iterator[tuple[str, Tensor]] = ((name, reader.read([name])[name]) for name in reader.names())
     else:
         tensors = decoded_tensors(folder, empty, check=check, device=device, packed=grids)
-    weights = {name: values.to(device, floats if values.is_floating_point() else None) for name, values in tensors}
+        kept = set(
+            Stored(folder).rest()
+        )  # transformers knows which of them stay in float32 whatever the network's dtype is
+    weights = {
+        name: values.to(device, None if name in kept or not values.is_floating_point() else floats)
+        for name, values in tensors
+    }
     model = network_of(
         folder, dtype=empty.dtype if floats is None else floats, device=device, weights=weights, empty=empty
     )

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
 from nearplane.lattice.factor import Factor, factorize, one_thread, solved_strips
-from nearplane.lattice.fits import FITS
+from nearplane.lattice.fits import FITS, check_steps
 from nearplane.lattice.grid import Grid, QuantizedMatrix, stacked
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.polish import polish, refine
-from nearplane.lattice.scale import Steps, StepStorage
+from nearplane.lattice.scale import Search, Steps, StepStorage
 from nearplane.lattice.solvers import SOLVERS, Problem, Solution
 from nearplane.matrix.certificate import MeasuredRows, SolvedMatrix, measured_rows, record_of
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
@@ -71,7 +71,8 @@ def quantize_matrix(
 
     Raises:
         RecipeError: The group size does not divide the inputs, or the scheme is of another kind.
-        NumericalError: A weight is not finite, or the Hessian not positive definite, not symmetric or of a wrong size.
+        NumericalError: A weight is not finite, `storage` does not have the steps of the weights, or the Hessian is not positive
+            definite, not symmetric or of a wrong size.
     """
     W, inputs = lattice_problem(W, statistics, name)
     rows = solve_rows(W, slice(None), inputs, scheme, storage=storage, name=name, together=together)
@@ -133,6 +134,7 @@ def solve_rows(
             solution = solve_joined(wide, together, lambda part: solve(part, inputs, scheme, stored))
         else:
             solution = solve(wide, inputs, scheme, stored)
+        check_steps(solution.matrix.grid, wide, W, importance_of(inputs, scheme), steps_of(scheme, stored))
         known = SolvedMatrix(matrix=solution.matrix, outside=solution.outside)
         measured = measured_rows(W, rows, aim, known, inputs, scheme)
     except NumericalError as error:
@@ -155,15 +157,10 @@ def joined(
 def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, storage: StepStorage) -> Solution:
     """Fit a grid to the target, round the target to it, and refine both, strip by strip."""
     factor = inputs.factor_of_the_sweep(scheme)
-    importance = inputs.moments.H.diagonal().sqrt() if scheme.calibrated else target.new_ones(target.shape[1])
+    importance = importance_of(inputs, scheme)
     if storage.peak is None and scheme.number_format.global_scale:
         storage = storage._replace(peak=float(target.abs().max()))
-    steps = Steps(
-        format=scheme.number_format,
-        search=getattr(scheme, "scale", "mse"),
-        storage=storage.dtype,
-        peak=storage.peak,
-    )
+    steps = steps_of(scheme, storage)
     H, rounds, sweeps = None, scheme.rounds or 0, scheme.polish or 0
     if rounds or sweeps:
         H = inputs.damped(factor, target.dtype)
@@ -191,6 +188,18 @@ def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, stor
     return Solution(
         matrix=stacked([each.matrix for each in solutions]), outside=torch.cat(outside) if outside else None
     )
+
+
+def importance_of(inputs: Inputs, scheme: Scheme) -> Tensor:
+    """Return (in,) the importance of the errors of each column when steps are fitted: the root mean square of its input."""
+    H = inputs.moments.H
+    return H.diagonal().sqrt() if scheme.calibrated else torch.ones_like(H.diagonal())
+
+
+def steps_of(scheme: GridScheme | BlockScheme, storage: StepStorage) -> Steps:
+    """Return the settings for the initial fit of steps."""
+    search: Search = getattr(scheme, "scale", "mse")
+    return Steps(format=scheme.number_format, search=search, storage=storage.dtype, peak=storage.peak)
 
 
 def rounded(target: Tensor, grid: Grid, factor: Factor, scheme: Scheme, H: Tensor) -> Solution:

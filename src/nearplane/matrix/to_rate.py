@@ -22,7 +22,7 @@ from nearplane.lattice.bounds import MEASURED_ROWS, folded, times_triangle
 from nearplane.lattice.factor import Factor, read, strips
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
-from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, waterfill_exponents
+from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, too_small, waterfill_exponents
 from nearplane.matrix.certificate import SolvedMatrix, measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.matrix.on_grid import rounded
@@ -182,6 +182,7 @@ def quantize_matrix_to_rate(
         while True:
             trial = search(T, inputs, scheme, rate, steps)
             check_codes(trial.matrix.codes, T)
+            check_scales(trial.matrix.grid, T)
             matrix = scaled(trial.matrix, T, inputs.moments.H)
             known = SolvedMatrix(matrix=matrix, base=trial.matrix.grid.base)
             record = measure(name, W, (T, rho), known, inputs, scheme)
@@ -202,6 +203,13 @@ def check_codes(codes: Tensor, T: Tensor) -> None:
             f"The largest weight, {largest:.3g}, is more than {MAX_CODE:,} steps from 0 beside the others. Check the "
             f"checkpoint, or leave this layer unquantized with --ignore."
         )
+
+
+def check_scales(grid: ProductGrid, T: Tensor) -> None:
+    """Raise NumericalError if the step of a column that is not 0 lies below the normal numbers of float32."""
+    smallest = torch.where((T != 0).any(0), grid.column_scale(), 1).min()
+    if float(smallest) < torch.finfo(torch.float32).smallest_normal:
+        raise too_small(float(T.abs().max()), torch.float32)
 
 
 def waterfilled_steps(W: Tensor, factor: Factor, sensitivity: Tensor | None) -> ProductGrid:

@@ -32,6 +32,14 @@ from nearplane.recipe.schemes import BlockScheme
 from nearplane.system.device import Device
 
 logger = logging.getLogger("nearplane")
+FUSED_BY_VLLM = {  # layers of one module that it loads as one, besides those of `FUSED_NAMES`
+    **dict.fromkeys(("query", "key", "value"), "qkv_proj"),
+    **dict.fromkeys(("w1", "w3"), "gate_up_proj"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj"),
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),
+    **dict.fromkeys(("in_proj_b", "in_proj_a"), "in_proj_ba"),
+}
+EXPERT = re.compile(r"(.*\bexperts)\.[0-9]+\.(.+)")
 
 
 def open_original(source: str | Path, recipe: Recipe, *, trust_remote_code: bool) -> Model:
@@ -151,9 +159,11 @@ def check_request(model: Model, recipe: Recipe) -> None:
             )
     _check_left_out(model, recipe)
     check_budget(model, recipe)
-    for path, names in _inconsistent_fusions(model, recipe).items():
+    for difference, modules in _inconsistent_fusions(model, recipe).items():
+        others = f" and of {len(modules) - 1} more" if len(modules) > 1 else ""
         logger.warning(
-            f"{' and '.join(names)} of {path} have different grids. vLLM and SGLang fuse these and cannot load the checkpoint."
+            f"{difference} of {modules[0]}{others} have different grids. vLLM and SGLang fuse these and cannot load the "
+            "checkpoint. Quantize all of them alike, or leave all of them out with --ignore."
         )
 
 
@@ -178,14 +188,26 @@ def _check_left_out(model: Model, recipe: Recipe) -> None:
 
 
 def _inconsistent_fusions(model: Model, recipe: Recipe) -> dict[str, list[str]]:
-    """Return layers that runtimes fuse although their grids differ, by their module; only the first such module."""
-    formats: dict[tuple[str, str], dict[str, object]] = {}
-    for layer in model.layers if recipe.layers and not (recipe.files.for_llama_cpp or recipe.files.for_mlx) else ():
-        path, _, last = layer.name.rpartition(".")
-        if last in FUSED_NAMES:
-            formats.setdefault((path, FUSED_NAMES[last]), {})[last] = recipe.scheme_of(layer.name).number_format
-    inconsistent = [(path, list(each)) for (path, _), each in formats.items() if len(set(each.values())) > 1]
-    return dict(inconsistent[:1])
+    """Return the modules whose layers runtimes fuse although their grids differ or some are unquantized, by the difference."""
+    if recipe.files.for_llama_cpp or recipe.files.for_mlx or recipe.files.by_nearplane:
+        return {}
+    grids = {layer.name: recipe.scheme_of(layer.name).number_format.name for layer in model.layers}
+    fused: dict[
+        tuple[str, str], dict[str, dict[str, None]]
+    ] = {}  # grids of every kind of layer that becomes part of one
+    for name in dict.fromkeys([*grids, *model.ignored, *(name for name, _ in model.skipped)]):
+        path, _, last = name.rpartition(".")
+        whole = FUSED_NAMES.get(last) or FUSED_BY_VLLM.get(last)
+        if (experts := EXPERT.match(name)) is not None:
+            path, whole, last = experts[1], "experts", experts[2]  # one kernel takes all matrices of all experts
+        if whole is not None:
+            fused.setdefault((path, whole), {}).setdefault(last, {})[grids.get(name, "unquantized")] = None
+    differences: dict[str, list[str]] = {}
+    for (path, _), layers in fused.items():
+        if len({grid for each in layers.values() for grid in each}) > 1:
+            text = " and ".join(f"{layer} ({' or '.join(each)})" for layer, each in layers.items())
+            differences.setdefault(text, []).append(path)
+    return differences
 
 
 def rehearse(model: Model, recipe: Recipe, windows: Windows, device: Device) -> dict[str, FirstLook]:

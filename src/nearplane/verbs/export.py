@@ -6,7 +6,8 @@ Dense weights are decoded one tensor at a time. Integers are moved by `export_in
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import Beside
 from nearplane.formats.card_file import write_card
 from nearplane.formats.layer_format import QUANTIZATION, WEIGHTS, as_tensors_are, json_text, read_config
-from nearplane.formats.stored import quantization_of, reader_of
+from nearplane.formats.stored import Stored, quantization_of
 from nearplane.loading.dense_network import decoded_tensors, stacks_of
 from nearplane.models.config_checks import PACKED_NAMES
 from nearplane.models.conversion import as_saved
@@ -61,7 +62,8 @@ def export(
         out: New or empty folder. It is written under another name and renamed when complete, see `Unfinished`.
         format: "safetensors" decodes all weights. "compressed-tensors", "gptq", "gptq_v2", "awq", "mlx" and "gguf" hold equal
             integers.
-        dtype: Dtype of all floating-point tensors of decoded weights; None: bfloat16. Not for other formats.
+        dtype: Dtype of all floating-point tensors; None: bfloat16 for decoded weights, and every other tensor keeps its own.
+            Only with "safetensors".
         trust_remote_code: Whether to run model code that comes with the checkpoint, and to copy it.
 
     Returns:
@@ -84,14 +86,18 @@ def export(
         raise RecipeError(f"{source} is not quantized: its weights are dense already. Copy the folder instead.")
     if format != DENSE:
         return move_integers(source, out, format, trust_remote_code=trust_remote_code)
-    dtype, place = dtype or "bfloat16", Unfinished(out, sources=[source])
-    network = empty_network(source, trust_remote_code=trust_remote_code, reader=reader_of(source))
-    size = DTYPES[dtype].itemsize * sum(parameter.numel() for parameter in network.parameters())
+    stored, place = Stored(source), Unfinished(out, sources=[source])
+    kept = set(stored.rest()) if dtype is None else set()
+    dtype = dtype or "bfloat16"
+    network = empty_network(source, trust_remote_code=trust_remote_code, reader=stored.reader)
+    others = sum(parameter.numel() for parameter in network.parameters())
+    others -= sum(math.prod(stored.reader.shape(name)) for name in kept)
+    size = DTYPES[dtype].itemsize * max(0, others) + sum(map(stored.reader.nbytes, kept))
     check_room(out, size, joined=size)
     tensors = _with_names_of_files(network, decoded_tensors(source, network))
     with readable_errors(out), place:
         writer = ShardWriter(place.folder, None)
-        for shard in _shards(tensors, DTYPES[dtype]):
+        for shard in _shards(tensors, DTYPES[dtype], kept):
             writer.write(shard)
         beside.log_left_out(out)
         beside.copy(place.folder)
@@ -128,8 +134,10 @@ def _with_names_of_files(
         yield from saved.items()
 
 
-def _shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """Yield tensors in portions of at most about `SHARD` bytes, floating-point ones in `dtype`."""
+def _shards(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, kept: Collection[str]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield tensors in portions of at most about `SHARD` bytes, floating-point ones in `dtype` unless they are `kept`."""
     portion: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if tensor.is_floating_point():
@@ -137,7 +145,7 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterat
                 raise FormatError(
                     f"{name} has values that are NaN or Inf: the file is damaged. Fetch the folder again."
                 )
-            tensor = tensor.to(dtype)
+            tensor = tensor if name in kept else tensor.to(dtype)
             if dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
                 raise FormatError(f"{name} has values outside the range of float16. Export to bfloat16 or float32.")
         if portion and sum(part.nbytes for part in portion.values()) + tensor.nbytes > SHARD:

@@ -162,6 +162,27 @@ def test_weights_too_large_for_the_storage_are_refused_by_name() -> None:
         quantize_matrix(1e8 * p.W, p.H, GridScheme(group_size=4), name="q_proj")
 
 
+def test_weights_too_small_for_the_storage_are_refused_by_name_and_by_what_they_lose() -> None:
+    p, scheme = problem(out=8, columns=16), GridScheme(group_size=4)
+    with pytest.raises(
+        NumericalError,
+        match=r"q_proj .*are too small for torch\.float16: its steps lose 1 of their energy, .* --format ",
+    ):
+        quantize_matrix(1e-9 * p.W, p.H, scheme, name="q_proj")
+    record = quantize_matrix(1e-9 * p.W, p.H, scheme, storage=torch.bfloat16)[1]
+    assert record.relative_loss == pytest.approx(quantize_matrix(p.W, p.H, scheme)[1].relative_loss, rel=0.5)
+
+
+def test_tiny_and_dead_rows_in_a_layer_of_larger_weights_are_stored() -> None:
+    """Nothing that counts is lost, so nothing is refused."""
+    p, scheme = problem(out=8, columns=16), GridScheme(group_size=4)
+    W = p.W.clone()
+    W[0], W[1, :4] = 0, 0
+    W[2] *= 1e-9
+    matrix, _ = quantize_matrix(W, p.H, scheme)
+    assert not matrix.decode()[[0, 2]].any()
+
+
 @pytest.mark.parametrize("exponent", [-40, 40])
 def test_weights_and_inputs_of_any_size_give_the_same_codes_in_float32(exponent: int) -> None:
     """Losses of the largest are beyond float32; refined on them, codes became NaN and, unnoticed, -2^31."""

@@ -159,6 +159,23 @@ def test_the_rate_of_one_matrix_may_be_another_than_the_scheme_s() -> None:
     assert record.asked == 4.0
 
 
+@pytest.mark.parametrize("exponent", [-110, -80, 80])
+def test_losses_of_weights_of_any_size_are_those_of_the_same_weights_in_other_units(exponent: int) -> None:
+    """Their squares are outside the range of float32: 0 was recorded."""
+    W, H = gaussian(16, 32), power_law(32, 0.5).float()
+    one, other = (quantize_matrix_to_rate(2.0**k * W, H, undamped(3.0))[1] for k in (0, exponent))
+    assert other.relative_loss == pytest.approx(one.relative_loss, rel=0.02)
+    assert other.loss == pytest.approx(one.loss * 4.0**exponent, rel=0.02)
+    assert other.limit == pytest.approx(one.limit, abs=0.02)
+
+
+def test_weights_whose_steps_lie_below_float32_are_refused_by_name() -> None:
+    with pytest.raises(
+        NumericalError, match=r"some\.layer .*are too small for torch\.float32\. Leave the layer .* --ignore\."
+    ):
+        quantize_matrix_to_rate(2.0**-132 * gaussian(16, 32), power_law(32, 0.5), undamped(3.0), name="some.layer")
+
+
 def test_a_size_is_no_rate_of_a_matrix() -> None:
     with pytest.raises(RecipeError, match=r"q_proj: a size is for a whole checkpoint. Pass a rate"):
         quantize_matrix_to_rate(gaussian(8, 8), power_law(8, 1.0), RateScheme(size="1MB"), name="q_proj")
