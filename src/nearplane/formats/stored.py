@@ -21,7 +21,7 @@ from nearplane.formats.beside import CONFIG
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import INPUT_SCALE, MLX, QUANTIZATION, read_config
 from nearplane.formats.table import FORMATS, format_of
-from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import InputRounding, NumberFormat
 from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import INCOMPLETE
@@ -130,8 +130,18 @@ class Stored:
         return matrix if device.type == "cpu" else matrix.to(device)
 
     def unpacked(self, name: str, tensors: Mapping[str, Tensor], device: torch.device) -> QuantizedMatrix:
-        """Return the matrix of one layer, from which `decode` makes values, on `device` if the format is decoded there."""
-        return self.layers.unpack_for(device, name, tensors, self.number_format(name))
+        """Return the matrix of one layer, from which `decode` makes values, on `device` if the format is decoded there.
+
+        Raises:
+            FormatError: The tensors contradict the format, or its steps are not finite.
+        """
+        matrix = self.layers.unpack_for(device, name, tensors, self.number_format(name))
+        parts = matrix.grid.parts.values() if isinstance(matrix.grid, Grid) else ()  # the decoder of others checks theirs
+        if not all(bool(part.isfinite().all()) for part in parts):
+            raise FormatError(
+                f"{name} has steps or offsets that are NaN or Inf: the file is damaged. Fetch the folder again."
+            )
+        return matrix
 
     def inputs(self, name: str) -> tuple[InputRounding, float | None] | None:
         """Return how runtimes round the inputs of one layer and their global scale, if they have one; None: not at all.

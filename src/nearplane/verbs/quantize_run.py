@@ -20,7 +20,8 @@ from nearplane.planning.ledger import Ledger, Solved
 from nearplane.planning.request import quantization_config, with_types
 from nearplane.planning.start import Decisions, Job, decide
 from nearplane.record.record import RunRecord
-from nearplane.system.progress import counted
+from nearplane.system.progress import counted, peak_memory
+from nearplane.system.ranks import current
 from nearplane.verbs.quantize_journal import Journal
 from nearplane.verbs.quantize_stage import Order
 
@@ -107,9 +108,21 @@ class Run:
         """Return the run record after all layers are solved; `Container.seal` completes it."""
         ledger = self.ledger
         record = replace(self._record, layers=tuple(ledger.layers))
-        record = self._container.seal(record, lambda sealed: replace(sealed, seconds=self._journal.seconds))
+        ranks = current()
+        others = sum(ranks.ask(rank, _peak) for rank in ranks.others)
+
+        def spent(sealed: RunRecord) -> RunRecord:
+            return replace(sealed, seconds=self._journal.seconds, peak_memory=sealed.peak_memory + others)
+
+        record = self._container.seal(record, spent)
         ledger.check(record)
         return record
+
+
+def _peak(served: object) -> int:
+    """Return the peak memory of this rank, whatever it serves."""
+    del served
+    return peak_memory()
 
 
 def peaks_of(layers: Sequence[Layer]) -> dict[str, float]:
