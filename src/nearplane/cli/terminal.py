@@ -16,7 +16,6 @@ from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
 from nearplane.cli.streams import Unread, say_error
 from nearplane.errors import FormatError, NearplaneError, RankError, printable
 
-
 QUICK = 1.0  # seconds within which another Ctrl-C is taken for the same
 
 

@@ -136,7 +136,9 @@ class Stored:
             FormatError: The tensors contradict the format, or its steps are not finite.
         """
         matrix = self.layers.unpack_for(device, name, tensors, self.number_format(name))
-        parts = matrix.grid.parts.values() if isinstance(matrix.grid, Grid) else ()  # the decoder of others checks theirs
+        parts = (
+            matrix.grid.parts.values() if isinstance(matrix.grid, Grid) else ()
+        )  # the decoder of others checks theirs
         if not all(bool(part.isfinite().all()) for part in parts):
             raise FormatError(
                 f"{name} has steps or offsets that are NaN or Inf: the file is damaged. Fetch the folder again."
