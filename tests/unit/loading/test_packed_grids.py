@@ -105,7 +105,7 @@ def test_tied_weights_and_unknown_layers_are_decoded() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_steps_that_are_not_finite_are_refused_without_a_run_record(source: Path, tmp_path: Path, packed: bool) -> None:
     write_folder(tmp_path, source, "compressed-tensors", bits=4, group_size=32)
-    (path,) = tmp_path.glob("*.safetensors")
+    path = min(tmp_path.glob("*.safetensors"))
     tensors = load_file(path)
     name = next(each for each in tensors if each.endswith("_scale"))
     tensors[name][0, 0] = torch.nan
@@ -129,7 +129,6 @@ def test_the_head_is_rounded_to_8_bits_and_the_embeddings_stay(
     assert f"the head is rounded to 8 bits, with a step for each of {tokens} tokens" in caplog.messages
     grows = "the embeddings, which shared the weight of the head, keep it, so that memory grows by"
     assert any(message.startswith(grows) for message in caplog.messages) == tied
-    assert not any("hardly" in message for message in caplog.messages)
     assert torch.equal(rounded.get_input_embeddings().weight, dense.get_input_embeddings().weight)
     head, weight = rounded.get_output_embeddings(), dense.get_output_embeddings().weight
     steps = weight.float().abs().amax(1, keepdim=True) / 127
