@@ -8,6 +8,8 @@ from functools import lru_cache
 from nearplane.errors import RecipeError
 from nearplane.system.time_limit import time_limit
 
+REPETITIONS = "*+{?"  # signs of a regular expression; with one of them, the time is at most quadratic
+
 
 @lru_cache(maxsize=1 << 16)
 def compiled(pattern: str) -> re.Pattern[str]:
@@ -22,9 +24,12 @@ def found(pattern: str, name: str, *, at_start: bool = False) -> bool:
         RecipeError: The match does not end within a time, as with repetitions inside repetitions.
     """
     expression = compiled(pattern)
+    match = expression.match if at_start else expression.search
+    if sum(map(pattern.count, REPETITIONS)) < 2:  # most patterns, of which a recipe may have one for each layer
+        return match(name) is not None
     try:
         with time_limit():
-            return (expression.match if at_start else expression.search)(name) is not None
+            return match(name) is not None
     except TimeoutError as error:
         raise RecipeError(
             f"The regular expression {pattern[:60]!r} cannot be tried on the name {name}: {error}. Write it without a "
@@ -32,6 +37,7 @@ def found(pattern: str, name: str, *, at_start: bool = False) -> bool:
         ) from error
 
 
+@lru_cache(maxsize=1 << 16)
 def fault_of(pattern: str) -> str | None:
     """Return the reason why a text is not a regular expression, or None if it is one."""
     try:
