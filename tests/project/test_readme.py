@@ -49,7 +49,9 @@ def test_the_example_of_one_layer_runs(tmp_path, monkeypatch, capsys):
 
 def test_the_figure_of_the_demo_has_the_figures_of_its_table():
     """The figure was of an older version than the table."""
-    rows = re.findall(r"^  .*(?:round-to-nearest|nearest-plane|k-best) .*?MB +(\S+) ", QUICK_START.read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^  .*(?:round-to-nearest|nearest-plane|k-best) .*?MB +(\S+) ", QUICK_START.read_text(), re.MULTILINE
+    )
     drawn = re.findall(r"<!-- (\d\d\.\d\d) -->", (ROOT / "docs" / "demo.svg").read_text())
     assert len(rows) == 8
     assert sorted(drawn) == sorted(f"{float(perplexity):.2f}" for perplexity in rows)
