@@ -182,7 +182,7 @@ def test_the_command_prints_what_fits_and_how_to_make_it(
     assert "keys and values of 512 tokens take 524 KB" in out
     data = json.loads(printed(capsys, model, "--memory", "1.2MB", "--context", 512, "--json"))
     assert {row["fits"] for row in data["rows"]} == {True, False}
-    assert data["rows"][-1]["loss"]["models"] == 4
+    assert data["rows"][-1]["loss"]["models"] == 3
     assert printed(capsys, model, "--memory", "1KB").splitlines()[-1].startswith("Nothing fits in 1.00 KB")
 
 
