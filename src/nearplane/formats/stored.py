@@ -136,13 +136,8 @@ class Stored:
             FormatError: The tensors contradict the format, or its steps are not finite.
         """
         matrix = self.layers.unpack_for(device, name, tensors, self.number_format(name))
-        parts = (
-            matrix.grid.parts.values() if isinstance(matrix.grid, Grid) else ()
-        )  # the decoder of others checks theirs
-        if not all(bool(part.isfinite().all()) for part in parts):
-            raise FormatError(
-                f"{name} has steps or offsets that are NaN or Inf: the file is damaged. Fetch the folder again."
-            )
+        if isinstance(matrix.grid, Grid):  # the decoder of others checks theirs
+            check_finite(name, matrix.grid.parts.values())
         return matrix
 
     def inputs(self, name: str) -> tuple[InputRounding, float | None] | None:
@@ -182,6 +177,18 @@ def read_matrices(
             place = f"{stored.reader.file(part)}: {part}"
             check_shape(place, f"{name}.weight", stored.layers.shape_of(name, tensors), shapes)
         yield name, stored.unpacked(name, tensors, device)
+
+
+def check_finite(name: str, steps: Iterable[Tensor]) -> None:
+    """Refuse steps or offsets of a layer that are not finite.
+
+    Raises:
+        FormatError: One of them is not.
+    """
+    if not all(bool(part.isfinite().all()) for part in steps):
+        raise FormatError(
+            f"{name} has steps or offsets that are NaN or Inf: the file is damaged. Fetch the folder again."
+        )
 
 
 def check_shape(place: str, name: str, actual: tuple[int, int], shapes: Mapping[str, tuple[int, ...]]) -> None:
