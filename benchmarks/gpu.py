@@ -47,7 +47,7 @@ from gpu_parts import MODELS, MODES, PARTS, TINY, Sections, Shape, Text, Work, b
 
 import nearplane  # noqa: E402
 from nearplane.demo import EVALUATION_WINDOWS, HELD_OUT, MODEL, SEQLEN  # noqa: E402
-from nearplane.demo.demonstration import recipes  # noqa: E402
+from nearplane.demo.demo_recipes import recipes  # noqa: E402
 from nearplane.lattice.grid import QuantizedMatrix  # noqa: E402
 from nearplane.matrix.on_grid import quantize_matrix  # noqa: E402
 from nearplane.matrix.to_rate import quantize_matrix_to_rate  # noqa: E402

@@ -44,6 +44,7 @@ SCHEMES = {  # scheme of llm-compressor with the same weights
     "nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16", "fp8": "FP8_DYNAMIC", "fp8-block": "FP8_BLOCK", "mxfp8": "MXFP8A16",
     "int8": "W8A8",
 }  # fmt: skip
+SYMMETRIC = {"3-symmetric": 3, "2-symmetric": 2}  # bits; of GRIDS, 3 and 2 are asymmetric
 MLX = ("mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8")  # the digit is the number of bits
 MORE = 5  # times the tokens of a calibration, by default those of `tune`
 ON_MORE = ", 5 x tokens"
@@ -363,6 +364,8 @@ def asked(subject: Subject, setting: str, options: dict[str, Any]) -> dict[str, 
     if setting.isdigit():
         grid = {"bits": int(setting), "group_size": subject.group_size, "symmetric": setting == "4"}
         return grid | {"recipe": recipe_of(**grid) | options}
+    if setting in SYMMETRIC:
+        return {"recipe": {"bits": SYMMETRIC[setting], "group_size": subject.group_size} | options}
     if setting in SCHEMES:
         return {"scheme": SCHEMES[setting], "recipe": {"grid": setting} | options}
     if setting in MLX:

@@ -1,7 +1,9 @@
 """Exceptions of nearplane by cause, and helpers for messages: each says what was found, what was expected, what to do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+OF_CALLER = "_nearplane_of_caller"  # attribute of errors that a function of the caller raised
 MAX_MESSAGE_LETTERS = 1600  # a longer message is cut in the middle
 INSTALL = {  # commands that install the packages of an extra of pyproject.toml, also where nearplane is not on an index
     "datasets": 'pip install "datasets>=3.0"',
@@ -63,6 +65,21 @@ class DeviceMemoryError(NearplaneError):
 
 class RankError(NearplaneError):
     """Another process of the same run failed or is gone, or the processes cannot be connected."""
+
+
+@contextmanager
+def of_caller() -> Iterator[None]:
+    """A context around a call of a function that was passed to a verb, whose errors are not those of a model or file."""
+    try:
+        yield
+    except Exception as error:
+        setattr(error, OF_CALLER, True)
+        raise
+
+
+def is_of_caller(error: BaseException) -> bool:
+    """Return whether an error was raised within `of_caller`."""
+    return hasattr(error, OF_CALLER)
 
 
 def first_line(error: Exception) -> str:

@@ -22,6 +22,7 @@ from nearplane.errors import CalibrationError, NearplaneError, RankError
 from nearplane.lattice.factor import STRIP_ROWS
 from nearplane.system import process_group
 from nearplane.system.process_group import joined
+from nearplane.system.progress import peak_memory
 from nightly import daily
 from several import all_well, begun, free_port, on_ranks
 
@@ -97,6 +98,7 @@ def quantizing(models, way, out, text):
         try:
             record = nearplane.quantize(model_of(models, way), out, calibration=text, **WAYS[way], **TEXT)
             print(len(record.layers))
+            assert not rank or record.peak_memory > peak_memory(), "the record has the memory of all ranks"
         except NearplaneError as error:
             print(type(error).__name__, error)
             raise SystemExit(1) from error

@@ -136,14 +136,15 @@ def test_what_quantize_refuses_is_not_suggested(tmp_path: Path) -> None:
 
 
 def test_experts_in_gptq_are_not_suggested_for_transformers(models: dict[str, Path]) -> None:
-    """It would fill them with random numbers; vLLM and GPTQModel read them."""
+    """It would fill them with random numbers; GPTQModel reads them."""
     found = nearplane.suggest(models["experts"], "1GB", runtime="transformers")
     assert not found.fitting
-    assert found.remedy.startswith("None of these 3 ways is possible for this model: Experts in GPTQ are read by vLLM")
-    (row,) = [
-        row for row in nearplane.suggest(models["experts"], "1GB").rows if row.options.startswith("--bits 3 --no")
-    ]
-    assert (row.fits, row.runtimes) == (True, ("vllm",))
+    assert found.remedy.startswith(
+        "None of these 3 ways is possible for this model: Experts in GPTQ are read by GPTQModel"
+    )
+    rows = {row.options: row for row in nearplane.suggest(models["experts"], "1GB").rows}
+    assert rows["--bits 3 --no-symmetric --format gptq_v2"].refused.startswith("Experts in GPTQ")
+    assert (rows["--bits 3"].fits, rows["--bits 3"].runtimes) == (True, ("vllm",))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_the_command_prints_what_fits_and_how_to_make_it(
     assert "keys and values of 512 tokens take 524 KB" in out
     data = json.loads(printed(capsys, model, "--memory", "1.2MB", "--context", 512, "--json"))
     assert {row["fits"] for row in data["rows"]} == {True, False}
-    assert data["rows"][-1]["loss"]["models"] == 4
+    assert data["rows"][-1]["loss"]["models"] == 3
     assert printed(capsys, model, "--memory", "1KB").splitlines()[-1].startswith("Nothing fits in 1.00 KB")
 
 

@@ -50,10 +50,7 @@ def test_the_table_of_the_readme_has_the_same_figures() -> None:
     }
     rows = re.findall(r"^\|.*?\| `(--[^`]+)`.*\| (\S+) GB \| (\S+) \|$", (ROOT / "README.md").read_text(), re.M)
     assert len(rows) == 7
-    names = {
-        "--bits 4 --format mlx --group-size 64": "--bits 4 --group-size 64 --format mlx",
-        "--bits 3 --format gptq_v2 --no-symmetric": "--bits 3 --no-symmetric --format gptq_v2",
-    }
+    names = {"--bits 4 --format mlx --group-size 64": "--bits 4 --group-size 64 --format mlx"}
     for options, size, ratio in rows:
         loss, (weights, _) = taken[names.get(options, options)]
         assert float(size) == round(weights / 1e9, 2)

@@ -18,6 +18,7 @@ from nearplane.cli.commands import COMMANDS
 from nearplane.cli.quantize_command import quantize
 
 ROOT = Path(__file__).parents[2]
+QUICK_START = ROOT / "docs" / "quick-start.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
@@ -44,6 +45,16 @@ def test_the_example_of_one_layer_runs(tmp_path, monkeypatch, capsys):
     runpy.run_path(str(ROOT / "examples" / "one_layer.py"), run_name="__main__")
     nearest, plane = (float(line.split("error")[1].split()[0]) for line in capsys.readouterr().out.splitlines()[:2])
     assert plane < nearest
+
+
+def test_the_figure_of_the_demo_has_the_figures_of_its_table():
+    """The figure was of an older version than the table."""
+    rows = re.findall(
+        r"^  .*(?:round-to-nearest|nearest-plane|k-best) .*?MB +(\S+) ", QUICK_START.read_text(), re.MULTILINE
+    )
+    drawn = re.findall(r"<!-- (\d\d\.\d\d) -->", (ROOT / "docs" / "demo.svg").read_text())
+    assert len(rows) == 8
+    assert sorted(drawn) == sorted(f"{float(perplexity):.2f}" for perplexity in rows)
 
 
 def test_the_readme_is_short():

@@ -10,10 +10,11 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -24,11 +25,12 @@ from nearplane.models.pretrained import as_model_error
 from nearplane.recipe.recipe import FirstToken
 from nearplane.system.named_texts import CROPPED, NamedText, text_to_measure_on
 from nearplane.system.paths import text_files
+from nearplane.system.time_limit import time_limit
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
 LETTERS_PER_TOKEN = 6  # guess for the first attempt; most tokens are shorter
 CONTEXT_LETTERS = 10_000  # letters after a token that may still change it: longer than any word
-BEGINNING = 10_000  # letters of a file that are looked at before the rest is read
+READ_LETTERS = 1_000_000  # letters of a file that are read and looked at together
 SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data set are drawn
 CROPS = 256  # windows of it where no number is given, as in the papers
 MAX_DRAWS = 10_000  # documents that are drawn for one window before it is given up
@@ -118,7 +120,7 @@ def _cut(ids: Sequence[int], length: int, before: tuple[int, ...]) -> Iterator[l
         start = end
 
 
-def _joined(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str], needed: int) -> list[int]:
+def _joined(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str | Path], needed: int) -> list[int]:
     """Return the ids of texts joined with the end-of-sequence token, until at least `needed` are there."""
     ids: list[int] = []
     separator = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
@@ -161,7 +163,8 @@ def _crops(
 
 def read_documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str]) -> Iterator[str]:
     """Yield the documents of a text one by one, see `read_windows`."""
-    return _documents(tokenizer, text_to_measure_on(source) or source, seed=0)
+    texts = _documents(tokenizer, text_to_measure_on(source) or source, seed=0)
+    return (text if isinstance(text, str) else _read(text) for text in texts)
 
 
 def frame_of(tokenizer: PreTrainedTokenizerBase, first_token: FirstToken, *, encoder: bool) -> Frame:
@@ -190,22 +193,26 @@ def tokens_before(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(ids[: places[0]]) if places else ()
 
 
-def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str, needed: int) -> list[int]:
-    """Return at least the first `needed` ids of a text, or all; of a long text only the beginning is tokenized.
+def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str | Path, needed: int) -> list[int]:
+    """Return at least the first `needed` ids of a text, or all; of a long text only the beginning is read and tokenized.
 
     The token of a letter depends on the letters after it, but on none more than `CONTEXT_LETTERS` away. So of a part of
     the text, only tokens that end this far before the end of the part are used.
     """
+
+    def beginning(letters: int | None) -> str:
+        return text[:letters] if isinstance(text, str) else _read(text, letters)
+
     length = needed * LETTERS_PER_TOKEN + CONTEXT_LETTERS
-    while tokenizer.is_fast and length < len(text):
-        encoding = tokenizer(text[:length], add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+    while tokenizer.is_fast and len(part := beginning(length + 1)) > length:
+        encoding = tokenizer(part[:length], add_special_tokens=False, verbose=False, return_offsets_mapping=True)
         certain = next(
             (n for n, (_, end) in enumerate(encoding["offset_mapping"]) if end > length - CONTEXT_LETTERS), 0
         )
         if certain >= needed:
             return list(encoding["input_ids"][:certain])
         length *= 2
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return list(tokenizer(beginning(None), add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def check_vocabulary(tokens: Tensor, size: int) -> None:
@@ -241,8 +248,11 @@ def check_start(tokens: Tensor, start: int | None, called: str) -> None:
 
 def _documents(
     tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str] | NamedText, seed: int
-) -> Iterator[str]:
-    """Yield the texts of a file, a folder, a data set or a list, one by one; rows of a named text joined by blank lines."""
+) -> Iterator[str | Path]:
+    """Yield the texts of a file, a folder, a data set or a list, one by one; rows of a named text joined by blank lines.
+
+    A file that is one document is yielded as its path, as not all of it may be needed.
+    """
     if isinstance(source, NamedText):
         yield "\n\n".join(source.rows())
         return
@@ -256,31 +266,67 @@ def _documents(
         yield _text(row, f"{source}, row {number}", tokenizer)
 
 
-def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str | Path]:
     """Yield the documents of one file."""
-    try:
-        with file.open(encoding="utf-8-sig") as opened:
-            content = opened.read(BEGINNING)
-            content += "" if "\0" in content else opened.read()  # a file of zeros is refused at once, whatever its size
-        if "\0" in content:
-            raise ValueError("it has null characters, as a text in UTF-16 or a binary file has")
-    except (OSError, ValueError) as error:
-        advice = "" if isinstance(error, OSError) else " Expected a text file in UTF-8."
-        raise CalibrationError(f"{file} cannot be read as UTF-8 text ({error}).{advice}") from error
-    if not content.strip():
-        raise CalibrationError(f"{file} is empty. Pass a file with text.")
     if file.suffix == ".txt":
-        yield content
+        yield file
         return
-    for number, line in enumerate(content.split("\n"), 1):
-        if line.strip():
+    empty = True
+    with _opened(file) as opened:
+        for number, line in enumerate(map(_sound, opened), 1):
+            if not line.strip():
+                continue
+            empty = False
             place = f"{file}, line {number}"
             try:
-                row = json.loads(line)
+                row = json.loads(line.removesuffix("\n"))
             except (ValueError, RecursionError) as error:
                 fault = "it nests too deep" if isinstance(error, RecursionError) else error
                 raise CalibrationError(f"{place} is not JSON ({fault}). Expected one object per line.") from error
             yield _text(row, place, tokenizer)
+    if empty:
+        raise CalibrationError(f"{file} is empty. Pass a file with text.")
+
+
+def _read(file: Path, letters: int | None = None) -> str:
+    """Return the first letters of a text file, or all.
+
+    Raises:
+        CalibrationError: What is read is not text, or the file has no text at all.
+    """
+    parts, left = list[str](), sys.maxsize if letters is None else letters
+    with _opened(file) as opened:
+        while left and (part := _sound(opened.read(min(left, READ_LETTERS)))):
+            parts.append(part)
+            left -= len(part)
+    text = "".join(parts)
+    if left and not text.strip():
+        raise CalibrationError(f"{file} is empty. Pass a file with text.")
+    return text
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[TextIO]:
+    """Open a text file whose beginning is text: a file of zeros is refused at once, whatever its size.
+
+    Raises:
+        CalibrationError: The file cannot be read as text, here or within the context.
+    """
+    try:
+        with file.open(encoding="utf-8-sig") as opened:
+            _sound(opened.read(READ_LETTERS))
+            opened.seek(0)
+            yield opened
+    except (OSError, ValueError) as error:
+        advice = "" if isinstance(error, OSError) else " Expected a text file in UTF-8."
+        raise CalibrationError(f"{file} cannot be read as UTF-8 text ({error}).{advice}") from error
+
+
+def _sound(text: str) -> str:
+    """Return a text, or refuse it with a ValueError if it has null characters."""
+    if "\0" in text:
+        raise ValueError("it has null characters, as a text in UTF-16 or a binary file has")
+    return text
 
 
 def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -298,7 +344,8 @@ def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
             )
         case {"messages": list(messages)}:
             try:
-                return str(tokenizer.apply_chat_template(messages, tokenize=False))
+                with time_limit():
+                    return str(tokenizer.apply_chat_template(messages, tokenize=False))
             except Exception as error:  # templates are programs and raise anything
                 raise CalibrationError(
                     f"{place}: the chat template cannot be applied ({first_line(error)})."

@@ -15,7 +15,7 @@ from nearplane.cli.commands import COMMANDS
 from nearplane.cli.flags import exactly, refuse_mixed
 from nearplane.cli.quantize_command import quantize
 from nearplane.cli.streams import lasting_streams
-from nearplane.cli.terminal import attended, errors_as_sentences
+from nearplane.cli.terminal import attended, errors_as_sentences, stopping
 from nearplane.errors import FormatError
 from nearplane.system.launch import forget_launch, launched
 
@@ -79,7 +79,7 @@ def main() -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     if (columns := os.environ.get("COLUMNS", "")).isdigit():
         os.environ["COLUMNS"] = str(min(max(int(columns), MIN_COLUMNS), MAX_COLUMNS))  # rich never ends with 2
-    with lasting_streams(), errors_as_sentences(), attended():
+    with stopping() as stopped, lasting_streams(), errors_as_sentences(), attended(stopped):
         refuse_deleted_folder()
         if serves_rank_0(sys.argv[1:2]):
             return

@@ -6,20 +6,30 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from cyclopts import Parameter
 
 from nearplane.cli.evaluate_command import evaluate
+from nearplane.cli.flags import DeviceFlag
 from nearplane.cli.printing import as_json, comparison, first_difference, log_speed, opening, print_piece, say, table
 from nearplane.cli.suggest_command import suggest
 from nearplane.cli.terminal import bar, one_line_a_step
+from nearplane.demo.demo_recipes import STEPS, check_folder
 from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration, Way
 from nearplane.recipe.sizes import size_text
 from nearplane.system.arguments import ComputeDtype
 from nearplane.system.paths import check_named
-from nearplane.verbs.early_checks import check_export, check_generate, check_html, check_plot, check_tune, check_verify
+from nearplane.verbs.early_checks import (
+    check_compare,
+    check_export,
+    check_generate,
+    check_html,
+    check_plot,
+    check_tune,
+    check_verify,
+)
 
 Dense = Literal["bfloat16", "float16", "float32"]
 Switch = Annotated[bool, Parameter(negative="")]
@@ -41,7 +51,7 @@ def compare(
     html: Path | None = None,
     prompt: str | None = None,
     keep: Path | None = None,
-    device: str = "auto",
+    device: DeviceFlag = "auto",
     trust_remote_code: Switch = False,
     json: Switch = False,
 ) -> None:
@@ -67,6 +77,7 @@ def compare(
         trust_remote_code: Run model code that comes with the checkpoints.
         json: Print the result as JSON.
     """
+    check_compare(models, bits, methods or get_args(Way))
     check_named(*models, text=text, calibration=None if tokens is None else tokens.calibration)
     if plot is not None:
         check_plot(plot)
@@ -126,8 +137,9 @@ def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:
         out: Folder for the checkpoints; older ones in it are replaced, and a folder with other files is refused.
         json: Print the result as JSON.
     """
+    check_folder(out)
     opening("the demo model")
-    from nearplane.demo.demonstration import STEPS, run
+    from nearplane.demo.demonstration import run
 
     rows = []
     with one_line_a_step() as line:
@@ -191,7 +203,7 @@ def verify(
     against: str | None = None,
     calibration: Path | None = None,
     tolerance: float | None = None,
-    device: str = "auto",
+    device: DeviceFlag = "auto",
     trust_remote_code: Switch = False,
     json: Switch = False,
 ) -> None:
@@ -312,7 +324,7 @@ def tune(
     samples: int | None = None,
     seqlen: int | None = None,
     steps: int | None = None,
-    device: str = "auto",
+    device: DeviceFlag = "auto",
     compute_dtype: ComputeDtype = "auto",
     overwrite: Switch = False,
     trust_remote_code: Switch = False,
@@ -376,7 +388,7 @@ def generate(
     seed: int = 0,
     ignore_chat_template: Switch = False,
     head: Literal["int8"] | None = None,
-    device: str = "auto",
+    device: DeviceFlag = "auto",
     trust_remote_code: Switch = False,
 ) -> None:
     """Continue the text PROMPT with MODEL, or let a chat model answer it, and print the new text piece by piece.
@@ -398,7 +410,7 @@ def generate(
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
-    check_generate(tokens, temperature)
+    check_generate(tokens, temperature, seed)
     check_named(model, compare)
     opening(model)
     from nearplane import generate as run

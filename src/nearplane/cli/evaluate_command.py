@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from nearplane.cli.flags import DeviceFlag
 from nearplane.cli.printing import as_json, opening, say
 from nearplane.cli.task_flags import TaskFlags, print_scores
 from nearplane.cli.terminal import bar
@@ -39,7 +40,7 @@ def evaluate(
     against: str | None = None,
     activations: Switch = False,
     plot: Path | None = None,
-    device: str = "auto",
+    device: DeviceFlag = "auto",
     trust_remote_code: Switch = False,
     json: Switch = False,
 ) -> None:

@@ -20,6 +20,7 @@ from nearplane.errors import RecipeError
 from nearplane.recipe.recipe import Calibration, LayerScheme, merged_options, translated_options
 from nearplane.recipe.scheme import names_of
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, scheme_of
+from nearplane.system.arguments import check_device
 
 EVERYDAY_GROUP = Group("Everyday", sort_key=1)
 RATE_GROUP = Group("Entropy-coded, instead of --bits", sort_key=2)
@@ -104,6 +105,7 @@ def help_of(part: type, name: str) -> str:
     raise AssertionError(f"{part.__name__}.{name} is not explained in its docstring")
 
 
+DeviceFlag = Annotated[str, Parameter(validator=lambda _, name: check_device(name))]  # refused before torch is loaded
 GridFlags = flags_of(GridScheme, but="grid")  # `scheme_of` accepts the grid for all kinds
 BlockFlags, RateFlags = flags_of(BlockScheme), flags_of(RateScheme)
 CalibrationFlags = flags_of(Calibration)

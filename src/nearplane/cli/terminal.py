@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from nearplane.cli.streams import Unread, say_error
 from nearplane.errors import FormatError, NearplaneError, RankError, printable
+
+QUICK = 1.0  # seconds within which another Ctrl-C is taken for the same
 
 
 class Terminated(KeyboardInterrupt):
@@ -47,10 +51,39 @@ def bar(items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
 
 
 @contextmanager
-def attended() -> Iterator[None]:
-    """A context that writes nearplane's log to the error stream and turns SIGTERM into `Terminated`.
+def stopping() -> Iterator[list[KeyboardInterrupt]]:
+    """A context in which Ctrl-C and SIGTERM raise exceptions, which are also in the list that it yields.
+
+    Ctrl-C pressed again within a second does not interrupt what the first one has begun to end.
+    """
+    stopped: list[KeyboardInterrupt] = []
+    last = -math.inf
+
+    def stop(number: int, frame: object) -> None:
+        nonlocal last
+        quick, last = monotonic() - last < QUICK, monotonic()
+        if not quick:
+            stopped.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+            raise stopped[-1]
+
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else ignored, as in background jobs of a shell
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, stop)
+    try:
+        yield stopped
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
+
+
+@contextmanager
+def attended(stopped: Sequence[KeyboardInterrupt]) -> Iterator[None]:
+    """A context that writes nearplane's log to the error stream.
 
     Ctrl-C and SIGTERM are raised again if a library replaces them with an error of its own.
+
+    Args:
+        stopped: The list of `stopping`.
 
     Raises:
         FormatError: The user has no right to read or write a file, which the message names.
@@ -63,15 +96,6 @@ def attended() -> Iterator[None]:
     package.setLevel(logging.INFO)
     if sys.stderr.isatty():
         progress.setLevel(logging.WARNING)  # the bar shows the progress
-    stopped: list[KeyboardInterrupt] = []
-
-    def stop(number: int, frame: object) -> None:
-        stopped.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
-        raise stopped[-1]
-
-    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop)}
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else ignored, as in background jobs of a shell
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, stop)
     try:
         yield
     except Exception as error:
@@ -83,8 +107,6 @@ def attended() -> Iterator[None]:
             stopped[-1].add_note(note if "Repeat the command" in note else f"{note} Repeat the command.")
         raise stopped[-1] from error  # e.g. safetensors raises a ValueError instead while it makes a tensor
     finally:
-        for number, handler_before in before.items():
-            signal.signal(number, handler_before)
         package.removeHandler(handler)
         package.setLevel(levels[0])
         progress.setLevel(levels[1])

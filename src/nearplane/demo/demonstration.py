@@ -8,27 +8,14 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from nearplane.demo import CALIBRATION, CALIBRATION_WINDOWS, EVALUATION_WINDOWS, HELD_OUT, MODEL, SEQLEN
+from nearplane.demo import EVALUATION_WINDOWS, HELD_OUT, MODEL, SEQLEN
+from nearplane.demo.demo_recipes import check_folder, folder_name, recipes
 from nearplane.loading.dense_network import dense_network
-from nearplane.recipe.file_formats import Format
-from nearplane.recipe.recipe import Calibration, Recipe
-from nearplane.recipe.scheme import Solver
-from nearplane.recipe.schemes import GridScheme, RateScheme
 from nearplane.recipe.sizes import size_text
-from nearplane.system.files import check_output
 from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import ShardReader
 from nearplane.verbs.evaluate import evaluate
 from nearplane.verbs.quantize_api import quantize
-
-SOLVERS: tuple[Solver, ...] = ("round-to-nearest", "nearest-plane")
-RATES = (3.0, 2.0)  # bits per weight, entropy-coded
-GRIDS: tuple[tuple[int, int, bool, Format], ...] = (  # bits, group size, symmetric, format
-    (4, 128, True, "compressed-tensors"),
-    (3, 128, False, "gptq_v2"),
-    (2, 64, False, "gptq_v2"),
-)
-STEPS = 1 + len(GRIDS) * len(SOLVERS) + len(RATES)  # rows, of which the first is the original
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +58,14 @@ def run(out: Path, progress: Progress = silent) -> Iterator[Row]:
     Raises:
         RecipeError: `out` has files that an earlier demonstration did not write, or cannot be written.
     """
-    folders = [f"{label} {solver}".replace(" ", "-") for label, solver, _ in recipes()]
-    check_output(out, folders, "nearplane demo")
+    check_folder(out)
     original = dense_network(MODEL)  # read once, for all rows
     perplexity, original_nll, _ = _measure(MODEL, None, progress)
     size = sum(path.stat().st_size for path in MODEL.glob("*.safetensors"))
     dtype = ShardReader(MODEL).dtype("model.norm.weight").lower()
     yield Row(grid=f"original ({dtype})", solver="-", rate=16.0, bytes=size, perplexity=perplexity)
-    for (label, solver, recipe), name in zip(recipes(), folders, strict=True):
-        folder = out / name
+    for label, solver, recipe in recipes():
+        folder = out / folder_name(label, solver)
         record = quantize(MODEL, folder, recipe, overwrite=True, progress=progress)
         perplexity, nll, kl = _measure(folder, original, progress)
         yield Row(
@@ -93,18 +79,6 @@ def run(out: Path, progress: Progress = silent) -> Iterator[Row]:
             seconds=record.seconds,
             folder=folder,
         )
-
-
-def recipes() -> Iterator[tuple[str, Solver, Recipe]]:
-    """Yield (description of the grid, solver, recipe) for every row except the original."""
-    tokens = Calibration(calibration=str(CALIBRATION), samples=CALIBRATION_WINDOWS, seqlen=SEQLEN)
-    for bits, group_size, symmetric, format in GRIDS:
-        for solver in SOLVERS:
-            scheme = GridScheme(bits=bits, group_size=group_size, symmetric=symmetric, solver=solver)
-            label = f"{bits}-bit {'sym' if symmetric else 'asym'} g{group_size}"
-            yield label, solver, Recipe(scheme=scheme, calibration=tokens, format=format)
-    for rate in RATES:
-        yield f"{rate:g} bits entropy-coded", "k-best", Recipe(scheme=RateScheme(rate=rate), calibration=tokens)
 
 
 def _measure(model: Path, against: PreTrainedModel | None, progress: Progress) -> tuple[float, float, float]:

@@ -16,11 +16,11 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from nearplane.errors import FormatError
+from nearplane.errors import FormatError, RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import InputRounding, NumberFormat, integers
 from nearplane.lattice.superblock import on_one_level
-from nearplane.recipe.patterns import compiled, fault_of
+from nearplane.recipe.patterns import fault_of, found
 from nearplane.recipe.scheme import Scheme
 from nearplane.system.files import read_object
 from nearplane.system.model_files import CONFIG
@@ -306,8 +306,11 @@ def matches(pattern: str, name: str) -> bool:
     """Return whether a regular expression of a config matches the beginning of a layer's name, as in readers.
 
     Raises:
-        FormatError: The pattern is no regular expression.
+        FormatError: The pattern is no regular expression, or matching does not end within a time.
     """
     if (fault := fault_of(pattern)) is not None:
         raise FormatError(f"{pattern[:60]!r} in quantization_config {fault}. Fetch config.json again.")
-    return compiled(pattern).match(name) is not None
+    try:
+        return found(pattern, name, at_start=True)
+    except RecipeError as error:
+        raise FormatError(f"quantization_config: {error}") from error

@@ -20,7 +20,7 @@ from nearplane.errors import FormatError
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import INPUT_SCALE, MLX, QUANTIZATION, read_config
 from nearplane.formats.table import FORMATS, format_of
-from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.number_formats import InputRounding, NumberFormat
 from nearplane.system.fp8_mxfp4 import method_of, source_reader
 from nearplane.system.model_files import CONFIG
@@ -130,8 +130,15 @@ class Stored:
         return matrix if device.type == "cpu" else matrix.to(device)
 
     def unpacked(self, name: str, tensors: Mapping[str, Tensor], device: torch.device) -> QuantizedMatrix:
-        """Return the matrix of one layer, from which `decode` makes values, on `device` if the format is decoded there."""
-        return self.layers.unpack_for(device, name, tensors, self.number_format(name))
+        """Return the matrix of one layer, from which `decode` makes values, on `device` if the format is decoded there.
+
+        Raises:
+            FormatError: The tensors contradict the format, or its steps are not finite.
+        """
+        matrix = self.layers.unpack_for(device, name, tensors, self.number_format(name))
+        if isinstance(matrix.grid, Grid):  # the decoder of others checks theirs
+            check_finite(name, matrix.grid.parts.values())
+        return matrix
 
     def inputs(self, name: str) -> tuple[InputRounding, float | None] | None:
         """Return how runtimes round the inputs of one layer and their global scale, if they have one; None: not at all.
@@ -170,6 +177,18 @@ def read_matrices(
             place = f"{stored.reader.file(part)}: {part}"
             check_shape(place, f"{name}.weight", stored.layers.shape_of(name, tensors), shapes)
         yield name, stored.unpacked(name, tensors, device)
+
+
+def check_finite(name: str, steps: Iterable[Tensor]) -> None:
+    """Refuse steps or offsets of a layer that are not finite.
+
+    Raises:
+        FormatError: One of them is not.
+    """
+    if not all(bool(part.isfinite().all()) for part in steps):
+        raise FormatError(
+            f"{name} has steps or offsets that are NaN or Inf: the file is damaged. Fetch the folder again."
+        )
 
 
 def check_shape(place: str, name: str, actual: tuple[int, int], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -34,7 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats.layer_format import METHOD, WEIGHTS, read_config
 from nearplane.formats.native import DEFAULT, Native
-from nearplane.formats.stored import quantization_of, reader_of
+from nearplane.formats.stored import check_finite, quantization_of, reader_of
 from nearplane.formats.table import FORMATS
 from nearplane.loading.coded_linear import CodedLinear
 from nearplane.loading.dense_network import (
@@ -170,7 +170,8 @@ def _check_packed(model: PreTrainedModel, folder: Path) -> None:
     """Refuse a network of compressed-tensors that would fail when it is called.
 
     Raises:
-        FormatError: A packed layer has another shape than its tensors name, or an unquantized weight is stored in integers.
+        FormatError: A packed layer has another shape than its tensors name or steps that are not finite, or an unquantized
+            weight is stored in integers.
     """
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and isinstance(stored := getattr(module, "weight_shape", None), Tensor):
@@ -179,6 +180,8 @@ def _check_packed(model: PreTrainedModel, folder: Path) -> None:
         for name, parameter in module.named_parameters(path, recurse=False):
             if not hasattr(module, "quantization_scheme"):
                 check_stored_floats(f"{folder}: {name}", parameter)
+            elif parameter.is_floating_point() and parameter.dtype.itemsize > 1:  # else codes
+                check_finite(path, [parameter])
 
 
 class NearplaneConfig(QuantizationConfigMixin):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,13 @@ from transformers import PreTrainedModel
 from nearplane.errors import RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.loading.grid_linear import GridLinear, grid_linear, rounded_to_8_bits
+from nearplane.loading.words_linear import WordsLinear
 from nearplane.models.conversion import renamed
 from nearplane.models.layers import is_linear
+from nearplane.recipe.sizes import size_text
 from nearplane.system.memory import release_all, return_large_blocks
 
+SMALL_HEAD = 0.05  # of the bytes that are read for a token; halving it then gains less than the noise of a timing
 logger = logging.getLogger(__name__)
 
 
@@ -69,15 +73,31 @@ class PackedGrids:
 def round_head(model: PreTrainedModel) -> None:
     """Replace the head of a network on the CPU by one in 8 bits, with a step for each token; embeddings stay.
 
+    The log says where this gains little: where a token is multiplied with many more weights, and where embeddings, which
+    shared the weight of the head, keep it.
+
     Raises:
         RecipeError: The network has no head in floating point, or one of a width that is no multiple of 4.
     """
     head = model.get_output_embeddings()
+    if isinstance(head, WordsLinear):
+        raise RecipeError(
+            "head is int8, but the head is quantized in the file and stays packed as it is. Leave head out."
+        )
     if type(head) is not nn.Linear or head.in_features % 4:
         found = "no head" if head is None else f"a head that is {type(head).__name__}({head.extra_repr()})"
         raise RecipeError(f"head is int8, but {type(model).__name__} has {found}. Leave head out.")
+    embeddings = model.get_input_embeddings().weight
+    tied, weights = embeddings is head.weight, head.weight.nbytes
+    read = sum(each.nbytes for each in chain(model.parameters(), model.buffers())) - (0 if tied else embeddings.nbytes)
     packed = rounded_to_8_bits(head.weight.detach())
     packed.bias = head.bias
     model.set_output_embeddings(packed)
     model.config.get_text_config().tie_word_embeddings = False  # it is no longer the embeddings' weight
     logger.info("the head is rounded to 8 bits, with a step for each of %d tokens", head.out_features)
+    if weights < SMALL_HEAD * read:
+        share = 100 * weights / read
+        logger.warning("head=int8 hardly makes this model faster: the head is %.1f %% of what a token reads", share)
+    if tied:
+        added = size_text(sum(each.nbytes for each in packed.buffers()))
+        logger.info("the embeddings, which shared the weight of the head, keep it, so that memory grows by %s", added)

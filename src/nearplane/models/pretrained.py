@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
-from nearplane.errors import ModelError, NearplaneError, first_line
+from nearplane.errors import ModelError, NearplaneError, first_line, is_of_caller
 from nearplane.models.config_checks import BuildBudget, check_config, check_sizes
 from nearplane.models.kinds import SPEECH_TYPES, hears_alone, is_headless, is_multimodal, is_seq2seq
 from nearplane.models.tied import believe_tensors
@@ -52,12 +52,15 @@ GPTQ_READERS = "pip install optimum gptqmodel"  # packages with which transforme
 
 @contextmanager
 def as_model_error(what: str) -> Iterator[None]:
-    """Convert any error raised within, except nearplane's own and a full device, into a ModelError that begins with `what`."""
+    """Convert any error raised within into a ModelError that begins with `what`.
+
+    Errors of nearplane and of functions that the caller passed (see `of_caller`) and a full device stay as they are.
+    """
     try:
         yield
     except BaseException as error:
         raised = isinstance(error, Exception) or type(error).__name__ == "PanicException"  # of tokenizers, in Rust
-        if isinstance(error, NearplaneError) or is_out_of_memory(error) or not raised:
+        if isinstance(error, NearplaneError) or is_of_caller(error) or is_out_of_memory(error) or not raised:
             raise
         message = " ".join(str(error).split())[:MAX_QUOTED_LETTERS]  # all lines: the first is often a heading
         raise ModelError(f"{what} ({': '.join(part for part in (type(error).__name__, message) if part)}).") from error

@@ -79,7 +79,8 @@ class Forecast:
         most = f" (at most {size_text(self.bytes)} expected)" if self.bytes else ""
         remaining = f"; the remaining {left:,} blocks take about {duration(left * seconds)}" if left else ""
         log.info(
-            f"the first block took {duration(seconds)} and {size_text(device.peak())} of {_memory_of(device)}{most}{remaining}"
+            f"the first block took {duration(seconds)} and {size_text(device.peak())} of {_memory_of(device)}"
+            f"{' of rank 0' * (current().world > 1)}{most}{remaining}"
         )
 
 
@@ -115,8 +116,10 @@ def forecast(
     shapes, bounds, exceeding, allowed = planned
     if exceeding is not None:
         raise RecipeError(_too_small(exceeding, limits, allowed[exceeding.place]))
+    each_one = " of each process" * (current().world > 1)
     sizes = " and ".join(
-        f"{size_text(each.bytes)} of {_memory_of(device, each.place)} (while {each.while_})" for each in bounds
+        f"{size_text(each.bytes)} of {_memory_of(device, each.place)}{each_one} (while {each.while_})"
+        for each in bounds
     )
     time = ""  # of a GPU it is mostly not that of multiplications
     if device.on_cpu:

@@ -58,13 +58,15 @@ class Mode:
 
 MLX = {"group_size": 64, "format": "mlx"}
 GPTQ = {"symmetric": False, "format": "gptq_v2"}
-BY_GPTQ: tuple[Runtime, ...] = ("vllm", "transformers")
+BY_GPTQ: tuple[Runtime, ...] = ("transformers",)  # of 2 and 3 bits; vLLM 0.32 has GPTQ of 4 and 8 bits symmetric alone
 MODES = (
     Mode(setting="int8", options={"grid": "int8"}, runtimes=("vllm",), loss=Loss(0.0051, 0.0048, 0.0057, 3)),
     Mode(setting="fp8", options={"grid": "fp8"}, runtimes=("vllm",), loss=Loss(0.062, 0.055, 0.075, 3)),
     Mode(setting="nvfp4", options={"grid": "nvfp4"}, runtimes=("vllm",), loss=Loss(0.64, 0.55, 0.82, 3)),
     Mode(setting="4", options={"bits": 4}, runtimes=("vllm",), loss=Loss(1.0, 1.0, 1.0, 4)),
     Mode(setting="4", options={"bits": 4, "format": "gptq"}, runtimes=("transformers",), loss=Loss(1.0, 1.0, 1.0, 4)),
+    Mode(setting="3-symmetric", options={"bits": 3}, runtimes=("vllm",), loss=Loss(4.1, 3.8, 4.5, 3)),
+    Mode(setting="2-symmetric", options={"bits": 2}, runtimes=("vllm",), loss=Loss(21, 18, 26, 3)),
     Mode(setting="3", options={"bits": 3, **GPTQ}, runtimes=BY_GPTQ, loss=Loss(3.5, 3.4, 3.6, 4)),
     Mode(setting="2", options={"bits": 2, **GPTQ}, runtimes=BY_GPTQ, loss=Loss(18, 16, 20, 4)),
     Mode(setting="q8_0", options={"grid": "q8_0"}, runtimes=("llama.cpp",), loss=Loss(0.0025, 0.0025, 0.0025, 2)),

@@ -16,6 +16,7 @@ from nearplane.lattice.number_formats import FP8, FP8_BLOCK, MXFP4, MXFP8, NVFP4
 Format = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "mlx", "gguf", "nearplane"]
 
 GPTQ_BITS = (2, 3, 4, 8)
+GPTQ_BITS_IN_VLLM = (4, 8)  # symmetric; of its version 0.32
 AWQ_BITS = 4
 MLX_BITS = (2, 3, 4, 5, 6, 8)
 MLX_GROUP_SIZES = (32, 64, 128)
@@ -40,6 +41,16 @@ def _compressed_tensors(format: NumberFormat) -> str | None:
     if format.bits not in COMPRESSED_TENSORS_BITS:
         return f"compressed-tensors stores integers of 2 to 8 bits, not {format.bits}."
     return None
+
+
+def _compressed_tensors_in_vllm(format: NumberFormat) -> str | None:
+    """Return what vLLM needs: 0.32 has all these grids in its source, and read 3 bits in a run."""
+    return "" if format.name.startswith(("int4", "int8", "fp8", "nvfp4")) else "a newer vLLM, which loads such grids"
+
+
+def _gptq_in_vllm(format: NumberFormat) -> str | None:
+    """Return what vLLM needs: 0.32 refused asymmetric weights in a run, and by its source all but 4 and 8 bits."""
+    return "" if format.symmetric and format.bits in GPTQ_BITS_IN_VLLM else None
 
 
 def _gptq_v2(format: NumberFormat) -> str | None:
@@ -101,8 +112,8 @@ class FileFormat:
         by_nearplane: Whether nearplane is the only reader.
         library: The hub's name of the library that loads the format, for the model card.
         needs: Packages that this library needs besides itself.
-        by_vllm: Beginnings of the number formats in such files that every vLLM since 0.9 (May 2025) loads; newer ones load
-            more. Empty: vLLM does not read the format.
+        by_vllm: Function from a number format to what vLLM needs to load such files: nothing (""), or a newer one than 0.9
+            (May 2025); None: it does not load them.
         rounds_inputs: Whether files can ask runtimes to round the inputs of layers.
         bits: Widths of integers from which --allocate slope chooses, narrowest first; empty: it cannot.
         fault: Function from a number format to the reason why files cannot hold it in any layer; None: they can.
@@ -117,7 +128,7 @@ class FileFormat:
     by_nearplane: bool = False
     library: str = "transformers"
     needs: str = ""
-    by_vllm: tuple[str, ...] = ()
+    by_vllm: Callable[[NumberFormat], str | None] = lambda _: None
     rounds_inputs: bool = False
     bits: tuple[int, ...] = ()
     fault: Callable[[NumberFormat], str | None] = lambda _: None
@@ -139,15 +150,17 @@ FILE_FORMATS: dict[str | None, FileFormat] = {
         steps_of_model=True,
         rounds_inputs=True,
         needs="compressed-tensors",
-        by_vllm=("int4", "int8", "fp8", "nvfp4"),
+        by_vllm=_compressed_tensors_in_vllm,
         bits=COMPRESSED_TENSORS_BITS,
         fault=_compressed_tensors,
     ),
-    "gptq": FileFormat(by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=("int",), bits=GPTQ_BITS, fault=_gptq),
-    "gptq_v2": FileFormat(
-        by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=("int",), bits=GPTQ_BITS, fault=_gptq_v2
+    "gptq": FileFormat(
+        by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=_gptq_in_vllm, bits=GPTQ_BITS, fault=_gptq
     ),
-    "awq": FileFormat(needs="gptqmodel and accelerate", by_vllm=("int4",), bits=(AWQ_BITS,), fault=_awq),
+    "gptq_v2": FileFormat(
+        by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=_gptq_in_vllm, bits=GPTQ_BITS, fault=_gptq_v2
+    ),
+    "awq": FileFormat(needs="gptqmodel and accelerate", by_vllm=lambda _: "", bits=(AWQ_BITS,), fault=_awq),
     "mlx": FileFormat(
         for_mlx=True, one_grid_for_experts=True, steps_of_model=True, library="mlx", bits=MLX_BITS, fault=_mlx
     ),

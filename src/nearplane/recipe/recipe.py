@@ -15,11 +15,11 @@ from typing import Any, Literal
 from nearplane.errors import RecipeError
 from nearplane.lattice.number_formats import FLOATS, InputRounding
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
-from nearplane.recipe.patterns import compiled, fault_of
+from nearplane.recipe.patterns import fault_of, found
 from nearplane.recipe.scheme import Activations, Allocation, names_of, spelled_out
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, scheme_of
 from nearplane.recipe.spellings import translated
-from nearplane.system.arguments import check_fields, described, within
+from nearplane.system.arguments import MAX_SEED, check_fields, described, whole, within
 
 Rare = Literal["mean", "error"]
 FirstToken = Literal["auto", "none"]
@@ -61,6 +61,7 @@ class Calibration:
                 f"calibration is a {kind}; expected a file, a folder or the name of a data set. Pass texts or tokens to quantize()."
             )
         check_fields(self, "first_token", "seed", "true_sequential", "rare_experts")
+        whole("seed", self.seed, 0, MAX_SEED)
         count, length = self.samples, self.seqlen
         within("samples", count, count is None or (isinstance(count, int) and count > 0), "a positive number")
         within("seqlen", length, length is None or (isinstance(length, int) and length > 1), "at least 2")
@@ -318,12 +319,12 @@ class Recipe:
 
     def ignores(self, name: str) -> bool:
         """Return whether the layer with this full name is left unquantized."""
-        return any(compiled(pattern).search(name) for pattern in self.ignore)
+        return any(found(pattern, name) for pattern in self.ignore)
 
     def scheme_of(self, name: str) -> AnyScheme:
         """Return the scheme of the layer with this full name, which `ignores` has not excluded."""
         if name not in self._schemes:
-            schemes = (each.scheme for each in self.layers if compiled(each.pattern).search(name))
+            schemes = (each.scheme for each in self.layers if found(each.pattern, name))
             self._schemes[name] = next(schemes, self.scheme)
         return self._schemes[name]
 

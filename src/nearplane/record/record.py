@@ -203,7 +203,7 @@ class RunRecord:
         skipped: (name, reason) of weights that were not quantized although the recipe did not exclude them.
         batch: Number of windows per forward pass, if --memory reduced it; None: the default.
         seconds: Time of the whole run, including tuning.
-        peak_memory: Largest memory of the process on the CPU, in bytes; 0: unknown.
+        peak_memory: Largest memory on the CPU, in bytes, of several processes the sum of each one's largest; 0: unknown.
         bytes: Size of all weight files together.
         card: Size of the model card as it was written, which may change later; 0, and then not in the file: none was.
         folder: Size of all files of the checkpoint, including this record and the model card, in bytes.

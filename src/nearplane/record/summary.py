@@ -26,8 +26,8 @@ LEGEND = {  # of the columns of `layer_table`
     "relative loss": "lost share of the layer's outputs on the calibration tokens, by this layer alone",
     "nearest/this": "loss of rounding to nearest on the same grid / loss of these codes",
     "nearest/extra": "the same on the extra windows",
-    "bound/this": "worst-case (Babai) bound of the loss / loss of these codes; * where rows clip, for which there is no bound; "
-    "- where there is none at all, as with nvfp4 and mxfp4, and after tuning",
+    "bound/this": "worst-case (Babai) bound of the loss / loss of these codes; - where there is none, as with nvfp4 and mxfp4, "
+    "and after tuning",
     "clipped %": "codes that the solver would have put outside the grid",
     "above limit": "bits per weight above the limit for Gaussian weights at this loss",
     "correction": "part of the full correction for errors of earlier layers, 0 to 1",
@@ -125,7 +125,7 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
         before += [record.tuning.sentence(), record.tuning.windows_sentence()]
     columns = CODED_COLUMNS if coded else GRID_COLUMNS
     after = [f"{name}: {LEGEND[name]}" for name in columns if name in LEGEND]
-    after += [*degenerate(record), *left(record)]
+    after += [*_without_bound(record), *degenerate(record), *left(record)]
     after.append(f"total: {record.rate:.3f} bits per quantized weight, weight files {size_text(record.bytes)}")
     if coded:
         after.append(
@@ -137,9 +137,19 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
 
 
 def _bound(layer: LayerRecord) -> str:
-    """Return how many times the loss the worst case is, with a star where rows clip."""
-    star = "*" if layer.worst_case and layer.clipped_rows and not layer.degenerate else ""
-    return _ratio(layer, layer.worst_case, layer.damped_loss) + star
+    """Return how many times the loss the worst case is."""
+    return _ratio(layer, layer.worst_case, layer.damped_loss)
+
+
+def _without_bound(record: RunRecord) -> Iterator[str]:
+    """Yield a line on the rows that clip, for which the bound does not hold."""
+    bounded = [layer for layer in record.layers if layer.worst_case and not layer.degenerate]
+    if clipping := [layer for layer in bounded if layer.clipped_rows]:
+        rows = sum(round(layer.clipped_rows * layer.out_features) for layer in clipping)
+        every = sum(layer.out_features for layer in bounded)
+        yield (
+            f"the bound does not hold for rows that clip: {rows:,} of {every:,}, in {len(clipping)} of {len(bounded)} layers"
+        )
 
 
 def _power(layer: LayerRecord, value: float | None) -> str:

@@ -59,9 +59,9 @@ def uses(record: RunRecord, config: Mapping[str, Any], folder: str) -> list[Use]
     if files.by_nearplane:
         return list(_in_nearplane(folder, quoted, config))
     found = []
-    if files.by_vllm and is_served(config):
-        every = all(layer.format.startswith(files.by_vllm) for layer in record.layers)
-        found.append(_in_vllm(folder, "" if every else "a newer vLLM, which loads such grids"))
+    needs = [files.by_vllm(layer.number_format) for layer in record.layers]
+    if is_served(config) and (served := [need for need in needs if need is not None]) == needs:
+        found.append(_in_vllm(folder, max(served, default="")))
     experts = files.by_gptqmodel and any(layer.blended is not None for layer in record.layers)
     if not experts:  # transformers would fill them with random numbers
         found.append(_in_transformers(quoted, config, files.needs))

@@ -12,6 +12,8 @@ from itertools import accumulate
 from time import monotonic
 from typing import Any
 
+from nearplane.errors import of_caller
+
 log = logging.getLogger(__name__)
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]  # (items, label, number of items) -> items
 MIN_INTERVAL, MAX_INTERVAL = 1.0, 30.0  # seconds between two lines: at the end of a block, and within blocks
@@ -56,6 +58,26 @@ def logged(
         if done > there and (ended or now - last_line >= (MIN_INTERVAL if done in block_ends else MAX_INTERVAL)):
             last_line = now
             log.info("%s: %s, %s", label, _place(done, total, ends), _times(now - began, done - there, total - there))
+
+
+def shown(progress: Progress, items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
+    """Show the progress of a loop; errors of the display are marked as the caller's, unless the items raised them."""
+    raised: list[Exception] = []
+
+    def passed() -> Iterator[Any]:
+        try:
+            yield from items
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    try:
+        yield from progress(passed(), label, total)
+    except Exception as error:
+        if error in raised:
+            raise
+        with of_caller():
+            raise
 
 
 @contextmanager

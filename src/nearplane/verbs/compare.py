@@ -50,6 +50,7 @@ from nearplane.system.progress import Progress, logged, silent
 from nearplane.system.text_mixes import texts_of
 from nearplane.theory.hptq import hptq_layers
 from nearplane.verbs.compare_recipes import HUFFMAN, WAYS, Recipes, recipes_for
+from nearplane.verbs.early_checks import check_compare
 from nearplane.verbs.evaluate import evaluate, load_dense
 from nearplane.verbs.generate import check_prompt, continued, generate
 from nearplane.verbs.quantize_api import quantize
@@ -228,8 +229,7 @@ def compare(
         NearplaneError: A model or text cannot be read; earlier rows were yielded.
     """
     models = [models] if isinstance(models, str | Path) else list(models)
-    if not models or not bits or not methods:
-        raise RecipeError("Nothing to compare: give at least one model, one number of bits and one method.")
+    check_compare(models, bits, methods)
     names = [Path(model).name for model in models]
     if keep is not None and len(set(names)) < len(names):
         raise RecipeError(f"{keep} has one folder per model ({', '.join(names)}); expected different names.")

@@ -13,12 +13,12 @@ from typing import Any, Literal, get_args
 
 from nearplane.errors import INSTALL, CalibrationError, ModelError, RecipeError
 from nearplane.recipe.file_formats import FILE_FORMATS
-from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.recipe import Recipe, Way
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 from nearplane.recipe.schemes import GridScheme
 from nearplane.recipe.sizes import Limits, bytes_in, check_room
 from nearplane.record.record import RunRecord, read_record
-from nearplane.system.arguments import whole, within
+from nearplane.system.arguments import MAX_SEED, check_type, whole, within
 from nearplane.system.files import check_writable
 from nearplane.system.named_texts import is_cropped
 from nearplane.system.output_folder import Unfinished
@@ -125,6 +125,13 @@ def _check_number_formats(recipe: Recipe) -> None:
             recipe.files.check(name, formats[0])
 
 
+def check_compare(models: Sequence[str | Path], bits: Sequence[float], methods: Sequence[Way]) -> None:
+    """Refuse a comparison of nothing, and bits that are no numbers."""
+    check_type("bits", bits, Sequence[float])
+    if not models or not bits or not methods:
+        raise RecipeError("Nothing to compare: give at least one model, one number of bits and one method.")
+
+
 def check_tune(
     source: str | Path, out: str | Path, *, against: Any, calibration: Any, overwrite: bool, **counts: int | None
 ) -> RunRecord:
@@ -173,8 +180,9 @@ def check_recipe(recipe: Recipe, called: str) -> None:
         )
 
 
-def check_generate(tokens: int, temperature: float) -> None:
+def check_generate(tokens: int, temperature: float, seed: int) -> None:
     """Refuse numbers of `generate` that are out of range."""
+    whole("seed", seed, 0, MAX_SEED)
     if tokens < 1 or not 0 <= temperature < 100:
         raise RecipeError(
             f"tokens is {tokens} and temperature {temperature}; expected at least 1 token, and a temperature from 0 to 100."

@@ -29,7 +29,7 @@ from nearplane.models.pretrained import tokenizer_of
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.process_group import joined
-from nearplane.system.progress import Progress, logged, silent
+from nearplane.system.progress import Progress, logged, shown, silent
 from nearplane.system.ranks import current
 from nearplane.verbs.early_checks import PLAIN_WINDOWS, Protocol, check_evaluate
 from nearplane.verbs.evaluate_networks import Network, Outline, batches_here, opened
@@ -356,7 +356,7 @@ def _measured(
     seqlen = scored.tokens.shape[1] if networks[0].outline.vocabulary else 1
     with running(networks, scored.tokens) as batches:
         total = len(batches_here(networks, scored.tokens))
-        compared = progress(logged(batches, "evaluating", total), "evaluating", total)
+        compared = shown(progress, logged(batches, "evaluating", total), "evaluating", total)
         if networks[0].outline.embeds:
             alike = cosines(compared, names)
             cosine, least = float(alike.mean()), float(alike.min())

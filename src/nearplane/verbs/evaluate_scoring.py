@@ -17,7 +17,7 @@ from nearplane.models.kinds import predicts_always_the_same
 from nearplane.models.pretrained import as_model_error
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library
-from nearplane.system.progress import Progress
+from nearplane.system.progress import Progress, shown
 from nearplane.system.ranks import by_itself, current
 from nearplane.verbs.evaluate_networks import Network, Readout, batches_here, opened, predictions
 from nearplane.verbs.evaluate_protocols import NOT_SCORED, ScoredText
@@ -159,7 +159,7 @@ def measured_floor(
     try:
         networks = [opened(outline, place, dtype=dtype, trust_remote_code=trust), original]
         with by_itself(), running(networks, few.tokens) as batches:  # few windows: every rank runs all of them
-            compared = progress(batches, "measuring the floor", len(batches_here(networks, few.tokens)))
+            compared = shown(progress, batches, "measuring the floor", len(batches_here(networks, few.tokens)))
             scores, _ = token_scores(compared, [outline.name] * 2, few, outline.vocabulary)
     except ModelError as error:
         log.warning("The floor is not measured: %s", error)

@@ -19,7 +19,7 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import Beside
 from nearplane.formats.card_file import write_card
 from nearplane.formats.layer_format import QUANTIZATION, WEIGHTS, as_tensors_are, json_text, read_config
-from nearplane.formats.stored import Stored, quantization_of
+from nearplane.formats.stored import Stored, quantization_of, reader_of
 from nearplane.loading.dense_network import decoded_tensors, stacks_of
 from nearplane.models.config_checks import PACKED_NAMES
 from nearplane.models.conversion import as_saved

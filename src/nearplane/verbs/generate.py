@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from nearplane.errors import RecipeError
+from nearplane.errors import RecipeError, of_caller
 from nearplane.formats.gguf.gguf_header import FILE, read_header
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.loading.from_pretrained import load
@@ -31,6 +31,7 @@ from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.file_hashes import check_hashes
+from nearplane.system.time_limit import time_limit
 from nearplane.verbs.early_checks import check_generate
 
 Say = Callable[[str], object]
@@ -99,7 +100,7 @@ def generate(
         RecipeError: A number is out of range, or the prompt is empty or too long.
         ModelError, FormatError: The model, its tokenizer or its chat template cannot be used.
     """
-    check_generate(tokens, temperature)
+    check_generate(tokens, temperature, seed)
     folder = source_folder(source, trust_remote_code=trust_remote_code)
     if (in_llama_cpp := runs_in_llama_cpp(folder)) and head is not None:
         raise RecipeError(f"{folder} runs in llama.cpp, which reads the head of the file. Leave --head out.")
@@ -114,6 +115,7 @@ def generate(
     chat = not ignore_chat_template and has_chat_template(tokenizer)
     text = _chat(folder, tokenizer, prompt) if chat else prompt
     ask = _Request(text=text, chat=chat, tokens=tokens, temperature=temperature, seed=seed)
+    say = of_caller()(say)
     if in_llama_cpp:
         return _by_llama_cpp(folder, ask, say)
     with as_model_error(f"{folder} does not generate text"):
@@ -192,7 +194,8 @@ def _chat(folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
     """Return the prompt as a user's message in the chat template of a tokenizer, up to where the answer begins."""
     with as_model_error(f"{folder} has a chat template that cannot be applied to a prompt; try --ignore-chat-template"):
         messages = [{"role": "user", "content": prompt}]
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        with time_limit():
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def _by_transformers(

@@ -81,13 +81,18 @@ class Journal:
         """Return the record of a stopped run that had written all layers, after completing its files; None for others."""
         return self._pages.completed(self._timed)
 
-    def seal(self, record: RunRecord) -> RunRecord:
-        """Complete the checkpoint after its last layer; see `JournalPages.seal`."""
-        return self._pages.seal(record, self._timed)
+    def seal(self, record: RunRecord, others: int) -> RunRecord:
+        """Complete the checkpoint after its last layer; see `JournalPages.seal`.
 
-    def _timed(self, record: RunRecord) -> RunRecord:
-        """Return the record with the seconds of the run, including those before it was stopped."""
-        return replace(record, seconds=self._pages.seconds)
+        Args:
+            record: The record of the run.
+            others: Peak memory of the other ranks together.
+        """
+        return self._pages.seal(record, partial(self._timed, others=others))
+
+    def _timed(self, record: RunRecord, others: int = 0) -> RunRecord:
+        """Return the record with the seconds of the run, also of those before it was stopped, and the memory of all ranks."""
+        return replace(record, seconds=self._pages.seconds, peak_memory=record.peak_memory + others)
 
     @property
     def blocks(self) -> int:

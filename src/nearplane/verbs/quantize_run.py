@@ -20,7 +20,8 @@ from nearplane.planning.ledger import Ledger, Solved, check_limit
 from nearplane.planning.request import quantization_config, with_types
 from nearplane.planning.start import Decisions, Job, decide
 from nearplane.record.record import RunRecord
-from nearplane.system.progress import counted
+from nearplane.system.progress import counted, peak_memory
+from nearplane.system.ranks import current
 from nearplane.verbs.quantize_journal import Journal
 from nearplane.verbs.quantize_stage import Order
 
@@ -105,7 +106,14 @@ class Run:
 
     def finished(self) -> RunRecord:
         """Return the run record after all layers are solved; `Container.seal` completes it."""
-        return check_limit(self._journal.seal(replace(self._record, layers=tuple(self.ledger.layers))))
+        ranks, record = current(), replace(self._record, layers=tuple(self.ledger.layers))
+        return check_limit(self._journal.seal(record, sum(ranks.ask(rank, _peak) for rank in ranks.others)))
+
+
+def _peak(served: object) -> int:
+    """Return the peak memory of this rank, whatever it serves."""
+    del served
+    return peak_memory()
 
 
 def peaks_of(layers: Sequence[Layer]) -> dict[str, float]:

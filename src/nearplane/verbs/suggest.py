@@ -24,7 +24,7 @@ from nearplane.system.arguments import checked
 from nearplane.verbs.early_checks import check_suggest
 
 DEFAULT_CONTEXT = 8192
-NO_EXPERTS = "Experts in GPTQ are read by vLLM and GPTQModel, but not by transformers alone."
+NO_EXPERTS = "Experts in GPTQ are read by GPTQModel, but not by transformers alone."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

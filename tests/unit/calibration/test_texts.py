@@ -9,6 +9,7 @@ import json
 import os
 import random
 import socket
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,36 @@ def test_a_sparse_file_of_any_size_is_refused_at_once(
         file.truncate(1 << 40)  # more than any memory holds
     with pytest.raises(CalibrationError, match="null characters"):
         read_windows(tokenizer, tmp_path / name, samples=1, seqlen=2)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_text_takes_no_memory_for_what_follows_the_last_window(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, name: str
+) -> None:
+    """The whole file was read."""
+    line = f"{TEXT!r}\n" if name == "a.txt" else json.dumps({"text": TEXT}) + "\n"
+    with (tmp_path / name).open("w") as file:
+        for _ in range(200):
+            file.write(line * 1000)  # 30 MB in all
+    tracemalloc.start()
+    try:
+        assert len(read_windows(tokenizer, tmp_path / name, samples=3, seqlen=20)) == 3
+        assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_chat_template_that_does_not_end_in_time_is_stopped(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nearplane.system.time_limit.SECONDS", 0.02)
+    known = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    known.chat_template = "{% for a in range(1000) %}{% for b in range(1000) %}.{% endfor %}{% endfor %}"
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}')
+    with pytest.raises(
+        CalibrationError, match=r"line 1: the chat template cannot .* \(it does not end within 0\.02 seconds"
+    ):
+        read_windows(known, tmp_path / "a.jsonl", samples=1, seqlen=2)
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.txt", "abc"), ("a.jsonl", '{"text": "abc"}')])

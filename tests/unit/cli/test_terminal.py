@@ -4,6 +4,7 @@ import importlib
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,11 +13,11 @@ from contextlib import suppress
 import pytest
 
 import nearplane
-from children import command
+from children import Child, command
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane.cli import app as cli
 from nearplane.cli.printing import table
-from nearplane.cli.terminal import Terminated, attended
+from nearplane.cli.terminal import Terminated, attended, stopping
 from nearplane.demo import CALIBRATION
 from nearplane.matrix.solve_layer import solve_layer
 from nearplane.record.record import read_record
@@ -31,7 +32,7 @@ def model(tmp_path_factory):
     return folder
 
 
-def stop(model, out, number, *more):
+def stop(model, out, number, *more, send=Child.send):
     """Send a signal to the command once its first block is kept; return what it said, lines of progress left out."""
     words = ["quantize", model, out, "--calibration", CALIBRATION, "--group-size", "16", "--samples", "24"]
     verb = importlib.import_module("nearplane.verbs.quantize_stage")
@@ -47,7 +48,7 @@ def stop(model, out, number, *more):
     while not (out.with_name("out.unfinished") / "journal" / "state.json").exists():
         assert child.runs(), child.ended()
         time.sleep(0.01)
-    child.send(number)
+    send(child, number)
     code, printed, said = child.ended()
     assert printed == ""
     progress = ("opening ", "quantizing: ", "quantizing takes ", "the first block took")
@@ -63,6 +64,30 @@ def test_ctrl_c_ends_in_one_line_that_says_what_is_on_disk_and_how_to_go_on(mode
     assert os.listdir(tmp_path) == ["out.unfinished"]
     with pytest.raises(nearplane.NearplaneError, match="incomplete"):
         nearplane.load(f"{out}.unfinished")
+
+
+def test_ctrl_c_pressed_six_times_says_the_same_once(model, tmp_path):
+    """It printed a traceback after the sentence."""
+
+    def several(child, number):
+        for _ in range(6):
+            child.send(number)
+            time.sleep(0.02)
+
+    out = tmp_path / "out"
+    code, said = stop(model, out, signal.SIGINT, send=several)
+    assert code == 130
+    assert len(said) == 1
+    assert said[0].startswith(f"nearplane: stopped by Ctrl-C. The unfinished checkpoint is in {out}.unfinished.")
+
+
+def test_ctrl_c_while_the_command_line_is_imported_ends_in_one_line():
+    """A traceback of imports was printed."""
+    press = "import os, signal, sys; sys.addaudithook(lambda name, a: name == 'import' and a[0] == 'cyclopts' and "
+    press += "os.kill(os.getpid(), signal.SIGINT)); signal.signal(signal.SIGINT, signal.default_int_handler); "
+    run = [sys.executable, "-c", f"{press} from nearplane.__main__ import main; main()"]
+    ended = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "nearplane: stopped by Ctrl-C. Repeat the command.\n")
 
 
 def test_sigterm_leaves_the_checkpoint_that_was_to_be_replaced_and_the_next_run_replaces_it(model, tmp_path):
@@ -93,12 +118,12 @@ def test_a_stop_stays_one_where_a_library_puts_an_error_of_its_own_in_its_place(
             error.add_note("What is done lies in out.unfinished.")
             raise error from None
 
-    with pytest.raises(KeyboardInterrupt) as stopped, attended():
+    with pytest.raises(KeyboardInterrupt) as stopped, stopping() as those, attended(those):
         library()
     assert stopped.type is kind
     assert stopped.value.__notes__ == ["What is done lies in out.unfinished. Repeat the command."]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(ValueError, match="else"), attended():
+    with pytest.raises(ValueError, match="else"), stopping() as those, attended(those):
         raise ValueError("else")
     signal.signal(signal.SIGINT, before)
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import nearplane
 from checkpoints import random_matrix, tiny_llama, write_folder
 from families import config_of
-from nearplane.errors import RecipeError
+from nearplane.errors import FormatError, RecipeError
 from nearplane.loading.from_pretrained import check_head
 from nearplane.loading.grid_linear import GridLinear, rounded_to_8_bits
-from nearplane.loading.packed_grids import PackedGrids
+from nearplane.loading.packed_grids import PackedGrids, round_head
 
 TOKENS = torch.tensor([[5, 9, 11, 40, 7, 3, 60, 22]])
 FORMATS = {  # format, bits, group size, symmetric
@@ -100,6 +102,18 @@ def test_tied_weights_and_unknown_layers_are_decoded() -> None:
     assert taken.untyped_storage().nbytes() == 2
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_steps_that_are_not_finite_are_refused_without_a_run_record(source: Path, tmp_path: Path, packed: bool) -> None:
+    write_folder(tmp_path, source, "compressed-tensors", bits=4, group_size=32)
+    path = min(tmp_path.glob("*.safetensors"))
+    tensors = load_file(path)
+    name = next(each for each in tensors if each.endswith("_scale"))
+    tensors[name][0, 0] = torch.nan
+    save_file(tensors, path)
+    with pytest.raises(FormatError, match=f"{name.rpartition('.')[0]} has steps or offsets that are NaN or Inf"):
+        nearplane.load(tmp_path, device="cpu", packed=packed)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_head_is_rounded_to_8_bits_and_the_embeddings_stay(
     tmp_path: Path, tied: bool, caplog: pytest.LogCaptureFixture
@@ -113,6 +127,8 @@ def test_the_head_is_rounded_to_8_bits_and_the_embeddings_stay(
     rounded = nearplane.load(tmp_path, device="cpu", head="int8")
     tokens = dense.config.vocab_size
     assert f"the head is rounded to 8 bits, with a step for each of {tokens} tokens" in caplog.messages
+    grows = "the embeddings, which shared the weight of the head, keep it, so that memory grows by"
+    assert any(message.startswith(grows) for message in caplog.messages) == tied
     assert torch.equal(rounded.get_input_embeddings().weight, dense.get_input_embeddings().weight)
     head, weight = rounded.get_output_embeddings(), dense.get_output_embeddings().weight
     steps = weight.float().abs().amax(1, keepdim=True) / 127
@@ -133,6 +149,19 @@ def test_a_head_that_cannot_be_rounded_is_refused(source: Path, tmp_path: Path) 
     BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match=r"head is int8, but BertModel has no head\. Leave head out"):
         nearplane.load(tmp_path, device="cpu", head="int8")
+    network = tiny_llama()
+    network.lm_head = rounded_to_8_bits(network.lm_head.weight.detach())
+    with pytest.raises(RecipeError, match="the head is quantized in the file and stays packed as it is"):
+        round_head(network)
+
+
+def test_a_head_of_few_tokens_is_said_to_gain_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    network = AutoModelForCausalLM.from_config(config_of("llama", vocab_size=8))
+    round_head(network)
+    (message,) = caplog.messages
+    assert re.fullmatch(
+        r"head=int8 hardly makes this model faster: the head is [0-4]\.\d % of what a token reads", message
+    )
 
 
 def test_a_copy_of_a_packed_layer_has_words_of_its_own() -> None:

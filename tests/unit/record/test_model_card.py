@@ -55,6 +55,8 @@ KINDS = {  # record, config, library, task, lines of code in the card, and those
                ["**vLLM** (needs a newer vLLM", "vllm serve FOLDER"], []),
     "gptq": (run(Recipe.from_spellings(bits=4, format="gptq")), CAUSAL, "transformers", "text-generation",
              ["vllm serve FOLDER", "(needs gptqmodel and optimum)", 'GPTQModel.load("FOLDER")'], []),
+    "gptq in 3 bits": (run(Recipe.from_spellings(bits=3, format="gptq"), format="int3-g16"), CAUSAL, "transformers",
+                       "text-generation", ['GPTQModel.load("FOLDER")'], ["vllm", "vLLM"]),
     "experts in gptq": (run(Recipe.from_spellings(bits=4, format="gptq"), blended=0, alike=1.0), CAUSAL, "transformers",
                         "text-generation", ['GPTQModel.load("FOLDER")'], ["from_pretrained"]),
     "blocks": (run(Recipe.from_spellings(grid="q4_k_m"), format="q4_k"), CAUSAL, "llama-cpp-python", "text-generation",

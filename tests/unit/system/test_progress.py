@@ -7,7 +7,8 @@ import sys
 import numba
 import pytest
 
-from nearplane.system.progress import duration, logged, say_compiling
+from nearplane.errors import is_of_caller
+from nearplane.system.progress import duration, logged, say_compiling, shown
 
 
 def lines(caplog, seconds, **words):
@@ -91,3 +92,19 @@ def test_compiling_is_said_once_and_only_where_it_happens(caplog):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "2\n"
     assert run.stderr.count("compiling kernels for this processor") == 1
+
+
+def test_an_error_of_the_display_is_told_from_one_of_the_work():
+    def failing():
+        yield 1
+        raise ValueError("of the work")
+
+    def displayed(items, label, total):
+        yield from items
+        raise ValueError("of the display")
+
+    with pytest.raises(ValueError, match="of the work") as work:
+        list(shown(displayed, failing(), "", 1))
+    with pytest.raises(ValueError, match="of the display") as display:
+        list(shown(displayed, [1], "", 1))
+    assert (is_of_caller(work.value), is_of_caller(display.value)) == (False, True)

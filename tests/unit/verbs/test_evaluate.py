@@ -40,6 +40,15 @@ def test_a_model_against_itself_diverges_nowhere():
     assert result.agreement == 1.0
 
 
+def test_an_error_of_the_progress_display_is_no_fault_of_the_model():
+    def progress(items, label, total):
+        raise ZeroDivisionError("of the caller")
+        yield
+
+    with pytest.raises(ZeroDivisionError, match="of the caller"):
+        nearplane.evaluate(MODEL, HELD_OUT, seqlen=64, samples=1, progress=progress)
+
+
 def test_divergence_is_kullback_leibler():
     p, q = (torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(i)).log_softmax(-1) for i in (0, 1))
     found = divergence(p, q)

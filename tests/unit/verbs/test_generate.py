@@ -71,6 +71,28 @@ def test_the_likeliest_tokens_come_piece_by_piece(out: Path) -> None:
     assert len(pieces) > 2
 
 
+def test_an_error_of_the_callback_is_no_fault_of_the_model() -> None:
+    def say(piece: str) -> None:
+        raise KeyError("of the caller")
+
+    with pytest.raises(KeyError, match="of the caller"):
+        nearplane.generate(MODEL, PROMPT, tokens=2, say=say)
+
+
+def test_a_seed_that_torch_cannot_take_is_no_fault_of_the_model() -> None:
+    with pytest.raises(
+        RecipeError, match=r"seed is 18446744073709551616; expected a whole number from 0 to 18446744073709551615"
+    ):
+        nearplane.generate(MODEL, PROMPT, seed=2**64)
+
+
+def test_two_models_are_loaded_without_a_bar_between_their_texts() -> None:
+    code, printed, said = command("generate", MODEL, PROMPT, "--tokens", 2, "--compare", MODEL).ended()
+    assert code == 0, said
+    assert printed.count(PROMPT) == 2
+    assert not re.search("Loading|it/s|%", printed + said)
+
+
 def test_a_space_behind_the_prompt_is_said(tmp_path: Path) -> None:
     """Tokenizers like SentencePiece's drop it from text that begins with it."""
     random_model(config_of("llama", vocab_size=1100)).float().save_pretrained(tmp_path)
