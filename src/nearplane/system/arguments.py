@@ -14,6 +14,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 from nearplane.errors import RecipeError
 from nearplane.system.out_of_memory import device_full, is_out_of_memory
 from nearplane.system.paths import check_path
+from nearplane.system.torch_modes import torch_defaults
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,7 +35,7 @@ hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def checked(*excepted: str, verb: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that refuses arguments which do not fit their annotations.
+    """Return a decorator that refuses arguments which do not fit their annotations, and leaves torch's modes outside.
 
     Args:
         excepted: Names of the arguments that the function checks itself.
@@ -49,7 +50,8 @@ def checked(*excepted: str, verb: bool = True) -> Callable[[Callable[P, R]], Cal
                 if name not in excepted:
                     check_type(name, value, kinds.get(name, Any))
             try:
-                return function(*args, **kwargs)
+                with torch_defaults():
+                    return function(*args, **kwargs)
             except RuntimeError as error:
                 if verb and is_out_of_memory(error):
                     raise device_full(error) from error
