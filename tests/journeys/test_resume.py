@@ -419,7 +419,9 @@ def test_a_page_that_torch_cannot_write_costs_the_journal(tmp_path, caplog):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert not pages.room
-        assert "later work is lost: plan.pt could not be written, probably as the disk is full, or a quota" in caplog.text
+        assert (
+            "later work is lost: plan.pt could not be written, probably as the disk is full, or a quota" in caplog.text
+        )
         assert not list((tmp_path / "journal").iterdir())
         caplog.clear()
     signal.signal(signal.SIGXFSZ, before)

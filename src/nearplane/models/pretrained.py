@@ -25,7 +25,7 @@ from nearplane.errors import ModelError, NearplaneError, first_line
 from nearplane.models.config_checks import BuildBudget, check_config, check_sizes
 from nearplane.models.kinds import SPEECH_TYPES, hears_alone, is_headless, is_multimodal, is_seq2seq
 from nearplane.system.files import read_object
-from nearplane.system.out_of_memory import is_out_of_memory
+from nearplane.system.out_of_memory import is_out_of_memory, is_refused
 from nearplane.system.paths import folder_named, refuse_unfinished
 from nearplane.system.safetensors_files import ShardReader, TensorReader
 
@@ -49,7 +49,7 @@ def as_model_error(what: str) -> Iterator[None]:
         yield
     except BaseException as error:
         raised = isinstance(error, Exception) or type(error).__name__ == "PanicException"  # of tokenizers, in Rust
-        if isinstance(error, NearplaneError) or is_out_of_memory(error) or not raised:
+        if isinstance(error, NearplaneError) or is_out_of_memory(error) or is_refused(error) or not raised:
             raise
         message = " ".join(str(error).split())[:MAX_QUOTED_LETTERS]  # all lines: the first is often a heading
         raise ModelError(f"{what} ({': '.join(part for part in (type(error).__name__, message) if part)}).") from error

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import nearplane
@@ -214,7 +215,7 @@ def parametrized(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def pruned(model: PreTrainedModel) -> PreTrainedModel:
-    torch.nn.utils.prune.identity(model.model.layers[0].mlp.up_proj, "weight")
+    prune.identity(model.model.layers[0].mlp.up_proj, "weight")
     return model
 
 
@@ -287,7 +288,10 @@ def in_integers(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (adapted, r"adapters of peft that are not merged, first in model\.layers\.0\.self_attn\.q_proj\. .*merge_and_unload"),
+        (
+            adapted,
+            r"adapters of peft that are not merged, first in model\.layers\.0\.self_attn\.q_proj\. .*merge_and_unload",
+        ),
         (extended, r"model\.layers\.0\.mlp\.up_proj\.lora_A is not part of its class\. Merge or remove"),
         (replaced, r"it lacks model\.layers\.0\.mlp\.gate_proj\.weight; .* and 1 more\. Merge or remove"),
         (widened, r"lm_head\.weight is \(7, "),
