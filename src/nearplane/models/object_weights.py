@@ -39,7 +39,7 @@ def acting_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     expected, weights = described.state_dict(), dict[str, Tensor]()
     faults = list(_unused(model, expected.keys()))
     for name, like in expected.items():
-        found = reduce(lambda part, each: getattr(part, each, None), name.split("."), model)  # type: ignore[arg-type]
+        found = reduce(lambda part, each: getattr(part, each, None), name.split("."), model)
         if not isinstance(found, Tensor):
             faults.append(f"it lacks {name}")
         elif found.shape != like.shape:

@@ -17,7 +17,7 @@ from nearplane.planning.start import open_resolved
 FORMATS: dict[str, dict[str, Any]] = {
     "compressed-tensors": {"bits": 4, "group_size": 16},
     "whole rows": {"bits": 8, "group_size": None},
-    "gptq_v2": {"bits": 3, "group_size": 16, "symmetric": False, "format": "gptq_v2"},
+    "gptq_v2": {"bits": 4, "group_size": 16, "symmetric": False, "format": "gptq_v2"},
     "awq": {"bits": 4, "group_size": 16, "symmetric": False, "format": "awq"},
     "mlx": {"bits": 4, "group_size": 32, "format": "mlx"},
     "nvfp4": {"grid": "nvfp4"},
