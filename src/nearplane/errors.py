@@ -63,6 +63,10 @@ class DeviceMemoryError(NearplaneError):
     """A GPU has no room for what is computed on it."""
 
 
+class SystemLimitError(NearplaneError):
+    """The operating system gives this process no more memory, threads or processes."""
+
+
 class RankError(NearplaneError):
     """Another process of the same run failed or is gone, or the processes cannot be connected."""
 

@@ -5,10 +5,13 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
+import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -399,6 +402,27 @@ def test_a_disk_that_is_full_costs_the_journal_not_the_run(model, text, whole, t
     )
     nearplane.quantize(model, tmp_path / "again", calibration=str(text), **WAYS["grid"], **TEXT)
     assert re.search(r"[1-9][\d.]* KB of state would leave too little of 10 bytes for the checkpoint", caplog.text)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sets a limit on file sizes as Linux has it")
+def test_a_page_that_torch_cannot_write_costs_the_journal(tmp_path, caplog):
+    """torch.save raises RuntimeError where a quota or a limit on the size of files ends it."""
+    pages = journal_pages.JournalPages(SimpleNamespace(folder=tmp_path), {})
+    (soft, hard), before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for limit in (300, 5000):  # within the header, and within the tensor
+        pages.room = True
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            pages.write_first("plan.pt", {"rates": torch.zeros(9000)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert not pages.room
+        assert (
+            "later work is lost: plan.pt could not be written, probably as the disk is full, or a quota" in caplog.text
+        )
+        assert not list((tmp_path / "journal").iterdir())
+        caplog.clear()
+    signal.signal(signal.SIGXFSZ, before)
 
 
 @pytest.mark.nightly

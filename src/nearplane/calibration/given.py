@@ -5,6 +5,7 @@ A model object is saved to a temporary folder and read from there like any model
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.errors import CalibrationError, ModelError, RecipeError
+from nearplane.errors import CalibrationError, ModelError, RecipeError, first_line
 from nearplane.models.kinds import InputKind, Spoken
-from nearplane.models.pretrained import as_model_error
+from nearplane.models.object_weights import acting_weights
+from nearplane.models.pretrained import GENERATION, as_model_error
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.spellings import SPELLINGS
 
@@ -191,7 +194,7 @@ def as_folder(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenize
 
     Raises:
         RecipeError: A tokenizer is passed together with a path.
-        ModelError: The object is not a model that transformers can save.
+        ModelError: The object is not a model that transformers can save, or not what its config describes.
     """
     refuse_tokenizer(model, tokenizer)
     if isinstance(model, str | os.PathLike):
@@ -206,14 +209,32 @@ def as_folder(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenize
             f"The {type(model).__name__} passed as model has weights on the meta device, or offloaded by accelerate. "
             f"Pass the folder from which it was loaded."
         )
+    weights = acting_weights(model)
     with tempfile.TemporaryDirectory(prefix="nearplane-") as place:
-        with as_model_error(
-            f"The {type(model).__name__} passed as model could not be saved to {place} (TMPDIR chooses another folder)"
-        ):
-            model.save_pretrained(place)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(place)
+        with as_model_error(f"transformers cannot save the {type(model).__name__} passed as model"):
+            try:
+                _save(model, weights, Path(place))
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(place)
+            except (OSError, SafetensorError) as error:
+                raise ModelError(
+                    f"The {type(model).__name__} passed as model could not be saved to {place} ({first_line(error)}). Free some "
+                    f"space there, or choose another folder (TMPDIR)."
+                ) from error
         yield place
+
+
+def _save(model: PreTrainedModel, weights: dict[str, Tensor], place: Path) -> None:
+    """Save a model object with these weights, and its generation config as it is, which transformers may call invalid."""
+    saved = copy.copy(model)  # transformers changes the config that it saves
+    saved.config = copy.deepcopy(model.config)
+    settings = getattr(model, "generation_config", None)
+    if model.can_generate():
+        saved.generation_config = GenerationConfig()
+    saved.save_pretrained(place, state_dict=weights)
+    (place / GENERATION).unlink(missing_ok=True)
+    if settings is not None:
+        settings.to_json_file(place / GENERATION, keys_to_pop=["compile_config"])
 
 
 def refuse_tokenizer(model: object, tokenizer: object) -> None:

@@ -31,7 +31,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 from nearplane.system.device import Device
 from nearplane.system.memory import release
-from nearplane.system.out_of_memory import is_out_of_memory
+from nearplane.system.out_of_memory import is_out_of_memory, is_refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +253,7 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
     except NearplaneError:
         raise
     except Exception as error:  # the code of a model may raise anything
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or is_refused(error):
             raise
         raise ModelError(
             f"{type(model.network).__name__} does not run on a window of {tokens.shape[1]} tokens ({first_line(error)}). Use "

@@ -15,6 +15,7 @@ from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from nearplane.cli.streams import Unread, say_error
 from nearplane.errors import FormatError, NearplaneError, RankError, printable
+from nearplane.system.out_of_memory import is_refused, system_limit
 
 QUICK = 1.0  # seconds within which another Ctrl-C is taken for the same
 
@@ -135,6 +136,11 @@ def errors_as_sentences() -> Iterator[None]:
         sys.exit(2)
     except NearplaneError as error:
         say_error(str(error))
+        sys.exit(1)
+    except (MemoryError, RuntimeError, ImportError, BlockingIOError) as error:
+        if not is_refused(error):  # outside of verbs: while torch is imported, or other processes are started
+            raise
+        say_error(str(system_limit(error)))
         sys.exit(1)
     except Unread:
         sys.exit(141)  # as of a command that SIGPIPE ends

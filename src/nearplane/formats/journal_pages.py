@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nearplane.errors import FormatError, ModelError, RecipeError, first_few, printable
+from nearplane.errors import FormatError, ModelError, RecipeError, first_few, first_line, printable
 from nearplane.formats.container import Container
 from nearplane.recipe.sizes import size_text
 from nearplane.record.record import RunRecord, read_record
@@ -353,7 +353,7 @@ class JournalPages:
         """Write a page to disk and return its SHA-256."""
         path = self._folder / f"{name}.part"
         try:
-            torch.save(_compact(page), path)
+            _save(page, path)
             digest = sha256(path)
             _put(path, self._folder / name)
             return digest
@@ -373,6 +373,20 @@ def _tensors(page: Any) -> Iterator[Tensor]:
     elif isinstance(page, (dict, list, tuple)):
         for part in page.values() if isinstance(page, dict) else page:
             yield from _tensors(part)
+
+
+def _save(page: Any, path: Path) -> None:
+    """Save a page; torch raises RuntimeError where a file cannot be written.
+
+    Raises:
+        OSError: The disk is full, or a quota or limit on the size of files is reached.
+    """
+    page = _compact(page)
+    try:
+        torch.save(page, path)
+    except RuntimeError as error:
+        reason = "the disk is full, or a quota or limit on the size of files is reached"
+        raise OSError(f"{path.stem} could not be written, probably as {reason} ({first_line(error)})") from error
 
 
 def _compact(page: Any) -> Any:

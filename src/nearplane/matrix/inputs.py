@@ -17,7 +17,6 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor, factorize, one_thread, read, solved_strips
 from nearplane.lattice.moments import Moments, correction, moment_difference, trust, weighted_difference
 from nearplane.recipe.scheme import Order, Scheme
-from nearplane.system.device import refuse_meta
 from nearplane.system.memory import release
 
 MAX_ASYMMETRY = 1e-4  # relative to the largest entry: rounding errors of a product in float32
@@ -183,7 +182,6 @@ def lattice_problem(
     Raises:
         NumericalError: `W` or the Hessian has a wrong type, shape or value.
     """
-    refuse_meta()
     W = _floating(W, f"{name}: W", "(out, in) weights")
     if isinstance(statistics, Inputs):
         inputs = statistics

@@ -29,7 +29,7 @@ from nearplane.models.tied import believe_tensors
 from nearplane.system.files import read_object
 from nearplane.system.fp8_mxfp4 import WidenedReader, refuse_leftover
 from nearplane.system.model_files import CODE, FILES, named_in_code
-from nearplane.system.out_of_memory import is_out_of_memory
+from nearplane.system.out_of_memory import is_out_of_memory, is_refused
 from nearplane.system.paths import ADAPTER_CONFIG, folder_named, refuse_adapter, refuse_unfinished
 from nearplane.system.safetensors_files import ShardReader, TensorReader
 
@@ -60,7 +60,8 @@ def as_model_error(what: str) -> Iterator[None]:
         yield
     except BaseException as error:
         raised = isinstance(error, Exception) or type(error).__name__ == "PanicException"  # of tokenizers, in Rust
-        if isinstance(error, NearplaneError) or is_of_caller(error) or is_out_of_memory(error) or not raised:
+        limits = is_out_of_memory(error) or is_refused(error)
+        if isinstance(error, NearplaneError) or is_of_caller(error) or limits or not raised:
             raise
         message = " ".join(str(error).split())[:MAX_QUOTED_LETTERS]  # all lines: the first is often a heading
         raise ModelError(f"{what} ({': '.join(part for part in (type(error).__name__, message) if part)}).") from error

@@ -35,7 +35,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.allocate import MIN_RATE
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.schemes import MEASURED_TYPES, AnyScheme, BlockScheme, RateScheme
+from nearplane.recipe.schemes import MEASURED_TYPES, AnyScheme, BlockScheme, GridScheme, RateScheme
 from nearplane.recipe.sizes import bytes_in, check_room
 from nearplane.record.model_card import model_card
 from nearplane.record.record import (
@@ -53,6 +53,9 @@ from nearplane.system.shard_writer import file_names
 
 SIZE_MARGIN = 0.001  # relative distance between the bytes that a run aims at and the size that was asked for
 RESERVED_BYTES = 64  # for record entries that are written last: seconds, bytes
+# of the forecast for `check_disk`, each an upper bound
+TENSORS_OF_LAYER, RECORD_OF_LAYER, SHARD_BYTES, FIXED_BYTES = 4, 500, 300, 16_000
+TOKEN_BYTES = 24  # in a GGUF, beside the token's text
 CARD_BYTES = 9999  # placeholder for the size of a model card, in its usual length
 CARD_MARGIN = 1000  # bytes of a model card for sentences that depend on what is measured
 FIGURE_LENGTH = 13  # average characters of a figure in the record: many are null, others have 17 digits
@@ -121,7 +124,7 @@ class Overhead:
 
 
 def check_disk(out: Path, model: Model, recipe: Recipe, *, copies: int = 1) -> None:
-    """Refuse a full disk before work; headers and the run record are not counted, the joining of weight files is.
+    """Refuse a full disk before work; for the size of the folder see `forecast_bytes`.
 
     Args:
         out: Folder to write.
@@ -131,22 +134,41 @@ def check_disk(out: Path, model: Model, recipe: Recipe, *, copies: int = 1) -> N
     Raises:
         RecipeError: The checkpoint does not fit.
     """
-    dense = sum(model.reader.nbytes(name) for name in model.reader.names() if name not in model.quantized_names)
-    bits = sum(math.prod(layer.shape) * _bits(recipe.scheme_of(layer.name), layer.shape[1]) for layer in model.layers)
-    copied = _beside(model).size()
     size = getattr(recipe.scheme, "size", None)
-    size = math.ceil(bits / 8) + dense + copied if size is None else bytes_in(size)
+    size = forecast_bytes(model, recipe) if size is None else bytes_in(size)
     check_room(out, copies * size, joined=0 if recipe.files.for_llama_cpp else size)
 
 
-def _bits(scheme: AnyScheme, columns: int) -> float:
-    """Return about how many bits a weight of a layer takes, with steps and minima of 16 bits; 0 if only a size is given."""
+def forecast_bytes(model: Model, recipe: Recipe) -> int:
+    """Return the bytes of a checkpoint's folder or a few more: tensors, their entries, run record, card and copied files.
+
+    What is too much is 20 KB, 1.5 KB a layer, and for a GGUF a part of its tokenizer. At a rate or a mean number of bits
+    layers are as large as asked for on average.
+    """
+    layers, reader, (file,) = FORMATS[str(recipe.format)].layers, model.reader, _files(1)
+    stored = {name: reader.nbytes(name) for name in reader.names() if name not in model.quantized_names}
+    size = sum(
+        _of_tensor(name, reader.dtype(name), reader.shape(name), nbytes, file) for name, nbytes in stored.items()
+    )
+    for layer in model.layers:
+        scheme, name = recipe.scheme_of(layer.name), layer.written(model.weights)
+        nbytes = stored[layer.name] = _layer_bytes(layers, layer.shape, scheme, model.dtype)
+        size += TENSORS_OF_LAYER * _of_tensor(f"{name}.weight_packed", "BF16", layer.shape, nbytes, file)
+        size += _of_layer(layer) + RECORD_OF_LAYER + 2 * len(name)  # the config may name every layer
+    copied = _beside(model).size()
+    if recipe.files.for_llama_cpp:  # the tokenizer is in the GGUF as well as beside it
+        copied += copied + TOKEN_BYTES * len(model.network.get_input_embeddings().weight)
+    return math.ceil(sum(stored.values()) + size + copied + FIXED_BYTES + (len(model.blocks) + 1) * SHARD_BYTES)
+
+
+def _bits(scheme: AnyScheme, columns: int, steps: int) -> float:
+    """Return about how many bits a weight of a layer takes, with steps of so many bits; 0 if only a size is given."""
     if isinstance(scheme, RateScheme):
         return scheme.rate or 0.0
     if isinstance(scheme, BlockScheme):
         return scheme.budget or scheme.number_format.rate
     format = scheme.number_format
-    return scheme.bits + (32 if format.minimum else 16) / (format.group or columns)
+    return scheme.bits + (2 if format.minimum else 1) * steps / (format.group or columns)
 
 
 def tensor_bytes(model: Model, recipe: Recipe) -> int:
@@ -176,10 +198,12 @@ def tensor_bytes(model: Model, recipe: Recipe) -> int:
 def _layer_bytes(layers: LayerFormat, shape: tuple[int, int], scheme: AnyScheme, dtype: torch.dtype) -> int:
     """Return the bytes of the tensors of a layer in a model of a dtype."""
     format, (out, columns) = scheme.number_format, shape
+    if isinstance(scheme, GridScheme) and scheme.bits != format.bits:  # a mean over layers
+        return math.ceil(out * columns * _bits(scheme, columns, 8 * layers.scale_dtype(dtype).itemsize) / 8)
     if isinstance(layers, GridFormat):
         return sum(tensor.nbytes for tensor in layers.empty("", shape, format, dtype).values())
-    if isinstance(scheme, RateScheme):
-        return math.ceil(out * columns * _bits(scheme, columns) / 8)
+    if isinstance(scheme, RateScheme | BlockScheme):
+        return math.ceil(out * columns * _bits(scheme, columns, 0) / 8)
     steps = (2 if format.minimum else 1) * layers.scale_dtype(dtype).itemsize
     return out * columns * format.bits // 8 + out * format.groups(columns) * steps
 

@@ -12,8 +12,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from nearplane.errors import RecipeError
-from nearplane.system.out_of_memory import device_full, is_out_of_memory
+from nearplane.system.out_of_memory import device_full, is_out_of_memory, is_refused, system_limit
 from nearplane.system.paths import check_path
+from nearplane.system.torch_modes import torch_defaults
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,11 +37,12 @@ hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def checked(*excepted: str, verb: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that refuses arguments which do not fit their annotations.
+    """Return a decorator that refuses arguments which do not fit their annotations, and leaves torch's modes outside.
 
     Args:
         excepted: Names of the arguments that the function checks itself.
-        verb: Whether the function is a verb, which raises `DeviceMemoryError` instead of torch's error where a device is full.
+        verb: Whether the function is a verb, which raises `DeviceMemoryError` or `SystemLimitError` where a device is
+            full, or the system gives no more memory or threads.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -51,10 +53,13 @@ def checked(*excepted: str, verb: bool = True) -> Callable[[Callable[P, R]], Cal
                 if name not in excepted:
                     check_type(name, value, kinds.get(name, Any))
             try:
-                return function(*args, **kwargs)
-            except RuntimeError as error:
+                with torch_defaults():
+                    return function(*args, **kwargs)
+            except Exception as error:
                 if verb and is_out_of_memory(error):
                     raise device_full(error) from error
+                if verb and is_refused(error):
+                    raise system_limit(error) from error
                 raise
 
         return call

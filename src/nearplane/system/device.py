@@ -49,7 +49,6 @@ class Device:
         Raises:
             RecipeError: The name is not a device of torch, this machine has no such device, or it lacks float64.
         """
-        refuse_meta()
         dtype = None if compute_dtype == "auto" else getattr(torch, compute_dtype)
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -184,18 +183,6 @@ class CopyStream:
         current.wait_stream(self._stream)
         x.record_stream(current)  # its memory is not reused before the computation has read it
         return x
-
-
-def refuse_meta() -> None:
-    """Refuse to compute while new tensors of torch have no values.
-
-    Raises:
-        RecipeError: The default device of torch is meta.
-    """
-    if torch.get_default_device().type == "meta":
-        raise RecipeError(
-            "The default device of torch is meta, which holds no values. Call torch.set_default_device('cpu')."
-        )
 
 
 def without_number(model: str) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError
 from nearplane.system.files import read_object
+from nearplane.system.out_of_memory import is_refused, system_limit
 from nearplane.system.paths import refuse_unfinished
 
 INDEX = "model.safetensors.index.json"
@@ -336,6 +337,8 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as error:
+        if is_refused(error):  # the file is mapped into memory
+            raise system_limit(error) from error
         if not os.access(path, os.R_OK):  # of which safetensors says that there is no such file
             raise ModelError(f"{path} cannot be read: Permission denied.") from error
         if str(path) != str(path).encode(errors="ignore").decode():

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer
 from native_checkpoints import save_tiny
 from nearplane import Calibration, CalibrationError, GridScheme, ModelError, Recipe, RecipeError
-from nearplane.calibration.given import TEXTS, TOKENS
+from nearplane.calibration.given import TEXTS, TOKENS, as_folder
 from nearplane.demo import CALIBRATION, HELD_OUT
 
 GRID: dict[str, Any] = {"bits": 4, "group_size": 16, "samples": 4, "seqlen": 32, "order": "natural"}
@@ -195,6 +196,115 @@ def test_sizes_beside_tokens_that_have_others_are_refused(
         nearplane.quantize(source, tmp_path / "out", calibration=tokens, group_size=16, **sizes)
     with pytest.raises(RecipeError, match="Leave out seqlen"):
         nearplane.evaluate(source, tokens, seqlen=8)
+
+
+def sampling(model: PreTrainedModel) -> PreTrainedModel:
+    model.generation_config.temperature = 0.6
+    return model
+
+
+def compiled(model: PreTrainedModel) -> PreTrainedModel:
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    return model
+
+
+def parametrized(model: PreTrainedModel) -> PreTrainedModel:
+    layer = model.model.layers[0].mlp.up_proj
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Identity())
+    return model
+
+
+def pruned(model: PreTrainedModel) -> PreTrainedModel:
+    prune.identity(model.model.layers[0].mlp.up_proj, "weight")
+    return model
+
+
+def without_generation(model: PreTrainedModel) -> PreTrainedModel:
+    model.generation_config = None
+    return model
+
+
+@pytest.mark.parametrize("change", [sampling, compiled, parametrized, pruned, without_generation])
+def test_a_model_that_computes_the_same_is_quantized_to_the_same_files(
+    change: Any, model: PreTrainedModel, tokens: torch.Tensor, expected: Path, tmp_path: Path
+) -> None:
+    """Transformers could not save it, or could not find its weights again; the advice was another temporary folder."""
+    before = change(model).config.to_dict()
+    nearplane.quantize(model, tmp_path / "out", calibration=tokens, bits=4, group_size=16, order="natural")
+    assert same(tmp_path / "out", expected)
+    assert model.config.to_dict() == before
+    settings = tmp_path / "out" / "generation_config.json"
+    assert settings.exists() == (change is not without_generation)
+    if change is sampling:
+        assert json.loads(settings.read_text())["temperature"] == 0.6
+
+
+def test_weights_that_share_memory_are_saved_apart(model: PreTrainedModel) -> None:
+    """Transformers refuses them, or leaves out the head of a network whose config does not tie it."""
+    network = model.model
+    attention = network.layers[0].self_attn
+    attention.v_proj.weight = attention.k_proj.weight
+    model.lm_head.weight = network.embed_tokens.weight
+    with as_folder(model) as folder:
+        found = load_file(Path(folder) / "model.safetensors")
+    assert torch.equal(found["model.layers.0.self_attn.v_proj.weight"], attention.k_proj.weight)
+    assert torch.equal(found["lm_head.weight"], network.embed_tokens.weight)
+
+
+class Adapted(torch.nn.Module):
+    """A layer with an adapter as peft makes them, whose weight is that of the layer alone."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.lora_A = base_layer, torch.nn.Linear(base_layer.in_features, 2)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base_layer.weight
+
+
+def adapted(model: PreTrainedModel) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+
+
+def extended(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.up_proj.lora_A = torch.nn.Parameter(torch.zeros(2, 2))
+
+
+def replaced(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp = torch.nn.Identity()
+
+
+def widened(model: PreTrainedModel) -> None:
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, 7)
+
+
+def in_integers(model: PreTrainedModel) -> None:
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to(torch.int8), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            adapted,
+            r"adapters of peft that are not merged, first in model\.layers\.0\.self_attn\.q_proj\. .*merge_and_unload",
+        ),
+        (extended, r"model\.layers\.0\.mlp\.up_proj\.lora_A is not part of its class\. Merge or remove"),
+        (replaced, r"it lacks model\.layers\.0\.mlp\.gate_proj\.weight; .* and 1 more\. Merge or remove"),
+        (widened, r"lm_head\.weight is \(7, "),
+        (in_integers, r"already quantized, first model\.layers\.0\.mlp\.up_proj\.weight"),
+    ],
+)
+def test_a_model_that_is_not_what_its_config_describes_is_named(
+    change: Any, said: str, model: PreTrainedModel, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    """The weight files of a temporary folder lacked tensors, and it was to be fetched again; or adapters were lost."""
+    change(model)
+    with pytest.raises(ModelError, match=said):
+        nearplane.quantize(model, tmp_path / "out", calibration=tokens, group_size=16)
 
 
 def test_what_is_no_model_to_start_from_is_one_sentence(

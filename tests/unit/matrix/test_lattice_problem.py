@@ -79,12 +79,6 @@ def test_what_is_no_problem_on_a_lattice_is_one_sentence(call: Any, weights: Any
         call(weights, hessian)
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_default_device_without_values_is_named(call: Any) -> None:
-    with torch.device("meta"), pytest.raises(RecipeError, match=r"default device of torch is meta.*set_default_device"):
-        call(W, H)
-
-
 @pytest.mark.parametrize("scheme", [GridScheme(bits=3.5, group_size=4), BlockScheme("4.5")], ids=str)
 def test_a_mean_over_layers_is_no_number_of_bits_of_one_matrix(scheme: Any) -> None:
     with pytest.raises(RecipeError, match=r"chosen by measuring .*pass a whole number of bits, or the grid of a type"):

@@ -1,5 +1,10 @@
 """A device that is full is said in one sentence by the verb, and left alone below it."""
 
+import re
+import subprocess
+import sys
+from textwrap import dedent
+
 import pytest
 import torch
 
@@ -60,6 +65,37 @@ def test_other_errors_pass(message):
     with pytest.raises(RuntimeError, match=message) as raised:
         verb(RuntimeError(message))
     assert not hasattr(raised.value, "__notes__")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sets a limit on addresses as Linux has it")
+@pytest.mark.parametrize("work", ["ThreadPoolExecutor(1).submit(len, '').result()", "bytearray(1 << 33)"])
+def test_a_limit_of_the_system_is_one_sentence(work):
+    """They ended in a RuntimeError of threading and in a MemoryError."""
+    program = f"""
+    import resource
+    from concurrent.futures import ThreadPoolExecutor
+    from nearplane.errors import SystemLimitError
+    from nearplane.system.arguments import checked
+
+    @checked()
+    def verb() -> None:
+        {work}
+
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 20), resource.RLIM_INFINITY))
+    try:
+        verb()
+    except SystemLimitError as error:
+        print(error)
+    """
+    ended = subprocess.run([sys.executable, "-c", dedent(program)], capture_output=True, text=True, check=True)
+    assert re.match(r"The system gives this process no more memory or threads \((can't start new|Mem)", ended.stdout)
+    assert "Raise its limits (ulimit -v, ulimit -u" in ended.stdout
+
+
+def test_a_limit_while_a_folder_is_loaded_is_no_fault_of_the_folder():
+    with pytest.raises(OSError, match="allocate"), as_model_error("the folder"):
+        raise OSError(12, "Cannot allocate memory")
 
 
 def test_one_matrix_raises_what_torch_raises():
