@@ -28,6 +28,7 @@ CONTEXT_LETTERS = 10_000  # letters after a token that may still change it: long
 BEGINNING = 10_000  # letters of a file that are looked at before the rest is read
 SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data set are drawn
 CROPS = 256  # windows of it where no number is given, as in the papers
+BESIDE_MESSAGES = ("tools", "documents", "chat_template_kwargs")  # of a row, as objects or as their JSON
 MAX_DRAWS = 10_000  # documents that are drawn for one window before it is given up
 
 
@@ -43,9 +44,9 @@ def read_windows(
     """Read the first `samples` windows of `seqlen` tokens, or fewer if the text is shorter.
 
     A text file is one document, taken raw and tokenized whole; every line of a jsonl file (`text`, or `messages` for
-    the chat template) and every row of a data set is one. Documents are joined with the end-of-sequence token, if there
-    is one, and cut into windows that do not overlap. No other special tokens are added. Windows of c4 are crops of random
-    documents, see `_crops`.
+    the chat template) and every row of a data set is one, unless it is blank. Documents are joined with the end-of-sequence
+    token, if there is one, and cut into windows that do not overlap. No other special tokens are added. Windows of c4 are
+    crops of random documents, see `_crops`.
 
     Args:
         tokenizer: The tokenizer of the model.
@@ -71,7 +72,7 @@ def read_windows(
         count = CROPS if samples == sys.maxsize else samples
         tokens = _crops(tokenizer, named.rows(), count, seqlen, random.Random(seed))
     else:
-        texts = _documents(tokenizer, DEFAULT_DATASET if source is None else named or source, seed)
+        texts = filter(str.strip, _documents(tokenizer, DEFAULT_DATASET if source is None else named or source, seed))
         ids = _joined(tokenizer, texts, samples * seqlen)
         windows = min(len(ids) // seqlen, samples)
         if not windows:
@@ -129,7 +130,7 @@ def _crops(
 
 def read_documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str]) -> Iterator[str]:
     """Yield the documents of a text one by one, see `read_windows`."""
-    return _documents(tokenizer, text_to_measure_on(source) or source, seed=0)
+    return filter(str.strip, _documents(tokenizer, text_to_measure_on(source) or source, seed=0))
 
 
 def framing_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -232,7 +233,7 @@ def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[st
 
 
 def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a row; a chat is formatted by the tokenizer's template."""
+    """Return the text of a row; a chat is formatted by the tokenizer's template, which also gets `BESIDE_MESSAGES`."""
     match row:
         case {"text": str(text)}:
             if not text.isascii() and re.search("[\ud800-\udfff]", text):
@@ -246,7 +247,10 @@ def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
             )
         case {"messages": list(messages)}:
             try:
-                return str(tokenizer.apply_chat_template(messages, tokenize=False))
+                beside = {name: row[name] for name in BESIDE_MESSAGES if row.get(name)}
+                beside = {name: json.loads(each) if isinstance(each, str) else each for name, each in beside.items()}
+                options = beside.pop("chat_template_kwargs", {})
+                return str(tokenizer.apply_chat_template(messages, tokenize=False, **beside, **options))
             except Exception as error:  # templates are programs and raise anything
                 raise CalibrationError(
                     f"{place}: the chat template cannot be applied ({first_line(error)})."
