@@ -13,7 +13,7 @@ from nearplane.formats.container import Container
 from nearplane.models.model import Model
 from nearplane.models.pretrained import tokenizer_of
 from nearplane.models.two_tokenizers import cut, decoded
-from nearplane.system.token_lines import LINES, differing_line
+from nearplane.system.token_lines import DECOMPOSED, LINES, differing_line
 
 CALIBRATION_LINES = 200
 log = logging.getLogger("nearplane")
@@ -49,10 +49,14 @@ def check_tokens_in_file(container: Container, model: Model, windows: Windows | 
         for name, text in files.items():
             (Path(place) / name).write_text(text, encoding="utf-8")
         again = tokenizer_of(Path(place))
+    if differing_line(cut(tokenizer), cut(again), [DECOMPOSED]) is not None:
+        log.info("llama.cpp does not compose letters and accents that a text has apart, as this tokenizer does (NFC)")
     if (difference := differing_line(cut(tokenizer), cut(again), lines)) is None:
         return
     what = f"The tokenizer of {model.folder} and that of the file, as llama.cpp reads it, differ: {difference}."
     indented = differing_line(cut(tokenizer), cut(again), (line.lstrip(" ") for line in lines)) is None
     if not forced and not indented:
-        raise RecipeError(f"{what} Use another --format, or say with --pre how llama.cpp splits text.")
+        raise RecipeError(
+            f"{what} Use another --format. For a tokenizer over bytes, --pre NAME leaves the choice to you: this is then a warning."
+        )
     log.warning("%s %s", what, "Only text that begins with a space does." if indented else "Check --pre.")

@@ -33,6 +33,7 @@ LINES = (
     "“quotes” ‘single’ — dash – en … ellipsis • bullet → arrow € £ ¥ © ® ™ § ¶ † ‰ ≤ ≠ ∑ √ ∞",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa AAAAAAAAAAAAAAAA ................ ________________ 0000000000000000",
 )
+DECOMPOSED = "e\u0301"  # the only other text on which llama.cpp may differ: it does not compose letters and accents
 SHOWN_LETTERS, SHOWN_IDS = 60, 8
 
 
