@@ -53,7 +53,9 @@ def check_same_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *,
 def other_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trust_remote_code: bool) -> str:
     """Return a sentence if the tokenizers of two models cut a text or one of `LINES` differently, else nothing.
 
-    If only their files or unused tokens differ, that is logged. Folders without a tokenizer are not compared.
+    If only their files or unused tokens differ, that is logged. Folders without a tokenizer are not compared. Spaces at
+    the beginning of a text are left out: SentencePiece and llama.cpp put another one before them, tokenizers of
+    transformers may not.
 
     Args:
         folders: The folders of the models, by their names in messages.
@@ -71,7 +73,7 @@ def other_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trus
         return ""
     ours, theirs = (cut(tokenizer_of(folder, trust_remote_code=trust_remote_code)) for folder in folders.values())
     names = " and ".join(folders)
-    if (difference := differing_line(ours, theirs, chain(LINES, texts))) is not None:
+    if (difference := differing_line(ours, theirs, (text.lstrip(" ") for text in chain(LINES, texts)))) is not None:
         return f"{names} have different tokenizers: {difference}."
     files = sorted(name for name in {*hashes[0], *hashes[1]} if hashes[0].get(name) != hashes[1].get(name))
     log.info(

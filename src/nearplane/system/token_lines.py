@@ -58,11 +58,12 @@ class Difference(NamedTuple):
 def differing_line(ours: Cut, theirs: Cut, texts: Iterable[str]) -> Difference | None:
     """Return the first line of the first text that two tokenizers cut into different tokens; None if there is none.
 
-    A text of several lines is compared as a whole; if only that differs, the text counts as the line.
+    A text of several lines is compared as a whole. If none of its lines differs without the spaces before it, the text
+    counts as the line.
     """
     for text in texts:
         if [*ours(text)] != [*theirs(text)]:
-            for part in (*text.splitlines(keepends=True), text):
+            for part in (*(line.lstrip(" ") for line in text.splitlines(keepends=True)), text):
                 ids = [*ours(part)], [*theirs(part)]
                 if ids[0] != ids[1]:
                     return Difference(part, *ids)

@@ -10,14 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter
 from transformers import PreTrainedTokenizerBase
 
 import nearplane
 from nearplane import ModelError
 from nearplane.demo import HELD_OUT, MODEL
-from nearplane.models.pretrained import tokenizer_of
+from nearplane.formats.gguf.gguf_header import read_header
+from nearplane.formats.gguf.tokenizer import vocabulary
+from nearplane.formats.gguf.tokenizer_files import tokenizer_files
+from nearplane.models.pretrained import save_tokenizer, tokenizer_of
 from nearplane.models.two_tokenizers import check_same_tokens, cut, decoded, other_tokens
 from nearplane.verbs import generate
+from tokenizers_of_kinds import save_sentencepiece
 
 
 @pytest.fixture
@@ -106,6 +111,26 @@ def test_two_models_that_continue_a_prompt_may_differ(copy: Path, caplog: pytest
     (said,) = caplog.messages
     assert said.startswith(f"{copy} and {MODEL} have different tokenizers: the line ")
     assert said.endswith(". Each reads the prompt in its own tokens.")
+
+
+def test_a_file_of_pieces_may_be_compared_with_its_model(tmp_path: Path) -> None:
+    """Only text that begins with a space differs."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    save_sentencepiece(tmp_path)
+    ours = tokenizer_of(tmp_path)
+    file = GGUFWriter(tmp_path / "x.gguf", "llama")
+    save_tokenizer(tmp_path, again := tmp_path / "again")
+    vocabulary(again, len(ours)).write(file, again)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_ti_data_to_file()
+    file.close()
+    read = tmp_path / "read"
+    read.mkdir()
+    for name, text in tokenizer_files(read, read_header(tmp_path / "x.gguf", lists=True).fields).items():
+        (read / name).write_text(text)
+    assert other_tokens({"file": read, "model": tmp_path}, ["  spaces"], trust_remote_code=False) == ""
+    assert cut(ours)("  spaces") != cut(tokenizer_of(read))("  spaces")
 
 
 def test_text_is_cut_without_tokens_at_its_ends(tokenizer: PreTrainedTokenizerBase) -> None:
