@@ -236,7 +236,7 @@ def test_objects_are_evaluated_as_they_are(
         ([1, 2, 3], r"int64 \(3,\); expected a path, a list of texts, token ids \(windows, seqlen\)"),
         ([[1, 2], [3]], "a list that cannot be converted to a tensor"),
         (["a", 1], "expected a path, a list of texts"),
-        ([{"input_ids": [1, 2]}], "expected a path, a list of texts"),
+        ([{"ids": [1, 2]}], "expected input_ids and their attention_mask"),
         (torch.zeros(2, 4), r"float32 \(2, 4\)"),
         (torch.zeros(2, 4, dtype=torch.bool), r"bool \(2, 4\)"),
         (torch.zeros(2, 1, dtype=torch.int64), "at least one window of two"),
