@@ -25,7 +25,7 @@ import nearplane
 from nearplane.calibration.texts import frame_of, read_windows
 from nearplane.cli import app as cli
 from nearplane.demo import CALIBRATION, HELD_OUT
-from nearplane.errors import RecipeError
+from nearplane.errors import CalibrationError, RecipeError
 from nearplane.models.model import open_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
@@ -153,6 +153,19 @@ def test_what_encoders_cannot_have_is_refused(how: dict[str, Any], match: str, m
     with pytest.raises(RecipeError, match=match):
         nearplane.quantize(minilm, tmp_path / "out", **FAST, **how)
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_of_other_lengths_are_not_packed_for_an_encoder(minilm: Path, tmp_path: Path) -> None:
+    """Each text stands between [CLS] and [SEP]."""
+    rows = {"input_ids": TOKENS, "attention_mask": TOKENS < 40}
+    for run in (
+        lambda: nearplane.quantize(minilm, tmp_path / "out", calibration=rows, bits=4, group_size=32),
+        lambda: nearplane.evaluate(minilm, rows, against=minilm),
+    ):
+        with pytest.raises(
+            CalibrationError, match=r"reads each text between special tokens.* Pass the texts, or rows of one"
+        ):
+            run()
 
 
 def test_an_encoder_generates_nothing(minilm: Path, capsys: pytest.CaptureFixture[str]) -> None:

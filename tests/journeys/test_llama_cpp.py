@@ -23,11 +23,14 @@ import nearplane
 from families import FAMILIES, LLAMA, MOE, TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.gguf.gguf_header import FILE
+from nearplane.formats.gguf.lone_file import folder_of_file
 from nearplane.formats.gguf.mixes import MIXES
 from nearplane.formats.gguf.tokenizer import PRE
 from nearplane.lattice.number_formats import TYPES
 from nearplane.loading.dense_network import dense_network
 from nearplane.models.pretrained import tokenizer_of
+from nearplane.system.token_lines import DECOMPOSED
+from nearplane.system.token_lines import LINES as LINES_OF_MANY_KINDS
 from nearplane.verbs.evaluate import load_dense
 from tokenizers_of_kinds import of_pieces, over_bytes, save_sentencepiece, saved
 
@@ -205,12 +208,19 @@ def test_a_chat_is_answered_in_llama_cpp_as_in_transformers(
 
 
 def tokens_agree(source: Path, text: str, scratch: Path, **words: Any) -> int:
-    """Compare the tokens of a text by the file with those of the original's tokenizer; return how many there are."""
+    """Compare the tokens of a text by the file with those of the original's tokenizer; return how many there are.
+
+    Also those of many lines with the tokenizer that is made again from the file.
+    """
     nearplane.quantize(source, scratch / "out", grid="q8_0", embeddings="f16", **(QUICK | words))
     tokenizer = tokenizer_of(source)
     wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
     begun = tokenizer(text[:50])["input_ids"]
+    again = tokenizer_of(folder_of_file(scratch / "out" / FILE))  # with which every run compares tokens before work
     with opened(scratch / "out" / FILE, vocab_only=True) as model:
+        for line in (*LINES_OF_MANY_KINDS, DECOMPOSED, *filter(str.strip, text.splitlines()[:200])):
+            ours = again(line, add_special_tokens=False)["input_ids"]
+            assert model.tokenize(line.encode(), add_bos=False, special=False) == ours, line
         assert model.tokenize(text.encode(), add_bos=False, special=False) == wanted
         assert model.tokenize(text[:50].encode(), add_bos=True, special=False) == begun
     return len(wanted)

@@ -368,7 +368,8 @@ def test_what_lies_beside_the_weights_is_that_of_the_original(copy_of):
         assert (folder / name).read_text() != before
         forgery.rehash(folder)
         assert said(verify(folder)) == []
-        assert [fault.where for fault in verify(folder, against=original).faults] == [name]
+        faults = [fault.where for fault in verify(folder, against=original).faults]
+        assert faults == [name] * (2 if name == "tokenizer.json" else 1)  # the file, and what it makes of text
 
 
 def test_every_file_beside_the_weights_is_missed(copy_of):

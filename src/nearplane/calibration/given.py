@@ -1,11 +1,13 @@
 """Models and calibration data passed as Python objects: texts, tokens, images, or sound with its transcripts.
 
-A model object is saved to a temporary folder and read from there like any model; texts and tokens become windows.
+A model object is saved to a temporary folder and read from there like any model; texts and tokens become windows. Of
+what a tokenizer returns, positions that its attention_mask leaves out are removed, and all others are packed.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,9 +35,21 @@ IMAGES, SOUND = "images given in Python", "sound given in Python"
 PASS_AGAIN: dict[object, str] = dict.fromkeys((IMAGES, SOUND), "the same data again from Python:")
 PASS_AGAIN |= {TEXTS: "a .jsonl file of them with --calibration, or", TOKENS: "them from Python with --calibration, or"}
 EXPECTED_DATA = (
-    "a path, a list of texts, token ids (windows, seqlen), pixel values (images, channels, height, width), or a pair of "
-    "tensors or arrays (input_features, token_ids)"
+    "a path, a list of texts, token ids (windows, seqlen), what a tokenizer returns (input_ids with their attention_mask), "
+    "pixel values (images, channels, height, width), or a pair of tensors or arrays (input_features, token_ids)"
 )
+# entries of what tokenizers and collators return that change no input of a network that continues text
+OF_TOKENIZERS = {
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "special_tokens_mask",
+    "offset_mapping",
+    "length",
+    "labels",
+}
+Encoded = Mapping[str, Any] | Sequence[Mapping[str, Any]]  # what a tokenizer returns, see `Given.of`
+logger = logging.getLogger("nearplane")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +59,18 @@ class Given:
     Args:
         texts: The documents.
         tokens: (windows, seqlen) int64 token ids, perhaps with sound, or (images, channels, height, width) float32.
+        packed: Whether `tokens` are rows of other lengths, packed into windows; see `_of_encodings`.
     """
 
     texts: tuple[str, ...] | None = None
     tokens: Tensor | None = None
+    packed: bool = False
 
     @classmethod
     def of(cls, value: object, what: str = "calibration") -> Given | None:
         """Accept a list of texts, an array of token ids or pixel values, or a pair of sound features and token ids.
 
-        Returns None for a path and for None.
+        Also what a tokenizer returns for one or several texts, or a list of these. Returns None for a path and for None.
 
         Raises:
             CalibrationError: The value is something else, or empty.
@@ -63,11 +79,66 @@ class Given:
             return None
         if isinstance(value, Sequence) and value and all(isinstance(text, str) for text in value):
             return cls(texts=tuple(value))
+        if isinstance(value, Mapping):
+            return cls._of_encodings([value], what)
+        if isinstance(value, Sequence) and value and all(isinstance(part, Mapping) for part in value):
+            return cls._of_encodings(value, what)
         if isinstance(value, Sequence) and [isinstance(part, Tensor | np.ndarray) for part in value] == [True, True]:
             sound, tokens = (_tensor(part, f"{what}[{place}]") for place, part in enumerate(value))
             if sound.is_floating_point() and not tokens.is_floating_point():  # otherwise two images
                 return cls(tokens=_spoken(sound, _windows(tokens, f"{what}[1]"), what))
         return cls(tokens=_windows(value, what))
+
+    @classmethod
+    def _of_encodings(cls, encodings: Sequence[Mapping[str, Any]], what: str) -> Given:
+        """Pack all tokens that are not masked, row after row, into windows as long as the longest row with its padding.
+
+        Rows of one length without padding stay the windows that they are.
+
+        Raises:
+            CalibrationError: The encodings have other inputs than tokens, or masks of other lengths, or no tokens.
+        """
+        rows, longest, masked = list[Any](), 0, 0
+        for number, encoding in enumerate(encodings):
+            name = what if len(encodings) == 1 else f"{what}[{number}]"
+            if unknown := {"input_ids", *encoding} - (OF_TOKENIZERS & {*encoding}):
+                raise CalibrationError(
+                    f"{name} has the entries {', '.join(map(str, encoding))}; expected input_ids and their attention_mask, as a "
+                    f"tokenizer returns them. Pass it with input_ids, and without {', '.join(sorted(map(str, unknown)))}."
+                )
+            ids = _rows(encoding["input_ids"])
+            masks = (
+                _rows(encoding["attention_mask"]) if "attention_mask" in encoding else [[1] * len(row) for row in ids]
+            )
+            if [*map(len, ids)] != [*map(len, masks)]:
+                raise CalibrationError(
+                    f"{name}: its attention_mask has another shape than its input_ids. Pass one for each token."
+                )
+            for row, mask in zip(ids, masks, strict=True):
+                rows.append([token for token, is_text in zip(row, mask, strict=True) if is_text])
+                longest, masked = max(longest, len(row)), masked + len(row) - len(rows[-1])
+        if all(len(row) == longest for row in rows):
+            return cls(tokens=_windows(rows, what))
+        tokens = _tensor([token for row in rows for token in row], what)
+        length = max(1, min(longest, len(tokens)))
+        windows = _windows(tokens[: len(tokens) // length * length].view(-1, length), what)
+        logger.warning(
+            f"{what}: {masked:,} masked positions are left out, and the other {len(tokens):,} tokens of {len(rows):,} rows are "
+            f"packed into {len(windows):,} windows of {length}."
+        )
+        return cls(tokens=windows, packed=True)
+
+    def check_packed(self, framed: bool, called: str) -> None:
+        """Refuse packed rows for a network whose windows begin and end with special tokens.
+
+        Raises:
+            CalibrationError: The rows were packed.
+        """
+        if framed and self.packed:
+            raise CalibrationError(
+                f"{called} reads each text between special tokens, so rows of different lengths cannot be packed into windows. "
+                f"Pass the texts, or rows of one length without padding."
+            )
 
     @property
     def kind(self) -> InputKind:
@@ -118,6 +189,14 @@ def _windows(value: Any, what: str) -> Tensor:
     if (least := int(tokens.min())) < 0:
         raise CalibrationError(f"{what} contains the token id {least}; expected 0 or more. Leave out padding.")
     return tokens.detach().to("cpu").contiguous()
+
+
+def _rows(values: Any) -> list[list[Any]]:
+    """Return rows of numbers, which may be one row, as lists; anything else is a row without numbers."""
+    if not isinstance(values, Sequence | Tensor | np.ndarray):
+        return [[]]
+    values = [each.tolist() if isinstance(each, Tensor | np.ndarray) else each for each in values]
+    return values if values and isinstance(values[0], list) else [values]
 
 
 def _tensor(value: Any, what: str) -> Tensor:

@@ -33,6 +33,7 @@ CONTEXT_LETTERS = 10_000  # letters after a token that may still change it: long
 READ_LETTERS = 1_000_000  # letters of a file that are read and looked at together
 SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data set are drawn
 CROPS = 256  # windows of it where no number is given, as in the papers
+BESIDE_MESSAGES = ("tools", "documents", "chat_template_kwargs")  # of a row, as objects or as their JSON
 MAX_DRAWS = 10_000  # documents that are drawn for one window before it is given up
 
 
@@ -66,9 +67,9 @@ def read_windows(
     """Read the first `samples` windows of `seqlen` tokens, or fewer if the text is shorter.
 
     A text file is one document, taken raw and tokenized whole; every line of a jsonl file (`text`, or `messages` for
-    the chat template) and every row of a data set is one. Documents are joined with the end-of-sequence token, if there
-    is one, and cut into windows that do not overlap. No special tokens are added but those of `frame`. Windows of c4 are
-    crops of random documents, see `_crops`.
+    the chat template) and every row of a data set is one, unless it is blank. Documents are joined with the end-of-sequence
+    token, if there is one, and cut into windows that do not overlap. No special tokens are added but those of `frame`.
+    Windows of c4 are crops of random documents, see `_crops`.
 
     Args:
         tokenizer: The tokenizer of the model.
@@ -249,6 +250,13 @@ def check_start(tokens: Tensor, start: int | None, called: str) -> None:
 def _documents(
     tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str] | NamedText, seed: int
 ) -> Iterator[str | Path]:
+    """Yield the documents of a text but the blank ones, see `_texts`."""
+    return (each for each in _texts(tokenizer, source, seed) if isinstance(each, Path) or each.strip())
+
+
+def _texts(
+    tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str] | NamedText, seed: int
+) -> Iterator[str | Path]:
     """Yield the texts of a file, a folder, a data set or a list, one by one; rows of a named text joined by blank lines.
 
     A file that is one document is yielded as its path, as not all of it may be needed.
@@ -330,7 +338,7 @@ def _sound(text: str) -> str:
 
 
 def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a row; a chat is formatted by the tokenizer's template."""
+    """Return the text of a row; a chat is formatted by the tokenizer's template, which also gets `BESIDE_MESSAGES`."""
     match row:
         case {"text": str(text)}:
             if not text.isascii() and re.search("[\ud800-\udfff]", text):
@@ -344,8 +352,11 @@ def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
             )
         case {"messages": list(messages)}:
             try:
+                beside = {name: row[name] for name in BESIDE_MESSAGES if row.get(name)}
+                beside = {name: json.loads(each) if isinstance(each, str) else each for name, each in beside.items()}
+                options = beside.pop("chat_template_kwargs", {})
                 with time_limit():
-                    return str(tokenizer.apply_chat_template(messages, tokenize=False))
+                    return str(tokenizer.apply_chat_template(messages, tokenize=False, **beside, **options))
             except Exception as error:  # templates are programs and raise anything
                 raise CalibrationError(
                     f"{place}: the chat template cannot be applied ({first_line(error)})."

@@ -34,6 +34,7 @@ WINDOWS_PER_EXTRA = 8  # calibration windows per extra window, at least
 EXTRA_TOKENS, EXTRA_WINDOWS = 1024, 4  # enough for a measurement: no more extra windows are read
 EXTRA_PARTS = 4  # batches of extra windows have a fourth of the windows that the others have
 RUN_TOKENS = 8  # text that is not repetitive repeats few runs of 8 neighbouring tokens
+MAX_REPEATED = 0.25  # fraction of tokens in runs of at least 8 equal ones; more are padding, or one token repeated
 MIN_DISTINCT_RUNS = 0.25  # fraction; text with less, and fewer than the widest layer has inputs, is refused
 EXPECTED_INPUTS = {
     InputKind.TEXT: "takes text, but the calibration data is not text. Pass text.",
@@ -154,6 +155,8 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         if given is None:
             refuse_unrecorded(options.calibration)
         raise CalibrationError(f"{type(model.network).__name__} {EXPECTED_INPUTS[kind]}")
+    if given is not None:
+        given.check_packed(is_framed(model.network), type(model.network).__name__)
     asked = samples_of(model, options)
     windows = None if given is None or given.tokens is None else given.tokens[:asked]  # `tune` takes more
     if windows is not None and kind is InputKind.IMAGES:
@@ -241,10 +244,11 @@ def extra_windows(samples: int, seqlen: int) -> int:
 
 
 def check_tokens(model: Model, recipe: Recipe, windows: Windows) -> None:
-    """Warn about few calibration tokens; refuse too few tokens and repetitive text.
+    """Warn about few calibration tokens; refuse too few tokens, repetitive text and padding.
 
     Raises:
-        CalibrationError: There is less than one token, or less than one distinct run, per input of the widest layer.
+        CalibrationError: There is less than one token, or less than one distinct run, per input of the widest layer, or
+            the tokens are padded.
     """
     layers = [layer for layer in model.layers if layer.kind != "Embedding"]  # rows are looked up, not multiplied
     tokens = windows.fitted
@@ -261,8 +265,32 @@ def check_tokens(model: Model, recipe: Recipe, windows: Windows) -> None:
             f"The calibration text is repetitive: of {runs:,} runs of {min(RUN_TOKENS, seqlen)} tokens only "
             f"{different:,} are distinct, fewer than the {inputs:,} inputs of {widest.name}. Pass more varied text."
         )
+    if input_kind(model.network) is InputKind.TEXT:
+        check_padding(tokens)
     if warning is not None:
         logger.warning(warning)
+
+
+def check_padding(tokens: Tensor) -> None:
+    """Refuse windows (windows, seqlen) that are padded, or repeat one token: these would count as text.
+
+    Raises:
+        CalibrationError: More than `MAX_REPEATED` of the tokens are in runs of `RUN_TOKENS` or more equal ones.
+    """
+    if tokens.shape[1] < RUN_TOKENS:
+        return
+    runs = tokens.unfold(1, RUN_TOKENS, 1)  # (windows, starts, RUN_TOKENS)
+    starts = (runs == runs[..., :1]).all(-1)
+    repeated = torch.zeros_like(tokens, dtype=torch.bool)
+    for place in range(RUN_TOKENS):
+        repeated[:, place : place + starts.shape[1]] |= starts
+    share = float(repeated.double().mean())
+    if share > MAX_REPEATED:
+        raise CalibrationError(
+            f"{100 * share:.0f} % of the {tokens.numel():,} tokens stand in runs of {RUN_TOKENS} or more equal tokens, as padding "
+            f"does, most often of the id {int(tokens[repeated].mode().values)}. Pass more varied text. Of padded token ids, pass "
+            f"what the tokenizer returned: input_ids with their attention_mask."
+        )
 
 
 def distinct_runs(tokens: Tensor) -> tuple[int, int]:

@@ -414,7 +414,10 @@ def generate(
     check_named(model, compare)
     opening(model)
     from nearplane import generate as run
+    from nearplane.verbs.generate import say_other_tokens
 
+    if compare is not None:
+        say_other_tokens(model, compare, prompt, trust_remote_code=trust_remote_code)
     texts = []
     for name in [model] if compare is None else [model, compare]:
         before = prompt if compare is None else f"── {name}\n{prompt}"

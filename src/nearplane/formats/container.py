@@ -141,6 +141,10 @@ class Container(ABC):
         """Return the bytes of all files except the weight files, the record and the model card."""
         return self._beside.size() + sum(len(text.encode()) for text in self.texts().values())
 
+    def tokenizer_read_again(self) -> dict[str, str]:
+        """Return the texts of the tokenizer's files as readers of this format make them; {} where the files are copied."""
+        return {}
+
     def card(self, record: RunRecord) -> str:
         """Return the model card of a record; files, sizes of the folder and times may be missing in it."""
         return model_card(record, self._origin)

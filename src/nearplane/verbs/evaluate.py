@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.calibration.given import Given, refuse_tokenizer
+from nearplane.calibration.given import Encoded, Given, refuse_tokenizer
 from nearplane.calibration.texts import check_start, check_vocabulary
-from nearplane.calibration.windows import digest_of
+from nearplane.calibration.windows import check_padding, digest_of
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.loading.dense_network import dense_network
 from nearplane.loading.rounded_layers import RoundedLayers, rounded_layers
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import InputKind
 from nearplane.models.pretrained import tokenizer_of
+from nearplane.models.two_tokenizers import check_same_tokens, decoded
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.process_group import joined
@@ -107,13 +108,13 @@ class Measured:
     scores: TokenScores | None = None
 
 
-Text = str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor]
+Text = str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor] | Encoded
 
 
 @checked("model", "text", "against")
 def evaluate(
     model: str | Path | PreTrainedModel,
-    text: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor],
+    text: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor] | Encoded,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     protocol: Protocol = "nearplane",
@@ -135,8 +136,10 @@ def evaluate(
             object, which runs in its own dtype and on its own device.
         text: A .txt or .jsonl file or a folder of them, tokenized whole and cut into windows that do not overlap, each of
             which begins with the token that the tokenizer sets before a text, if it sets one. Or wikitext2 or c4, a list
-            of texts, token ids (windows, seqlen), pixel values (images, channels, height, width), or sound with
-            transcripts (input_features, token_ids). Windows of encoders begin and end with tokens such as [CLS] and
+            of texts, token ids (windows, seqlen), what a tokenizer returns (input_ids with their attention_mask; masked
+            positions are left out, and all other tokens packed into windows as long as the rows), pixel values (images,
+            channels, height, width), or sound with transcripts
+            (input_features, token_ids). Windows of encoders begin and end with tokens such as [CLS] and
             [SEP]. Encoder-decoders predict their own input, or its transcript.
         tokenizer: Tokenizer of a model object; not needed for token ids.
         protocol: Windows and units of the perplexity; llama.cpp and lm-eval take texts only.
@@ -147,8 +150,8 @@ def evaluate(
         activations: Whether to measure a second time with inputs rounded as runtimes do; see `quantize`.
 
     Raises:
-        CalibrationError: The text is missing, empty or shorter than one window.
-        ModelError, FormatError: A model cannot be read, or the two have different vocabularies.
+        CalibrationError: The text is missing, empty or shorter than one window, or the token ids are mostly padding.
+        ModelError, FormatError: A model cannot be read, or the two have different vocabularies or tokenizers.
     """
     options = EvaluationOptions(
         tokenizer=tokenizer,
@@ -262,6 +265,11 @@ def prepare_texts(
             raise ModelError(
                 f"{original.name} has {original.vocabulary} tokens, but {outline.name} {outline.vocabulary}. Pass the original."
             )
+    folders = {each.name: each.folder for each in outlines if each.folder is not None}
+    tokenized = [part.tokens for part, each in zip(scored, given, strict=True) if each is None or each.tokens is None]
+    if tokenizer is not None and tokenized:
+        read = (text for windows in tokenized for text in decoded(tokenizer, windows))
+        check_same_tokens(folders, read, trust_remote_code=trust)
     return PreparedTexts(outlines, [_name(text) for text in texts], scored, options, layers)
 
 
@@ -321,7 +329,10 @@ def _scored(
         raise CalibrationError(
             f"seqlen {seqlen} is more than the maximum length of {shortest}, {positions} tokens. Use --seqlen {positions}, or less."
         )
-    if tokens is not None:
+    if given is not None and tokens is not None:
+        given.check_packed(outline.framed, outline.name)
+        if outline.takes is InputKind.TEXT:
+            check_padding(tokens)
         scored = ScoredText(
             tokens=tokens[:samples], targets=next_tokens(tokens[:samples]) if outline.vocabulary else None
         )

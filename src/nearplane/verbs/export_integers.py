@@ -33,6 +33,7 @@ from nearplane.models.model import DTYPES, Model
 from nearplane.planning.folder_size import max_record_bytes
 from nearplane.planning.request import check_request, quantization_config
 from nearplane.planning.start import container_for
+from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.file_formats import FILE_FORMATS, Format
 from nearplane.recipe.recipe import LayerScheme, Recipe
 from nearplane.recipe.scheme import Scheme, options_of
@@ -99,6 +100,7 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
     check_room(out, size, joined=0 if recipe.files.for_llama_cpp else size)
     config = configured(grouped, model.layers)
     container = container_for(model, grouped, out, config, overwrite=False, trust_remote_code=trust_remote_code)
+    check_tokens_in_file(container, model)
     with container:
         if record is not None:
             record = replace(record, recipe=recipe)

@@ -5,6 +5,7 @@ A GGUF runs in llama.cpp if llama-cpp-python is installed; all else, and a GGUF 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import InputKind, has_head, has_two_stacks, input_kind
 from nearplane.models.model import Model, positions_of
 from nearplane.models.pretrained import as_model_error, only_token_settings, tokenizer_of
+from nearplane.models.two_tokenizers import other_tokens
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
@@ -38,6 +40,7 @@ Say = Callable[[str], object]
 LLAMA = "llama_cpp"  # the module of llama-cpp-python
 UNFINISHED = "\ufffd"  # incomplete bytes of a letter decode to this
 MAX_SPECIAL_TOKENS = 16  # that a tokenizer puts before a prompt, whose own tokens are at most its bytes
+log = logging.getLogger(__name__)
 ANSWERS = "\n\n"  # between a prompt and a text that answers it
 
 
@@ -120,6 +123,17 @@ def generate(
         return _by_llama_cpp(folder, ask, say)
     with as_model_error(f"{folder} does not generate text"):
         return _by_transformers(model, tokenizer, ask, say)
+
+
+def say_other_tokens(first: str, second: str, prompt: str, *, trust_remote_code: bool = False) -> None:
+    """Log a warning if two models that are to continue a prompt cut text into different tokens.
+
+    Raises:
+        ModelError: A model or its tokenizer cannot be found or read.
+    """
+    folders = {name: source_folder(name, trust_remote_code=trust_remote_code) for name in (first, second)}
+    if difference := other_tokens(folders, [prompt], trust_remote_code=trust_remote_code):
+        log.warning("%s Each reads the prompt in its own tokens.", difference)
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:

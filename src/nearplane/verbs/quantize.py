@@ -17,6 +17,7 @@ from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.ledger import check_limit
 from nearplane.planning.start import Job, Options, container_for, open_resolved
+from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord
 from nearplane.verbs.quantize_journal import Journal
@@ -39,6 +40,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     with container_for(model, settled, out, overwrite=overwrite, trust_remote_code=remote, like=like) as container:
         windows = calibration_windows(model, settled, options.given)
         check_tokens(model, settled, windows)
+        check_tokens_in_file(container, model, windows)
         job = Job(model=model, asked=recipe, recipe=settled, windows=windows, options=options)
         journal = Journal(container, job.run_inputs())  # holds the progress of a stopped run of the same job
         if (record := journal.completed()) is not None:  # all layers were written

@@ -80,10 +80,12 @@ def quantize(
         device_memory: Limit of the memory on the GPU. To stay below it, the run repeats forward passes, then keeps hidden
             states on the host. None: what is free there.
         spellings: Fields of `Recipe`, or other tools' names for them; see `Recipe.from_spellings`. Instead of a text file,
-            `calibration` may be a list of texts, token ids (windows, seqlen), for vision models pixel values (images,
-            channels, height, width), or for speech recognition (input_features, token_ids): sound (windows, mel bins,
-            frames) from Whisper's feature extractor, and transcripts (windows, seqlen) as for `labels=`, with tokens such
-            as <|en|> but without the one that starts the decoder.
+            `calibration` may be a list of texts, token ids (windows, seqlen), what a tokenizer returns (input_ids with
+            their attention_mask; masked positions are left out, and all other tokens packed into windows as long as the
+            rows), for vision models pixel values (images, channels, height, width), or for speech recognition
+            (input_features, token_ids): sound (windows, mel bins, frames) from Whisper's feature extractor, and
+            transcripts (windows, seqlen) as for `labels=`, with tokens such as <|en|> but without the one that starts
+            the decoder.
 
     Returns:
         The run record, which is also written to `out/nearplane.json`.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nearplane.calibration.given import Given, with_calibration_path
+from nearplane.calibration.given import Encoded, Given, with_calibration_path
 from nearplane.calibration.texts import DEFAULT_DATASET
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
 from nearplane.errors import CalibrationError, FormatError
@@ -32,9 +32,11 @@ from nearplane.matrix.on_grid import with_tensors
 from nearplane.matrix.to_rate import TOLERANCE
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
+from nearplane.models.two_tokenizers import check_same_tokens
 from nearplane.planning.folder_size import max_record_bytes
 from nearplane.planning.request import open_original, resolved
 from nearplane.planning.start import container_for
+from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.record.record import LayerRecord, RunRecord, versions
 from nearplane.record.tuning_record import KL_TOLERANCE, Solved, Tuning
 from nearplane.system.arguments import ComputeDtype, checked
@@ -64,7 +66,7 @@ def tune(
     out: str | Path,
     *,
     against: str | Path,
-    calibration: str | Path | Sequence[str] | Tensor | None = None,
+    calibration: str | Path | Sequence[str] | Tensor | Encoded | None = None,
     samples: int | None = None,
     seqlen: int | None = None,
     steps: int | None = None,
@@ -110,12 +112,14 @@ def tune(
     stored = Stored(folder)
     model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)
     check_model(model, record, stored)
+    check_same_tokens({str(source): folder, str(against): model.folder}, trust_remote_code=trust_remote_code)
     container = container_for(
         model, record.recipe, Path(out), stored.config, overwrite=overwrite, trust_remote_code=trust_remote_code
     )
     recipe = with_calibration_path(resolved(model, record.recipe), calibration)
     solved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
     windows = _windows_of_the_run(solved)
+    check_tokens_in_file(container, model, windows)
     samples = samples or samples_to_tune_on(model, record, seqlen)
     cut = split(solved.windows, record, samples=samples, seqlen=seqlen, steps=steps)
     codes = sum(layer.out_features * layer.in_features for layer in solved.of_blocks() if trains_codes(layer))

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nearplane.calibration.given import Given, with_calibration_path
+from nearplane.calibration.given import Encoded, Given, with_calibration_path
 from nearplane.calibration.windows import Windows, calibration_windows
 from nearplane.errors import CalibrationError, FormatError, ModelError, RecipeError
 from nearplane.formats.beside import Beside
@@ -32,6 +32,8 @@ from nearplane.formats.layer_format import (
 )
 from nearplane.formats.stored import Stored
 from nearplane.models.model import Model
+from nearplane.models.pretrained import TOKENIZER
+from nearplane.models.two_tokenizers import check_same_tokens
 from nearplane.planning.request import open_original, quantization_config, resolved, with_types
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, Source
@@ -97,7 +99,7 @@ def verify(
     out: str | Path,
     *,
     against: str | Path | None = None,
-    calibration: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor] | None = None,
+    calibration: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor] | Encoded | None = None,
     tolerance: float | None = None,
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -134,7 +136,7 @@ def _verified(
     folder: Path,
     where: Device,
     against: str | Path | None,
-    calibration: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor] | None,
+    calibration: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor] | Encoded | None,
     tolerance: float | None,
     trust_remote_code: bool,
     progress: Progress,
@@ -155,6 +157,11 @@ def _verified(
             formats = {layer.name: layer.format for layer in record.layers if vary}
             recipe = with_types(model, resolved(model, record.recipe), formats)
             faults += _beside(folder, record, recipe, model)
+            try:
+                folders = {str(folder): folder, str(against): model.folder}
+                check_same_tokens(folders, trust_remote_code=trust_remote_code)
+            except ModelError as error:
+                faults.append(Fault(where=TOKENIZER, what=str(error)))
             recipe = with_calibration_path(recipe, calibration)
             saved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
             windows = _windows(saved, faults)

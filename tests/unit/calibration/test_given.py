@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer
 from native_checkpoints import save_tiny
 from nearplane import Calibration, CalibrationError, GridScheme, ModelError, Recipe, RecipeError
-from nearplane.calibration.given import TEXTS, TOKENS, as_folder
+from nearplane.calibration.given import TEXTS, TOKENS, Given, as_folder
 from nearplane.demo import CALIBRATION, HELD_OUT
 
 GRID: dict[str, Any] = {"bits": 4, "group_size": 16, "samples": 4, "seqlen": 32, "order": "natural"}
@@ -98,6 +100,72 @@ def test_an_object_and_tokens_give_the_checkpoint_that_paths_give(
     assert model.training, "left as it was"
 
 
+@pytest.mark.parametrize("form", ["right", "left", "ragged", "rows", "list"])
+def test_masked_positions_are_no_tokens(
+    form: str, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They counted as text."""
+    texts = ["one two three four", "five", "six seven eight nine ten eleven"]
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    known = copy.deepcopy(tokenizer)
+    known.pad_token, known.padding_side = known.eos_token, "left" if form == "left" else "right"
+    longest = max(map(len, rows))
+    value: Any = known(texts, padding=True, return_tensors="pt") if form in ("right", "left") else known(texts)
+    if form in ("rows", "list"):
+        value = [known(text, return_tensors="pt" if form == "rows" else None) for text in texts]
+    given = Given.of(value)
+    assert given is not None
+    assert given.tokens is not None
+    assert given.packed
+    flat = [*chain(*rows)]
+    assert given.tokens.tolist() == torch.tensor(flat[: len(flat) // longest * longest]).view(-1, longest).tolist()
+    masked = 0 if form in ("ragged", "rows", "list") else 3 * longest - len(flat)
+    assert caplog.messages == [
+        f"calibration: {masked} masked positions are left out, and the other {len(flat)} tokens of 3 rows are packed into "
+        f"{len(flat) // longest} windows of {longest}."
+    ]
+
+
+def test_rows_without_padding_are_windows(tokens: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    for value in (
+        {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "token_type_ids": torch.zeros_like(tokens)},
+        [{"input_ids": row} for row in tokens.tolist()],
+    ):
+        given = Given.of(value)
+        assert given is not None
+        assert given.tokens is not None
+        assert not given.packed
+        assert torch.equal(given.tokens, tokens)
+    assert caplog.messages == []
+
+
+def test_all_verbs_take_masked_tokens(source: Path, tokens: torch.Tensor, tmp_path: Path) -> None:
+    """The same as without the padding."""
+    padded = torch.nn.functional.pad(tokens, (0, 32), value=1)
+    masked = {"input_ids": padded, "attention_mask": torch.arange(64).expand(5, -1) < 32}
+    record = nearplane.quantize(source, tmp_path / "out", calibration=masked, bits=4, group_size=16)
+    assert (record.windows, record.extra_windows, record.seqlen) == (1, 1, 64)
+    assert nearplane.verify(tmp_path / "out", against=source, calibration=masked).faults == ()
+    packed = tokens.flatten()[:128].view(2, 64)
+    assert nearplane.evaluate(source, masked) == nearplane.evaluate(source, packed)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"pixel_values": [[1, 2]]}, "has the entries pixel_values; expected input_ids and their attention_mask"),
+        ({"input_ids": [[1, 2]], "pixel_values": []}, "Pass it with input_ids, and without pixel_values"),
+        ({"input_ids": [[1, 2]], "attention_mask": [1]}, "its attention_mask has another shape than its input_ids"),
+        ([{"input_ids": [1, 2]}, {"ids": [1]}], r"calibration\[1\] has the entries ids"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}, r"calibration is float64 \(0, 1\)"),
+        ({"input_ids": 7}, r"calibration is float64 \(1, 0\)"),
+    ],
+)
+def test_other_dicts_are_refused(value: Any, message: str) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        Given.of(value)
+
+
 def test_other_tools_names_and_a_recipe_go_with_tokens(
     source: Path, tokens: torch.Tensor, expected: Path, tmp_path: Path
 ) -> None:
@@ -169,7 +237,7 @@ def test_objects_are_evaluated_as_they_are(
         ([1, 2, 3], r"int64 \(3,\); expected a path, a list of texts, token ids \(windows, seqlen\)"),
         ([[1, 2], [3]], "a list that cannot be converted to a tensor"),
         (["a", 1], "expected a path, a list of texts"),
-        ([{"input_ids": [1, 2]}], "expected a path, a list of texts"),
+        ([{"ids": [1, 2]}], "expected input_ids and their attention_mask"),
         (torch.zeros(2, 4), r"float32 \(2, 4\)"),
         (torch.zeros(2, 4, dtype=torch.bool), r"bool \(2, 4\)"),
         (torch.zeros(2, 1, dtype=torch.int64), "at least one window of two"),

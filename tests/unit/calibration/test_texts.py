@@ -23,6 +23,7 @@ from nearplane.calibration.texts import (
     _crops,
     check_vocabulary,
     frame_of,
+    read_documents,
     read_windows,
     tokens_before,
 )
@@ -84,6 +85,31 @@ def test_lines_of_jsonl_are_joined_by_the_end_token(tokenizer: PreTrainedTokeniz
     windows = read_windows(tokenizer, tmp_path / "a.jsonl", samples=9, seqlen=17)
     assert tokenizer.decode(windows[0]) == "abc<|end|>[user]hi<|end|>defg"
     assert windows.shape == (1, 17)
+
+
+def test_blank_rows_are_no_documents(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Each brought an end token, so that windows of many blank rows held nothing else."""
+    rows = ["", "abc", " \n", "", "defg"]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    for source in (tmp_path / "a.jsonl", rows):
+        windows = read_windows(tokenizer, source, samples=9, seqlen=8)
+        assert tokenizer.decode(windows.flatten()) == "abc<|end|>defg"
+        assert [*read_documents(tokenizer, source)] == ["abc", "defg"]
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["objects", "as JSON in a string"])
+def test_tools_and_documents_beside_messages_reach_the_template(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, as_json: bool
+) -> None:
+    beside = {"tools": [{"name": "forecast"}], "documents": [{"title": "Sun"}], "chat_template_kwargs": {"brief": True}}
+    row = {name: json.dumps(each) if as_json else each for name, each in beside.items()}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}], **row}))
+    known = copy.deepcopy(tokenizer)
+    known.chat_template = "{{ tools[0].name }} {{ documents[0].title }} {{ brief }} {{ messages[0].content }}"
+    assert [*read_documents(known, tmp_path / "a.jsonl")] == ["forecast Sun True hi"]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [], "tools": "none"}))
+    with pytest.raises(CalibrationError, match=r"line 1: the chat template cannot be applied \(Expecting value"):
+        next(read_documents(known, tmp_path / "a.jsonl"))
 
 
 def test_a_folder_is_its_files_in_sorted_order(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import CalibrationError
-from nearplane.calibration.windows import Windows, check_tokens, distinct_runs, samples_of
+from nearplane.calibration.windows import Windows, check_padding, check_tokens, distinct_runs, samples_of
 from nearplane.demo import CALIBRATION
 from nearplane.models.model import open_model
 from nearplane.recipe.recipe import Calibration, Recipe
@@ -76,6 +76,37 @@ def test_text_that_says_the_same_again_and_again_is_refused(model, tmp_path, tex
     with pytest.raises(CalibrationError, match=rf"is repetitive.* are distinct, fewer than the 96 inputs of {WIDEST}"):
         quantized(model, tmp_path / "out", calibration=str(tmp_path / "text.txt"), samples=20, seqlen=32)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["padding behind", "padding before", "one token", "a run in the text"])
+def test_padded_windows_are_refused(model, tmp_path, kind):
+    """They were enough distinct runs, and padding lowers the losses."""
+    tokens = torch.randint(9, 99, (24, 32), generator=torch.Generator().manual_seed(0))
+    if kind == "a run in the text":
+        (tmp_path / "text.txt").write_text(
+            "".join(f"{CALIBRATION.read_text()[n : n + 20]}{' the' * 20}" for n in range(99))
+        )
+        words = {"calibration": str(tmp_path / "text.txt"), "samples": 24, "seqlen": 32}
+    else:
+        tokens[:, 20:] = 0
+        tokens[12:] = 0 if kind == "one token" else tokens[12:]
+        words = {"calibration": tokens.flip(1) if kind == "padding before" else tokens}
+    with pytest.raises(
+        CalibrationError, match=r"% of the 7\d\d tokens stand in runs of 8 or more equal tokens, as padding"
+    ):
+        quantized(model, tmp_path / "out", **words)
+    if kind != "a run in the text":
+        with pytest.raises(CalibrationError, match="most often of the id 0"):
+            nearplane.evaluate(model, words["calibration"])
+
+
+def test_a_few_runs_are_text():
+    tokens = torch.randint(9, 99, (16, 32), generator=torch.Generator().manual_seed(0))
+    tokens[:4] = 7
+    check_padding(tokens)
+    tokens[4, :8] = 7
+    with pytest.raises(CalibrationError, match="27 % of the 512 tokens"):
+        check_padding(tokens)
 
 
 def test_rounding_to_nearest_looks_at_no_tokens_and_needs_none(model, tmp_path):

@@ -43,6 +43,7 @@ from nearplane.formats.gguf.gguf_header import (
 )
 from nearplane.formats.gguf.gguf_reader import DENSE
 from nearplane.formats.gguf.names import llama_names, reshaping, rule_of, stacked_name
+from nearplane.formats.gguf.tokenizer_files import tokenizer_files
 from nearplane.formats.layer_format import read_config
 from nearplane.lattice.number_formats import TYPES
 from nearplane.record.record import RunRecord
@@ -284,6 +285,12 @@ class GGUFFile(Container):
             with tempfile.TemporaryDirectory() as place:
                 size = self._begin_file(Path(place) / FILE)
         return size + self.size_beside()
+
+    def tokenizer_read_again(self) -> dict[str, str]:
+        """Return the texts of the tokenizer's files as they are made again from the header."""
+        with tempfile.TemporaryDirectory() as place:
+            self._begin_file(path := Path(place) / FILE)
+            return tokenizer_files(path, read_header(path, lists=True).fields)
 
     def weight_digests(self) -> dict[str, str]:
         """Close the file and return its SHA-256, once all blocks are written."""

@@ -120,6 +120,10 @@ class LikeFile(GGUFFile):
             file.write(bytes(padded(file.tell()) - file.tell()))
             return file.tell() + end
 
+    def tokenizer_read_again(self) -> dict[str, str]:
+        """Return nothing: the tokenizer is that of the other file, which llama.cpp's converter wrote."""
+        return {}
+
     def _find_places(self, path: Path) -> None:
         """Read the positions of tensors from the header; names are those in the file, with the number of the piece."""
         header = read_header(path)

@@ -191,7 +191,15 @@ def _parts(part: Mapping[str, Any] | None, several: str) -> list[Mapping[str, An
 
 
 def _of_bytes(file: _Json, pre: str | None) -> Vocabulary:
-    """Return a vocabulary over bytes."""
+    """Return a vocabulary over bytes.
+
+    llama.cpp cuts text as it is. Composing characters (NFC), which only changes text that is not composed, is left out.
+    """
+    if changing := [each for part in file.normalizers if (each := _description(part)) != "NFC"]:
+        raise RecipeError(
+            f"{file.path}: llama.cpp would not cut text as this tokenizer does, which changes it before: {changing[0]}. Use "
+            f"another --format."
+        )
     if any(part.get("add_prefix_space") for part in file.cuts):
         raise file.unknown("it puts a space before text")
     if pre is None:

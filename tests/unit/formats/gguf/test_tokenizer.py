@@ -107,6 +107,14 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
             ),
             r"it splits text by .x\+ then",
         ),
+        ("bytes", lambda data: data.update(normalizer={"type": "Lowercase"}), "which changes it before: Lowercase"),
+        (
+            "bytes",
+            lambda data: data.update(
+                normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Strip"}]}
+            ),
+            r"changes it before: Strip\. Use another --format",
+        ),
         ("pieces", lambda data: data["model"].update(byte_fallback=False), "no byte tokens"),
         ("pieces", lambda data: data["model"]["merges"].pop(40), "are not merged"),
         ("pieces", lambda data: apart(data["model"]["merges"]), "in two places"),

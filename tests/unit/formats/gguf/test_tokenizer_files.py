@@ -17,6 +17,7 @@ from nearplane.demo import HELD_OUT, MODEL
 from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.formats.gguf.tokenizer import PRE, vocabulary
 from nearplane.formats.gguf.tokenizer_files import tokenizer_files
+from nearplane.system.token_lines import LINES
 from tokenizers_of_kinds import of_pieces, over_bytes, saved
 
 MODELS = Path(os.environ.get("ASSETS", "../shared/assets")) / "models"
@@ -41,7 +42,7 @@ def assert_same_tokens(folder: Path, tmp_path: Path, size: int) -> None:
     for name, text in tokenizer_files(tmp_path, fields_of(folder, tmp_path / "x.gguf", size)).items():
         (again / name).write_text(text)
     ours, theirs = (AutoTokenizer.from_pretrained(place) for place in (again, folder))
-    for text in TEXTS:
+    for text in (*TEXTS, *LINES):
         tokens = theirs.encode(text, add_special_tokens=False)
         assert ours.encode(text, add_special_tokens=False) == tokens
         assert ours.decode(tokens) == theirs.decode(tokens)

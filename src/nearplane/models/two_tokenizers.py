@@ -1,0 +1,85 @@
+"""Whether the tokenizers of two models cut text into the same tokens, as networks must that share a text."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from nearplane.errors import ModelError, first_few
+from nearplane.models.pretrained import as_model_error, tokenizer_of
+from nearplane.system.files import sha256
+from nearplane.system.token_lines import LINES, Cut, differing_line
+
+OF_TOKENIZERS = re.compile(r".*(token|tekken|vocab|merges|piece|spm|bpe).*\.(json|txt|model|spm|bpe|codes|tiktoken|py)")
+log = logging.getLogger(__name__)
+
+
+def cut(tokenizer: PreTrainedTokenizerBase) -> Cut:
+    """Return the function by which a tokenizer cuts text into token ids, without special tokens at the ends."""
+
+    def ids(text: str) -> list[int]:
+        with as_model_error("A tokenizer cannot tokenize the text (fetch its model again)"):
+            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    return ids
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, windows: Iterable[Tensor]) -> Iterator[str]:
+    """Yield the text of each window of (windows, seqlen), with the names of special tokens in it."""
+    for window in windows:
+        yield str(tokenizer.decode(window, clean_up_tokenization_spaces=False))
+
+
+def check_same_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trust_remote_code: bool) -> None:
+    """Refuse two models whose tokenizers cut a text differently; see `other_tokens`.
+
+    Raises:
+        ModelError: A text has other tokens in one model than in the other, or a tokenizer cannot be loaded.
+    """
+    if difference := other_tokens(folders, texts, trust_remote_code=trust_remote_code):
+        first, second = folders
+        raise ModelError(
+            f"{difference} Both must read the same tokens to be compared. Copy the tokenizer of {second} into {first}, or pass "
+            f"the model from which {first} was made."
+        )
+
+
+def other_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trust_remote_code: bool) -> str:
+    """Return a sentence if the tokenizers of two models cut a text or one of `LINES` differently, else nothing.
+
+    If only their files or unused tokens differ, that is logged. Folders without a tokenizer are not compared. Spaces at
+    the beginning of a text are left out: SentencePiece and llama.cpp put another one before them, tokenizers of
+    transformers may not.
+
+    Args:
+        folders: The folders of the models, by their names in messages.
+        texts: Texts that both read.
+        trust_remote_code: Whether code that comes with the tokenizers may run.
+
+    Raises:
+        ModelError: A tokenizer cannot be loaded.
+    """
+    hashes = [
+        {path.name: sha256(path) for path in folder.iterdir() if OF_TOKENIZERS.fullmatch(path.name)}
+        for folder in folders.values()
+    ]
+    if len(hashes) < 2 or not all(hashes) or hashes[0] == hashes[1]:
+        return ""
+    ours, theirs = (cut(tokenizer_of(folder, trust_remote_code=trust_remote_code)) for folder in folders.values())
+    names = " and ".join(folders)
+    if (difference := differing_line(ours, theirs, (text.lstrip(" ") for text in chain(LINES, texts)))) is not None:
+        return f"{names} have different tokenizers: {difference}."
+    files = sorted(name for name in {*hashes[0], *hashes[1]} if hashes[0].get(name) != hashes[1].get(name))
+    log.info(
+        "%s differ in %s, but cut the text and %d lines of many kinds into the same tokens",
+        names,
+        first_few(files),
+        len(LINES),
+    )
+    return ""
