@@ -184,11 +184,11 @@ class JournalPages:
         try:
             self._pages = dict(state["pages"])
             self._container.resume(state["container"])
-            sealed = state.get("sealed")
-            if sealed is None:
+            progress: Progress | None = None
+            if (sealed := state.get("sealed")) is None:
                 progress = understood(state)
             else:
-                progress, self._sealed = None, RunRecord.from_json(sealed["record"])
+                self._sealed = RunRecord.from_json(sealed["record"])
                 self._container.config, self._container.room = dict(sealed["config"]), int(sealed["room"])
                 log.info("the stopped run had already written all layers: %s", self._container.folder)
             if state["processor"] != (here := processor()):
