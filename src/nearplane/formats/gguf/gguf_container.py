@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import INSTALL, FormatError, RecipeError
-from nearplane.formats.container import Container, Format, Kind, Place
+from nearplane.formats.container import Container, Format, Place
 from nearplane.formats.gguf.architecture import architecture_of, rope_factors, tell
 from nearplane.formats.gguf.gguf_header import (
     FILE,
@@ -50,6 +50,7 @@ from nearplane.system.files import flush_all, sha256
 from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import INCOMPLETE, RECORD
 from nearplane.system.safetensors_files import DTYPE_NAMES, TensorReader
+from nearplane.system.shard_writer import Kind
 
 EMBEDDING_TENSORS = ("token_embd.weight", "output.weight")
 logger = logging.getLogger("nearplane")
