@@ -175,8 +175,8 @@ def edit_json(data: Any, rng: random.Random) -> str:
 
 
 def edit(folder: Path, rng: random.Random, files: Sequence[str] = FILES) -> Edit:
-    """Make one edit of one of these files, sometimes three."""
-    name = rng.choice(files)
+    """Make one edit of one of these files as far as the folder has them, sometimes three."""
+    name = rng.choice([name for name in files if (folder / name).is_file()])
     path = folder / name
     if rng.random() < 0.02:
         path.unlink()

@@ -330,12 +330,13 @@ def rewrite(folder: Path, file: Path, changed: Mapping[str, Tensor]) -> None:
 def rehash(folder: Path) -> None:
     """Make every checksum, size and hash fit the files: of tensors, layers, files and the record."""
     path = folder / INDEX
-    index = json.loads(path.read_text())
     tensors = {
         name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
     }
-    sums = {name: checksum(tensor) for name, tensor in tensors.items()} if "checksums" in index else None
-    path.write_text(index_text(index["weight_map"], sums, sum(tensor.nbytes for tensor in tensors.values())))
+    if path.is_file():
+        index = json.loads(path.read_text())
+        sums = {name: checksum(tensor) for name, tensor in tensors.items()} if "checksums" in index else None
+        path.write_text(index_text(index["weight_map"], sums, sum(tensor.nbytes for tensor in tensors.values())))
     stored, record = Stored(folder), read_record(folder)
     layers = []
     for layer in record.layers:

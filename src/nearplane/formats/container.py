@@ -182,7 +182,8 @@ class Container(ABC):
             record: The record without these values.
             timed: The function that adds the seconds, called after all other files were hashed.
         """
-        self.join()
+        with readable_errors(self.place.out):
+            self.join()
         record = replace(record, bytes=self.size)
         self.embed(record)
         record = replace(record, files=self.digests(), peak_memory=peak_memory())

@@ -118,14 +118,17 @@ class JournalPages:
     """
 
     def __init__(self, container: Container, inputs: RunInputs, began: float | None = None) -> None:
-        self._container, self._inputs = container, inputs.told
-        self.check_sources = inputs.files.check
+        self._container, self._inputs, self._files = container, inputs.told, inputs.files
         self._sealed: RunRecord | None = None  # of a stopped run that had written all layers
         self._folder = container.folder / JOURNAL
         self._began = began or time.perf_counter()
         self._pages: dict[str, str] = {}  # SHA-256 of the pages that the state on disk needs, or the first state will
         self._kept, self._cost = time.perf_counter(), 0.0  # time of the last page, and seconds to write it
         self.room = True
+
+    def check_sources(self) -> None:
+        """Refuse files that have changed since the run began to read them; see `HashedFiles.check`."""
+        self._files.check()
 
     @property
     def seconds(self) -> float:
@@ -181,11 +184,11 @@ class JournalPages:
         try:
             self._pages = dict(state["pages"])
             self._container.resume(state["container"])
-            sealed = state.get("sealed")
-            if sealed is None:
+            progress: Progress | None = None
+            if (sealed := state.get("sealed")) is None:
                 progress = understood(state)
             else:
-                progress, self._sealed = None, RunRecord.from_json(sealed["record"])
+                self._sealed = RunRecord.from_json(sealed["record"])
                 self._container.config, self._container.room = dict(sealed["config"]), int(sealed["room"])
                 log.info("the stopped run had already written all layers: %s", self._container.folder)
             if state["processor"] != (here := processor()):

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from nearplane.errors import FormatError, ModelError
@@ -49,14 +50,16 @@ class HashedFiles:
         for name, path in self._paths.items():
             if (date := size_and_date(path)) == self._dates[name]:
                 continue
-            digest = sha256(path) if date is not None and path.is_file() else ""
+            digest = ""
+            with suppress(OSError):
+                digest = sha256(path)
             if digest != self.hashes[name]:
-                state = (
-                    f"has the SHA-256 {digest[:16]}.., at the start it had {self.hashes[name][:16]}.." if digest else ""
-                )
+                state = "is missing or cannot be read"
+                if digest:
+                    state = f"has the SHA-256 {digest[:16]}.., at the start it had {self.hashes[name][:16]}.."
                 raise ModelError(
-                    f"{path} {state or 'is missing'}: it was changed while this run read it. Restore it and repeat the command, "
-                    f"or start again with --overwrite."
+                    f"{path} {state}: it was changed while this run read it. Restore it and repeat the command, or start again "
+                    f"with --overwrite."
                 )
             self._dates[name] = date
 

@@ -107,10 +107,10 @@ def flush_all(folder: Path) -> None:
 
 
 def size_and_date(path: Path) -> tuple[int, int] | None:
-    """Return the bytes of a file and the nanosecond of its last change; None where there is no file."""
+    """Return the bytes of a file and the nanosecond of its last change; None where no file can be reached."""
     try:
         status = path.stat()
-    except FileNotFoundError:
+    except OSError:
         return None
     return status.st_size, status.st_mtime_ns
 

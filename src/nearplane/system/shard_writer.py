@@ -50,15 +50,15 @@ def file_names(count: int) -> list[str]:
 
 def portions(sizes: Mapping[str, int]) -> list[list[str]]:
     """Return names in portions of at most `MAX_FILE` bytes, in their order; what is larger is a portion of its own."""
-    portions: list[list[str]] = [[]]
+    groups: list[list[str]] = [[]]
     size = 0
     for name, each in sizes.items():
-        if portions[-1] and size + each > MAX_FILE:
-            portions.append([])
+        if groups[-1] and size + each > MAX_FILE:
+            groups.append([])
             size = 0
-        portions[-1].append(name)
+        groups[-1].append(name)
         size += each
-    return portions
+    return groups
 
 
 def files_of(parts: Mapping[str, Mapping[str, Kind]]) -> dict[str, list[str]]:

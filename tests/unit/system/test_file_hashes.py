@@ -39,7 +39,7 @@ def test_a_file_that_changed_or_is_gone_is_named(files, tmp_path, content):
         (tmp_path / "b").write_text(content)
         os.utime(tmp_path / "b", ns=(5, 5))
     said = (
-        r"b is missing: it was"
+        r"b is missing or cannot be read: it was"
         if content is None
         else r"b has the SHA-256 \w{16}\.\., at the start it had \w{16}\.\.: it was"
     )
