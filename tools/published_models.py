@@ -118,7 +118,7 @@ def tokenizer_of(reader: GGUFReader, gguf: Path) -> PreTrainedTokenizerBase:
         tokenizer.add_special_tokens(names)  # transformers takes another one for the end
         return tokenizer
     ids, ranks, kinds = {token: number for number, token in enumerate(tokens)}, value("scores"), value("token_type")
-    tokenizer = GemmaTokenizer(vocab=ids, merges=merges(ids, ranks), **names)
+    tokenizer = GemmaTokenizer(vocab=ids, merges=merges(ids, ranks), add_bos_token=value("add_bos_token"), **names)
     named = [AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, kinds, strict=True)
              if kind == TokenType.CONTROL]  # fmt: skip
     tokenizer.add_tokens(named, special_tokens=True)
