@@ -2,12 +2,13 @@
 # llama.cpp's converter forgets that NVFP4 weights are meant for 16-bit inputs, if compressed-tensors wrote them.
 #
 # The same codes, block scales and tensor scale come in two dialects. ModelOpt says quant_algo "W4A16_NVFP4", and the
-# GGUF gets a list general.tensor_extra.prec_a4 that marks each of its NVFP4 tensors as not to be multiplied with 4-bit inputs.
+# GGUF gets a list, general.tensor_extra.prec_a4, that marks its NVFP4 tensors as not to be met by 4-bit inputs.
 # compressed-tensors says "input_activations": null in the group, which the converter does not look at: the GGUF holds
-# the same tensors, byte for byte, and no list, so it cannot be told from one whose activations were calibrated for
-# 4 bits. In both, the tensor scale goes into a tensor of its own, NAME.scale, for NAME.weight: the reciprocal of
-# weight_global_scale and the very value of weight_scale_2. gguf's dequantize knows nothing of that tensor and gives
-# weights that are 512 times too large here.
+# the same tensors, byte for byte, and no list. llama.cpp keeps the inputs of marked tensors at 8 bits or more and
+# lets a device round those of the others to 4: which inputs a model gets depends on who wrote its folder. In both,
+# the tensor scale goes into a tensor of its own, NAME.scale, for NAME.weight: the reciprocal of weight_global_scale
+# and the very value of weight_scale_2. gguf's dequantize knows nothing of that tensor and gives weights that are 512
+# times too large here.
 #
 # The converter is no package of its own; llama-cpp-python's source archive carries it with the matching gguf.
 # Seen on 2026-11-27 with llama-cpp-python 0.3.36's llama.cpp, transformers 5.24.0, torch 2.13.0 (CPU).

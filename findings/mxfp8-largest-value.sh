@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # The exponent of an MXFP8 block whose largest value is exactly E4M3's largest: one of three tools takes it one higher.
 #
-# 448 is the largest value of E4M3, so a block whose largest magnitude is 448 fits with the exponent 0. torchao (its
-# FLOOR, RCEIL and EVEN modes) and MLX choose 0; torchao's CEIL and compressed-tensors choose 1. compressed-tensors adds half a unit of *E2M1's*
-# mantissa before it takes the power of two, for both widths: 1.75 x 2^8 = 448 is then the smallest number that rolls over.
-# The exponent is not wrong to the point of clipping, it costs the smallest values one binary place: 2^-9, a code of its
-# own at exponent 0, becomes 0. So compressing what was decoded is not a fixed point: a block of codes that holds 448
-# comes back with other codes. In bfloat16 it already begins at 447, which bfloat16 rounds to 448.
+# 448 is the largest value of E4M3, so a block whose largest magnitude is 448 fits with the exponent 0. MLX and
+# torchao's FLOOR, RCEIL and EVEN modes choose 0, compressed-tensors and torchao's CEIL choose 1. compressed-tensors
+# adds half a unit of *E2M1's* mantissa before it takes the power of two, for 4 bits and for 8, and 1.75 x 2^8 = 448
+# is the smallest number that then rolls over. Nothing is clipped, but the smallest values lose a binary place: 2^-9,
+# a code of its own at exponent 0, becomes 0. So compressing what was decoded is not a fixed point: a block that holds
+# the code of 448 comes back with another exponent and other codes. One more and MLX and RCEIL go up as well, FLOOR
+# and EVEN clip.
 #
 # Seen on 2026-11-27 with compressed-tensors 0.20.0, torchao 0.18.0, torch 2.13.0 (CPU), mlx 0.32.4 (CPU).
 set -euo pipefail
@@ -25,7 +26,6 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams
-from compressed_tensors.quantization.utils.mxfp_utils import maybe_convert_from_mx_exp
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
@@ -36,10 +36,8 @@ args = QuantizationArgs(
 
 
 def by_compressed_tensors(block):
-    scale, _ = calculate_qparams(block.amin(-1, keepdim=True), block.amax(-1, keepdim=True), args)
-    exponent = int(scale.item()) - 127
-    step = torch.full_like(block[:, :1], 2.0**exponent)
-    return exponent, fake_quantize(block, step, None, args.model_copy(update={"scale_dtype": None}))
+    step, _ = calculate_qparams(block.amin(-1, keepdim=True), block.amax(-1, keepdim=True), args)
+    return int(step.log2().item()), fake_quantize(block, step, None, args)
 
 
 def by_torchao(mode):
@@ -69,4 +67,22 @@ PY
 venv/bin/python ask.py | tee seen
 
 diff seen - <<'SEEN'
+447 compressed-tensors: exponent 0, largest 448, 2^-9 kept: True
+447 mlx: exponent 0, largest 448, 2^-9 kept: True
+447 torchao FLOOR: exponent 0, largest 448, 2^-9 kept: True
+447 torchao RCEIL: exponent 0, largest 448, 2^-9 kept: True
+447 torchao CEIL: exponent 1, largest 448, 2^-9 kept: False
+447 torchao EVEN: exponent 0, largest 448, 2^-9 kept: True
+448 compressed-tensors: exponent 1, largest 448, 2^-9 kept: False
+448 mlx: exponent 0, largest 448, 2^-9 kept: True
+448 torchao FLOOR: exponent 0, largest 448, 2^-9 kept: True
+448 torchao RCEIL: exponent 0, largest 448, 2^-9 kept: True
+448 torchao CEIL: exponent 1, largest 448, 2^-9 kept: False
+448 torchao EVEN: exponent 0, largest 448, 2^-9 kept: True
+449 compressed-tensors: exponent 1, largest 448, 2^-9 kept: False
+449 mlx: exponent 1, largest 448, 2^-9 kept: False
+449 torchao FLOOR: exponent 0, largest 448, 2^-9 kept: True
+449 torchao RCEIL: exponent 1, largest 448, 2^-9 kept: False
+449 torchao CEIL: exponent 1, largest 448, 2^-9 kept: False
+449 torchao EVEN: exponent 0, largest 448, 2^-9 kept: True
 SEEN

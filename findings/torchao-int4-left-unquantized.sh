@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # torchao's int4 leaves a layer whose width is no multiple of the group as it was, without a word.
 #
-# quantize_ with Int4WeightOnlyConfig hands a weight back unchanged where its columns are no multiple of group_size, and
-# notes that at the level "info", which Python does not show unless logging is set up. The call succeeds, the model works,
-# and the layer keeps its 16 bits. 576 columns, the width of well-known models of 135 million parameters, are no multiple
-# of the default group of 128: every projection that reads the hidden state stays. IntxWeightOnlyConfig, of the same
-# library, for the same four bits, group and weight, raises an error that names both numbers. Nothing in the result tells
-# the two cases apart but the type of each weight.
+# quantize_ with Int4WeightOnlyConfig hands a weight back unchanged where its columns are no multiple of group_size,
+# and notes that at the level "info", which Python does not show unless logging is set up. The call succeeds, the
+# model works, and the layer keeps its 16 bits. 576 columns, the width of well-known models of 135 million parameters,
+# are no multiple of the default group of 128: every projection that reads the hidden state stays.
+# IntxWeightOnlyConfig, of the same library, for the same four bits, group and weight, raises an error that names both
+# numbers. Nothing in the result tells the two cases apart but the type of each weight.
 #
 # Seen on 2026-11-27 with torchao 0.18.0, torch 2.13.0 (CPU).
 set -euo pipefail

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # transformers opens a Mixtral GGUF as a dense Llama whose feed-forward weights are random.
 #
-# llama.cpp files Mixtral under the architecture "llama": two keys (llama.expert_count, llama.expert_used_count) and the
-# stacked tensors ffn_gate_exps, ffn_up_exps, ffn_down_exps tell it from a dense model. transformers looks at the
-# architecture alone: it builds LlamaForCausalLM, finds none of the stacked tensors among that model's parameters, leaves
-# them out, and initializes the dense feed-forward layers at random. What comes back answers, and answers differently
-# at each load. The load report does list the three parameters as missing, with the advice to train them;
+# llama.cpp files Mixtral under the architecture "llama": two keys (llama.expert_count, llama.expert_used_count) and
+# the stacked tensors ffn_gate_exps, ffn_up_exps, ffn_down_exps tell it from a dense model. transformers looks at the
+# architecture alone: it builds LlamaForCausalLM, finds none of the stacked tensors among that model's parameters,
+# leaves them out, and initializes the dense feed-forward layers at random. What comes back answers, and answers
+# differently at each load. The load report does list the three parameters as missing, with the advice to train them;
 # neither an error nor a word says that the file holds experts, and the tensors that were left out are not listed.
 #
 # Seen on 2026-11-27 with transformers 5.24.0, gguf 0.19.0, torch 2.13.0 (CPU).
@@ -66,7 +66,7 @@ model, first = load()
 _, second = load()
 weight = model.model.layers[0].mlp.gate_proj.weight
 print(type(model).__name__, "with", sum("mlp" in name for name in model.state_dict()), "feed-forward weights")
-print(f"spread of the file's {0.1}, of what was loaded {weight.std().item():.2f}")
+print(f"spread of the file's 0.1, of what was loaded {weight.std().item():.2f}")
 print("two loads give the same logits:", torch.equal(first, second))
 PY
 venv/bin/python ask.py 2> said | tee seen
