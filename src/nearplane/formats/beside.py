@@ -104,10 +104,8 @@ class Beside:
     def log_left_out(self, out: Path) -> None:
         """Log the names of the files of the model that a checkpoint in `out` does not get because they are not on the list."""
         if left := self._sorted_out().left:
-            log.warning(
-                "Not copied from %s to %s, and perhaps not needed: %s.",
-                *(self.source, out, printable(first_few(left, most=8))),
-            )
+            names = printable(first_few(left, most=8))
+            log.warning("Not copied from %s to %s, and perhaps not needed: %s.", self.source, out, names)
 
     def _sorted_out(self) -> Sorted:
         """Return which of the model's files a checkpoint gets, without those that no checkpoint ever gets."""

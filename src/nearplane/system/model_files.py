@@ -10,6 +10,7 @@ from pathlib import Path
 from nearplane.system.paths import RECORD
 
 CONFIG, GPTQ_CONFIG = "config.json", "quantize_config.json"
+TIED = "tie_word_embeddings"  # field of config.json that tensors may contradict, see `models/tied.py`
 WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|ot|tflite|npz|index\.json)", re.DOTALL
 )  # names of weight files

@@ -91,7 +91,7 @@ class Run:
         return solved._replace(record=with_tensors(solved.record, name, tensors.bytes, tensors.checksum))
 
     def add(self, stage: Stage, packed: Sequence[Solved]) -> None:
-        """Record the layers of a stage; at the end of a block, also write its shard and the journal."""
+        """Record the layers of a stage; at the end of a block, also write its part of the weights and the journal."""
         for layer, _, record in packed:
             self.ledger.add(layer, record)
         self.count(len(packed))
