@@ -181,9 +181,9 @@ def _check_left_out(model: Model, recipe: Recipe) -> None:
     for name, target in model.weights.unused.items():
         if not name.endswith(UNUSED_NAMES) and (recipe.like is None or target.rpartition(".")[0] in matrices):
             raise RecipeError(
-                f"{name} is in the files, but not in the network of config.json, as which transformers computes the model; "
-                f"readers of {recipe.format} would differ. Correct config.json (attention_bias, num_hidden_layers), remove the "
-                f"tensor, or use --format compressed-tensors."
+                f"{name} is in the files, but not in the network of config.json. transformers leaves it out; readers of "
+                f"{recipe.format} would compute with it, or not load the file. Correct config.json (attention_bias, "
+                f"num_hidden_layers), remove the tensor, or use --format compressed-tensors."
             )
 
 

@@ -36,8 +36,8 @@ class Calibration:
             name:config:split. A mix is a list with weights: chats.jsonl:2,c4:1. Default: FineWeb-Edu sample-10BT.
         samples: Number of calibration windows. Default: 50 tokens per input of the widest layer, at most 524,288 tokens.
         seqlen: Length of a calibration window in tokens. Default: 2048, or the model's maximum length if that is shorter.
-        first_token: Whether each window begins with the token that the tokenizer sets before a text, if it sets one, as the
-            model was trained; it counts in the length.
+        first_token: How each window begins. auto: with the token that the tokenizer sets before a text, if it sets one, as
+            the model was trained; it counts in the length. none: without it.
         seed: Random seed of the order of a data set.
         true_sequential: Whether each layer of a block sees the quantized layers before it.
         rare_experts: Treatment of experts that fewer than four tokens per input reach. error: stop the run.
