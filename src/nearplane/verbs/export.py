@@ -115,7 +115,8 @@ def _dense_bytes(network: PreTrainedModel, reader: TensorReader, dtype: torch.dt
     """Return the bytes of all weights of a network, decoded to a dtype except those that are `kept` as they are."""
     decoded = sum(parameter.numel() for parameter in network.parameters())
     decoded -= sum(math.prod(reader.shape(name)) for name in kept)
-    return dtype.itemsize * max(0, decoded) + sum(map(reader.nbytes, kept))
+    size: int = dtype.itemsize * max(0, decoded)
+    return size + sum(map(reader.nbytes, kept))
 
 
 def _write_card(folder: Path, source: Path, dtype: str) -> None:
