@@ -106,7 +106,8 @@ def refuse_leftover(folder: Path, section: Any, infos: Iterable[TensorInfo]) -> 
     if section is not None and dtypes and dtypes <= DENSE:
         raise ModelError(
             f"{folder}: quantization_config says {form_of(section)}, but every tensor is stored as {' or '.join(sorted(dtypes))}. "
-            f"If these are the model's own weights, delete that entry of config.json; else fetch the folder again."
+            f"If these are the model's own weights, delete that entry of config.json, or {MODELOPT_FILE} if it is there; else "
+            f"fetch the folder again."
         )
 
 
