@@ -24,7 +24,7 @@ from nearplane.system.model_files import (
     TERMS,
     WEIGHTS,
     is_kept_back,
-    matches,
+    is_listed,
     named_in_code,
 )
 
@@ -116,12 +116,12 @@ class Beside:
             is_code = path.suffix == ".py"
             if is_kept_back(name) or (is_code and not self.trust_remote_code):
                 continue
-            needed = is_code or name in own or matches(name, NEEDED)
-            if not fault and (needed or matches(name, TERMS)):
+            needed = is_code or name in own or is_listed(name, NEEDED)
+            if not fault and (needed or is_listed(name, TERMS)):
                 found.copied.append(name)
             elif fault == "a folder":
                 found.left.append(f"{name}/")
-            elif needed or matches(name, FOLDERS) or (fault == LINKED_FOLDER and self.trust_remote_code):
+            elif needed or is_listed(name, FOLDERS) or (fault == LINKED_FOLDER and self.trust_remote_code):
                 found.refused[name] = fault
             else:
                 found.left.append(f"{name} ({fault})" if fault else name)
@@ -132,7 +132,7 @@ class Beside:
         for path in sorted(self.source.iterdir()):
             inside: set[Path] = set()
             if path.is_dir() and not path.is_symlink() and not is_kept_back(path.name):
-                if matches(path.name, FOLDERS):
+                if is_listed(path.name, FOLDERS):
                     inside |= {*path.glob("*")}
                 if self.trust_remote_code:
                     inside |= {*path.rglob(CODE)}

@@ -20,7 +20,7 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import InputRounding, NumberFormat, integers
 from nearplane.lattice.superblock import on_one_level
-from nearplane.recipe.patterns import fault_of, found
+from nearplane.recipe.patterns import fault_of, has_match
 from nearplane.recipe.scheme import Scheme
 from nearplane.system.files import read_object
 from nearplane.system.model_files import CONFIG, TIED
@@ -310,6 +310,6 @@ def matches(pattern: str, name: str) -> bool:
     if (fault := fault_of(pattern)) is not None:
         raise FormatError(f"{pattern[:60]!r} in quantization_config {fault}. Fetch config.json again.")
     try:
-        return found(pattern, name, at_start=True)
+        return has_match(pattern, name, at_start=True)
     except RecipeError as error:
         raise FormatError(f"quantization_config: {error}") from error

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from nearplane.errors import ModelError, first_few
 from nearplane.models.pretrained import as_model_error, tokenizer_of
 from nearplane.system.files import sha256
-from nearplane.system.model_files import TOKENIZERS, matches
+from nearplane.system.model_files import TOKENIZERS, is_listed
 from nearplane.system.token_lines import LINES, Cut, differing_line
 
 OF_TOKENIZERS = (*TOKENIZERS, "*token*.py")  # names of the files that decide how text is cut
@@ -66,7 +66,7 @@ def other_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trus
         ModelError: A tokenizer cannot be loaded.
     """
     hashes = [
-        {path.name: sha256(path) for path in folder.iterdir() if matches(path.name, OF_TOKENIZERS) and path.is_file()}
+        {path.name: sha256(path) for path in folder.iterdir() if is_listed(path.name, OF_TOKENIZERS) and path.is_file()}
         for folder in folders.values()
     ]
     if len(hashes) < 2 or not all(hashes) or hashes[0] == hashes[1]:

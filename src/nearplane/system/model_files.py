@@ -34,7 +34,7 @@ FILES = ("*.safetensors", "*.json", "README.md", *NEEDED, *TERMS)
 NAMED = re.compile(r"""["']([\w.-]+\.\w+)["']""")  # a file name as Python code has it
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
+def is_listed(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a name relative to a model's folder matches a pattern, whose stars stand for no slash."""
     return any(name.count("/") == each.count("/") and fnmatchcase(name, each) for each in patterns)
 
