@@ -106,8 +106,10 @@ class Run:
 
     def finished(self) -> RunRecord:
         """Return the run record after all layers are solved; `Container.seal` completes it."""
-        ranks, record = current(), replace(self._record, layers=tuple(self.ledger.layers))
-        return check_limit(self._journal.seal(record, sum(ranks.ask(rank, _peak) for rank in ranks.others)))
+        ranks = current()
+        others = sum(ranks.ask(rank, _peak) for rank in ranks.others)
+        record = replace(self._record, layers=tuple(self.ledger.layers))
+        return check_limit(self._journal.seal(record, others))
 
 
 def _peak(served: object) -> int:
