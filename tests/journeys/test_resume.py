@@ -321,7 +321,7 @@ def test_shards_below_the_folder_count(tmp_path):
     said = []
     for content in (b"one", b"other"):
         (tmp_path / "parts" / "1.safetensors").write_bytes(content)
-        said.append(journal_pages.run_inputs({}, {"model": tmp_path}, "", {}, Device(torch.device("cpu"))).told)
+        said.append(journal_pages.run_inputs({}, {"model": tmp_path}, "", {}, Device(torch.device("cpu"))).values)
     names = ["config.json", "model.safetensors.index.json", "parts/1.safetensors"]
     assert [name for name in said[0] if "the model's" in name] == [f"the model's {name}" for name in names]
     assert {name for name in said[0] if said[0][name] != said[1][name]} == {"the model's parts/1.safetensors"}

@@ -40,13 +40,7 @@ EXPECTED_DATA = (
 )
 # entries of what tokenizers and collators return that change no input of a network that continues text
 OF_TOKENIZERS = {
-    "input_ids",
-    "attention_mask",
-    "token_type_ids",
-    "special_tokens_mask",
-    "offset_mapping",
-    "length",
-    "labels",
+    *("input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length", "labels")
 }
 Encoded = Mapping[str, Any] | Sequence[Mapping[str, Any]]  # what a tokenizer returns, see `Given.of`
 logger = logging.getLogger("nearplane")
@@ -101,15 +95,16 @@ class Given:
         rows, longest, masked = list[Any](), 0, 0
         for number, encoding in enumerate(encodings):
             name = what if len(encodings) == 1 else f"{what}[{number}]"
-            if unknown := {"input_ids", *encoding} - (OF_TOKENIZERS & {*encoding}):
+            others = ", ".join(sorted(map(str, {*encoding} - OF_TOKENIZERS)))
+            if others or "input_ids" not in encoding:
                 raise CalibrationError(
                     f"{name} has the entries {', '.join(map(str, encoding))}; expected input_ids and their attention_mask, as a "
-                    f"tokenizer returns them. Pass it with input_ids, and without {', '.join(sorted(map(str, unknown)))}."
+                    f"tokenizer returns them. Pass it with input_ids{f', and without {others}' if others else ''}."
                 )
             ids = _rows(encoding["input_ids"])
-            masks = (
-                _rows(encoding["attention_mask"]) if "attention_mask" in encoding else [[1] * len(row) for row in ids]
-            )
+            masks = [[1] * len(row) for row in ids]
+            if "attention_mask" in encoding:
+                masks = _rows(encoding["attention_mask"])
             if [*map(len, ids)] != [*map(len, masks)]:
                 raise CalibrationError(
                     f"{name}: its attention_mask has another shape than its input_ids. Pass one for each token."

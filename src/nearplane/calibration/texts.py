@@ -281,7 +281,7 @@ def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[st
         return
     empty = True
     with _opened(file) as opened:
-        for number, line in enumerate(map(_sound, opened), 1):
+        for number, line in enumerate(map(_without_nulls, opened), 1):
             if not line.strip():
                 continue
             empty = False
@@ -304,7 +304,7 @@ def _read(file: Path, letters: int | None = None) -> str:
     """
     parts, left = list[str](), sys.maxsize if letters is None else letters
     with _opened(file) as opened:
-        while left and (part := _sound(opened.read(min(left, READ_LETTERS)))):
+        while left and (part := _without_nulls(opened.read(min(left, READ_LETTERS)))):
             parts.append(part)
             left -= len(part)
     text = "".join(parts)
@@ -322,7 +322,7 @@ def _opened(file: Path) -> Iterator[TextIO]:
     """
     try:
         with file.open(encoding="utf-8-sig") as opened:
-            _sound(opened.read(READ_LETTERS))
+            _without_nulls(opened.read(READ_LETTERS))
             opened.seek(0)
             yield opened
     except (OSError, ValueError) as error:
@@ -330,7 +330,7 @@ def _opened(file: Path) -> Iterator[TextIO]:
         raise CalibrationError(f"{file} cannot be read as UTF-8 text ({error}).{advice}") from error
 
 
-def _sound(text: str) -> str:
+def _without_nulls(text: str) -> str:
     """Return a text, or refuse it with a ValueError if it has null characters."""
     if "\0" in text:
         raise ValueError("it has null characters, as a text in UTF-16 or a binary file has")

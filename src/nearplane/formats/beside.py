@@ -24,7 +24,7 @@ from nearplane.system.model_files import (
     TERMS,
     WEIGHTS,
     is_kept_back,
-    matches,
+    is_listed,
     named_in_code,
 )
 
@@ -104,10 +104,8 @@ class Beside:
     def log_left_out(self, out: Path) -> None:
         """Log the names of the files of the model that a checkpoint in `out` does not get because they are not on the list."""
         if left := self._sorted_out().left:
-            log.warning(
-                "Not copied from %s to %s, and perhaps not needed: %s.",
-                *(self.source, out, printable(first_few(left, most=8))),
-            )
+            names = printable(first_few(left, most=8))
+            log.warning("Not copied from %s to %s, and perhaps not needed: %s.", self.source, out, names)
 
     def _sorted_out(self) -> Sorted:
         """Return which of the model's files a checkpoint gets, without those that no checkpoint ever gets."""
@@ -118,12 +116,12 @@ class Beside:
             is_code = path.suffix == ".py"
             if is_kept_back(name) or (is_code and not self.trust_remote_code):
                 continue
-            needed = is_code or name in own or matches(name, NEEDED)
-            if not fault and (needed or matches(name, TERMS)):
+            needed = is_code or name in own or is_listed(name, NEEDED)
+            if not fault and (needed or is_listed(name, TERMS)):
                 found.copied.append(name)
             elif fault == "a folder":
                 found.left.append(f"{name}/")
-            elif needed or matches(name, FOLDERS) or (fault == LINKED_FOLDER and self.trust_remote_code):
+            elif needed or is_listed(name, FOLDERS) or (fault == LINKED_FOLDER and self.trust_remote_code):
                 found.refused[name] = fault
             else:
                 found.left.append(f"{name} ({fault})" if fault else name)
@@ -134,7 +132,7 @@ class Beside:
         for path in sorted(self.source.iterdir()):
             inside: set[Path] = set()
             if path.is_dir() and not path.is_symlink() and not is_kept_back(path.name):
-                if matches(path.name, FOLDERS):
+                if is_listed(path.name, FOLDERS):
                     inside |= {*path.glob("*")}
                 if self.trust_remote_code:
                     inside |= {*path.rglob(CODE)}

@@ -29,8 +29,8 @@ from nearplane.system.model_files import CONFIG
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import CARD, RECORD
 from nearplane.system.progress import peak_memory
-from nearplane.system.safetensors_files import ShardReader, TensorReader, kind_of
-from nearplane.system.shard_writer import Kind, ShardWriter
+from nearplane.system.safetensors_files import Kind, ShardReader, TensorReader, kind_of
+from nearplane.system.shard_writer import ShardWriter
 
 log = logging.getLogger(__name__)
 

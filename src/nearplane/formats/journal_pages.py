@@ -55,11 +55,11 @@ class RunInputs:
     """All that the output of a run depends on: equal inputs give equal files.
 
     Args:
-        told: The inputs as flat JSON.
+        values: The inputs as flat JSON.
         files: The files among them.
     """
 
-    told: dict[str, Any]
+    values: dict[str, Any]
     files: HashedFiles
 
 
@@ -79,7 +79,7 @@ def run_inputs(
         ModelError: A file cannot be read.
     """
     paths = {f"the {title}'s {name}": path for title, folder in files.items() for name, path in _hashed(folder)}
-    hashed, options = HashedFiles(paths), json.loads(json.dumps({"recipe": recipe}))
+    options, hashed = json.loads(json.dumps({"recipe": recipe})), HashedFiles(paths)
     others = {"calibration text": text, "device": device.run_input()}
     others |= {f"version of {name}": number for name, number in versions.items()}
     return RunInputs(dict(_flat(options)) | hashed.hashes | others, hashed)
@@ -118,7 +118,7 @@ class JournalPages:
     """
 
     def __init__(self, container: Container, inputs: RunInputs, began: float | None = None) -> None:
-        self._container, self._inputs, self._files = container, inputs.told, inputs.files
+        self._container, self._inputs, self._files = container, inputs.values, inputs.files
         self._sealed: RunRecord | None = None  # of a stopped run that had written all layers
         self._folder = container.folder / JOURNAL
         self._began = began or time.perf_counter()

@@ -20,16 +20,15 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.number_formats import InputRounding, NumberFormat, integers
 from nearplane.lattice.superblock import on_one_level
-from nearplane.recipe.patterns import fault_of, found
+from nearplane.recipe.patterns import fault_of, has_match
 from nearplane.recipe.scheme import Scheme
 from nearplane.system.files import read_object
-from nearplane.system.model_files import CONFIG
+from nearplane.system.model_files import CONFIG, TIED
 
 INPUT_SCALE = "input_global_scale"  # suffix of the tensor with the number by which steps of rounded inputs are divided
 METHOD = "nearplane"  # quant_method of nearplane's own formats
 MLX = "mlx"  # quant_method of MLX
 QUANTIZATION = "quantization"  # field of config.json that MLX reads instead of quantization_config
-TIED = "tie_word_embeddings"  # field of config.json that tensors may contradict, see `models/tied.py`
 WEIGHTS = "transformers_weights"  # field of config.json: the name of the file that transformers reads
 READ_WITH = (
     "no such file, as these weights are coded by nearplane. Load them with nearplane.load(FOLDER), or call "
@@ -311,6 +310,6 @@ def matches(pattern: str, name: str) -> bool:
     if (fault := fault_of(pattern)) is not None:
         raise FormatError(f"{pattern[:60]!r} in quantization_config {fault}. Fetch config.json again.")
     try:
-        return found(pattern, name, at_start=True)
+        return has_match(pattern, name, at_start=True)
     except RecipeError as error:
         raise FormatError(f"quantization_config: {error}") from error

@@ -43,7 +43,7 @@ class MLXFolder(Folder):
     """A folder for MLX: quantized experts are stacked when their block is written."""
 
     def write(self, tensors: Mapping[str, Tensor]) -> int:
-        """Write one shard."""
+        """Write one part."""
         module = MODULES.get(str(read_config(self.place.source).get("model_type")), USUAL_MODULE)
         quantized = {name.removesuffix(".scales") for name in tensors if name.endswith(".scales")}
         shard, stacks = dict(tensors), defaultdict[str, dict[int, Tensor]](dict)

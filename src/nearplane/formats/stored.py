@@ -266,7 +266,8 @@ def reader_of(folder: Path) -> TensorReader:
         FormatError, ModelError: The folder is incomplete, or its weight files are missing.
     """
     config = quantization_of(folder)
-    method, plain = None if config is None else config.get("quant_method"), {"quantization_config": config}
+    method = None if config is None else config.get("quant_method")
+    plain = {"quantization_config": config}
     if isinstance(method, str) and method in FORMATS and method_of(folder, plain) is None:
         return FORMATS[method].reader(folder)
     return source_reader(folder, plain)  # safetensors, read unchanged or widened

@@ -25,9 +25,8 @@ from nearplane.lattice.superblock_fit import SuperFit
 from nearplane.lattice.superblock_search import fit_blocks
 from nearplane.lattice.tiles import tiles
 
-MAX_GROWTH = (
-    4.0  # of the error of rounding, by steps that are stored too coarsely: what one bit less of each weight costs
-)
+# factor by which steps that are stored too coarsely may raise the error of rounding: what one bit less of each weight costs
+MAX_GROWTH = 4.0
 GridFit = Callable[[Tensor, Tensor, Steps], tuple[Grid, Callable[[Grid], Fit | None]]]
 """Function from a target (out, in), a weight of each column's errors (in,), and `Steps` to a grid and its `Fit`, or None."""
 

@@ -210,9 +210,7 @@ def least_error(groups: Tensor, importance: Tensor, levels: Tensor, trials: Iter
     middles = (levels[1:] + levels[:-1]) / 2
     least, best = groups.new_full(groups.shape[:2], torch.inf), None
     exponent = torch.frexp(groups.abs().amax(-1)).exponent.clamp(-126, 126)
-    unit = torch.exp2(
-        -exponent.to(groups)
-    )  # of every group, in which no square overflows; a power of two changes nothing else
+    unit = torch.exp2(-exponent.to(groups))  # of every group: no square overflows, and powers of two change nothing
     groups = groups * unit[..., None]
     for key, step in trials:
         scale = (step * unit)[..., None]

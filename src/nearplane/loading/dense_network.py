@@ -151,9 +151,7 @@ def dense_network(
         tensors: Iterator[tuple[str, Tensor]] = ((name, reader.read([name])[name]) for name in reader.names())
     else:
         tensors = decoded_tensors(folder, empty, check=check, device=device, packed=grids)
-        kept = set(
-            Stored(folder).rest()
-        )  # transformers knows which of them stay in float32 whatever the network's dtype is
+        kept = {*Stored(folder).rest()}  # transformers knows which of these stay in float32, whatever the dtype
     weights = {
         name: values.to(device, None if name in kept or not values.is_floating_point() else floats)
         for name, values in tensors

@@ -126,7 +126,8 @@ def load(
         raise RecipeError(f"dtype is float64, which {place} does not have. Pass another dtype, or use --device cpu.")
     on_kernels = packed and not activations and place.type == "cpu" and compute_dtype != torch.float64
     reader = reader_of(folder)
-    dense = (isinstance(reader, WidenedReader) and not reader.by_transformers) or (
+    widened = isinstance(reader, WidenedReader) and not reader.by_transformers
+    dense = widened or (
         grid_format
         and (
             on_kernels

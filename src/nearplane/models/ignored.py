@@ -18,7 +18,7 @@ from nearplane.models.kinds import has_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.models.structure import NOT_HANDLED, dots
-from nearplane.recipe.patterns import found
+from nearplane.recipe.patterns import has_match
 
 MAX_SUGGESTIONS = 3  # similar names that an error lists
 # ends of the names of transformers classes that do not predict the next token
@@ -41,7 +41,7 @@ def refuse_unmatched(model: Model, patterns: Sequence[str], option: str = "--ign
     """
     names = _names(model) if option == "--ignore" else [layer.name for layer in model.layers]
     for pattern in patterns:
-        if any(found(pattern, name) for name in names):
+        if any(has_match(pattern, name) for name in names):
             continue
         parts = dict.fromkeys(part for name in names for part in (*name.split("."), name))
         similar = get_close_matches(re.sub(r"[\\^$]", "", pattern), parts, n=MAX_SUGGESTIONS, cutoff=0.5)

@@ -76,10 +76,11 @@ def find_folder(source: str, *, trust_remote_code: bool = False, patterns: Seque
     if (folder := folder_named(source)) is not None:
         return folder
     refuse_adapter(_fetched(source, ONLY_CONFIG), source)  # before the weights are fetched
-    refuse_adapter(found := _fetched(source, [*patterns, *([CODE] if trust_remote_code else [])]), source)
-    if trust_remote_code and patterns is FILES and (named := named_in_code(found)):
+    folder = _fetched(source, [*patterns, *([CODE] if trust_remote_code else [])])
+    refuse_adapter(folder, source)
+    if trust_remote_code and patterns is FILES and (named := named_in_code(folder)):
         _fetched(source, named)
-    return found
+    return folder
 
 
 def _fetched(source: str, patterns: Sequence[str]) -> Path:

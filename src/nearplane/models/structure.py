@@ -20,7 +20,7 @@ from nearplane.models.conversion import Names
 from nearplane.models.experts import is_stack, stacked_layers
 from nearplane.models.kinds import has_two_stacks, towers
 from nearplane.models.layers import EmbeddingLayer, Layer, as_layer
-from nearplane.recipe.patterns import found
+from nearplane.recipe.patterns import has_match
 
 IGNORED_REASON = "ignored"
 NOT_HANDLED = "is of no type that is handled"
@@ -56,11 +56,11 @@ def find_layers(
         if not matrices:
             continue
         layer = as_layer(name, module)
-        if any(found(pattern, name) for pattern in ignore):
+        if any(has_match(pattern, name) for pattern in ignore):
             skipped.append((name, IGNORED_REASON))
         elif names is not None and is_stack(module):
             stacked = [*stacked_layers(name, module, names)]
-            kept = [layer for layer in stacked if not any(found(pattern, layer.name) for pattern in ignore)]
+            kept = [layer for layer in stacked if not any(has_match(pattern, layer.name) for pattern in ignore)]
             refuse_parts(stacked, kept)
             layers += kept
             skipped += [(layer.name, IGNORED_REASON) for layer in stacked if layer not in kept]
@@ -134,7 +134,7 @@ def find_ends(
         name = names.get(module, "")
         layer: Layer | None = None
         matched_names = (name, names[outputs]) if tied else (name,)
-        if requested and any(found(pattern, each) for pattern in ignore for each in matched_names):
+        if requested and any(has_match(pattern, each) for pattern in ignore for each in matched_names):
             skipped.append((name, IGNORED_REASON))
         elif requested and isinstance(module, nn.Embedding):  # subclasses scale the rows
             layer = EmbeddingLayer(name=name, shape=(module.num_embeddings, module.embedding_dim), module=module)

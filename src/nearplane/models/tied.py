@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from nearplane.errors import ModelError
 from nearplane.models.conversion import renamed
+from nearplane.system.model_files import TIED
 from nearplane.system.safetensors_files import TensorReader
 
-TIED = "tie_word_embeddings"
 logger = logging.getLogger(__name__)
 
 

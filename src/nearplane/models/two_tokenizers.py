@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -14,9 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from nearplane.errors import ModelError, first_few
 from nearplane.models.pretrained import as_model_error, tokenizer_of
 from nearplane.system.files import sha256
+from nearplane.system.model_files import TOKENIZERS, is_listed
 from nearplane.system.token_lines import LINES, Cut, differing_line
 
-OF_TOKENIZERS = re.compile(r".*(token|tekken|vocab|merges|piece|spm|bpe).*\.(json|txt|model|spm|bpe|codes|tiktoken|py)")
+OF_TOKENIZERS = (*TOKENIZERS, "*token*.py")  # names of the files that decide how text is cut
 log = logging.getLogger(__name__)
 
 
@@ -66,7 +66,7 @@ def other_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trus
         ModelError: A tokenizer cannot be loaded.
     """
     hashes = [
-        {path.name: sha256(path) for path in folder.iterdir() if OF_TOKENIZERS.fullmatch(path.name)}
+        {path.name: sha256(path) for path in folder.iterdir() if is_listed(path.name, OF_TOKENIZERS) and path.is_file()}
         for folder in folders.values()
     ]
     if len(hashes) < 2 or not all(hashes) or hashes[0] == hashes[1]:
@@ -76,10 +76,6 @@ def other_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trus
     if (difference := differing_line(ours, theirs, (text.lstrip(" ") for text in chain(LINES, texts)))) is not None:
         return f"{names} have different tokenizers: {difference}."
     files = sorted(name for name in {*hashes[0], *hashes[1]} if hashes[0].get(name) != hashes[1].get(name))
-    log.info(
-        "%s differ in %s, but cut the text and %d lines of many kinds into the same tokens",
-        names,
-        first_few(files),
-        len(LINES),
-    )
+    alike = f"cut the text and {len(LINES)} lines of many kinds into the same tokens"
+    log.info("%s differ in %s, but %s", names, first_few(files), alike)
     return ""

@@ -142,8 +142,8 @@ def check_disk(out: Path, model: Model, recipe: Recipe, *, copies: int = 1) -> N
 def forecast_bytes(model: Model, recipe: Recipe) -> int:
     """Return the bytes of a checkpoint's folder or a few more: tensors, their entries, run record, card and copied files.
 
-    What is too much is 20 KB, 1.5 KB a layer, and for a GGUF a part of its tokenizer. At a rate or a mean number of bits
-    layers are as large as asked for on average.
+    It may be too large by 20 KB, 1.5 KB a layer, and for a GGUF a part of its tokenizer. At a rate or a mean number of bits
+    every layer counts with that average.
     """
     layers, reader, (file,) = FORMATS[str(recipe.format)].layers, model.reader, _files(1)
     stored = {name: reader.nbytes(name) for name in reader.names() if name not in model.quantized_names}

@@ -1,8 +1,8 @@
 """Bytes that a run has written so far, and the bytes that a limit of its folder leaves for the remaining layers.
 
-A size is a hard limit. Shards, index, other files and the record in its present form are counted to the byte. What the remaining
-layers add to them is predicted by `folder_size.py`, and the prediction improves as layers are written. The last layers are solved
-again until the folder ends close below the limit.
+A size is a hard limit. Weight files, index, other files and the record in its present form are counted to the byte. What
+the remaining layers add to them is predicted by `folder_size.py`, and the prediction improves as layers are written. The
+last layers are solved again until the folder ends close below the limit.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Ledger:
             self.planned.bounds = (MIN_RATE, HIGHEST_RATE)
 
     def restore(self, record: RunRecord, closed: Iterable[str]) -> None:
-        """Restore layers and shards that another ledger with the same plan has noted.
+        """Restore layers and tensors that another ledger with the same plan has noted.
 
         Args:
             record: The run record with these layers.
@@ -92,7 +92,7 @@ class Ledger:
         self.planned.spend(layer, record.bytes)
 
     def close(self, rest: Sequence[str]) -> None:
-        """Note that a shard with these unquantized tensors was written."""
+        """Note that these unquantized tensors were written."""
         self._closed.update(rest)
 
     def solves_again(self, layers: Sequence[Layer]) -> bool:
@@ -104,7 +104,7 @@ class Ledger:
 
         Args:
             solved: Layers that share an input, as they were given to the container.
-            rest: Names of the unquantized tensors in the same shard.
+            rest: Names of the unquantized tensors that are written with them.
 
         Raises:
             RecipeError: The limit cannot be met.

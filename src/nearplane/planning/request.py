@@ -163,7 +163,7 @@ def check_request(model: Model, recipe: Recipe) -> None:
         others = f" and of {len(modules) - 1} more" if len(modules) > 1 else ""
         logger.warning(
             f"{difference} of {modules[0]}{others} have different grids. vLLM and SGLang fuse these and cannot load the "
-            "checkpoint. Quantize all of them alike, or leave all of them out with --ignore."
+            f"checkpoint. Quantize all of them alike, or leave all of them out with --ignore."
         )
 
 
@@ -181,9 +181,9 @@ def _check_left_out(model: Model, recipe: Recipe) -> None:
     for name, target in model.weights.unused.items():
         if not name.endswith(UNUSED_NAMES) and (recipe.like is None or target.rpartition(".")[0] in matrices):
             raise RecipeError(
-                f"{name} is in the files, but not in the network of config.json, as which transformers computes the model; "
-                f"readers of {recipe.format} would differ. Correct config.json (attention_bias, num_hidden_layers), remove the "
-                f"tensor, or use --format compressed-tensors."
+                f"{name} is in the files, but not in the network of config.json. transformers leaves it out; readers of "
+                f"{recipe.format} would compute with it, or not load the file. Correct config.json (attention_bias, "
+                f"num_hidden_layers), remove the tensor, or use --format compressed-tensors."
             )
 
 
@@ -192,9 +192,7 @@ def _inconsistent_fusions(model: Model, recipe: Recipe) -> dict[str, list[str]]:
     if recipe.files.for_llama_cpp or recipe.files.for_mlx or recipe.files.by_nearplane:
         return {}
     grids = {layer.name: recipe.scheme_of(layer.name).number_format.name for layer in model.layers}
-    fused: dict[
-        tuple[str, str], dict[str, dict[str, None]]
-    ] = {}  # grids of every kind of layer that becomes part of one
+    fused: dict[tuple[str, str], dict[str, dict[str, None]]] = {}  # grids of each part, by module and fused layer
     for name in dict.fromkeys([*grids, *model.ignored, *(name for name, _ in model.skipped)]):
         path, _, last = name.rpartition(".")
         whole = FUSED_NAMES.get(last) or FUSED_BY_VLLM.get(last)

@@ -17,7 +17,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-def found(pattern: str, name: str, *, at_start: bool = False) -> bool:
+def has_match(pattern: str, name: str, *, at_start: bool = False) -> bool:
     """Return whether a regular expression matches a part of a name, or its beginning.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from nearplane.errors import RecipeError
 from nearplane.lattice.number_formats import FLOATS, InputRounding
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
-from nearplane.recipe.patterns import fault_of, found
+from nearplane.recipe.patterns import fault_of, has_match
 from nearplane.recipe.scheme import Activations, Allocation, names_of, spelled_out
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, scheme_of
 from nearplane.recipe.spellings import translated
@@ -36,8 +36,8 @@ class Calibration:
             name:config:split. A mix is a list with weights: chats.jsonl:2,c4:1. Default: FineWeb-Edu sample-10BT.
         samples: Number of calibration windows. Default: 50 tokens per input of the widest layer, at most 524,288 tokens.
         seqlen: Length of a calibration window in tokens. Default: 2048, or the model's maximum length if that is shorter.
-        first_token: Whether each window begins with the token that the tokenizer sets before a text, if it sets one, as the
-            model was trained; it counts in the length.
+        first_token: How each window begins. auto: with the token that the tokenizer sets before a text, if it sets one, as
+            the model was trained; it counts in the length. none: without it.
         seed: Random seed of the order of a data set.
         true_sequential: Whether each layer of a block sees the quantized layers before it.
         rare_experts: Treatment of experts that fewer than four tokens per input reach. error: stop the run.
@@ -319,12 +319,12 @@ class Recipe:
 
     def ignores(self, name: str) -> bool:
         """Return whether the layer with this full name is left unquantized."""
-        return any(found(pattern, name) for pattern in self.ignore)
+        return any(has_match(pattern, name) for pattern in self.ignore)
 
     def scheme_of(self, name: str) -> AnyScheme:
         """Return the scheme of the layer with this full name, which `ignores` has not excluded."""
         if name not in self._schemes:
-            schemes = (each.scheme for each in self.layers if found(each.pattern, name))
+            schemes = (each.scheme for each in self.layers if has_match(each.pattern, name))
             self._schemes[name] = next(schemes, self.scheme)
         return self._schemes[name]
 

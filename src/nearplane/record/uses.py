@@ -60,8 +60,8 @@ def uses(record: RunRecord, config: Mapping[str, Any], folder: str) -> list[Use]
         return list(_in_nearplane(folder, quoted, config))
     found = []
     needs = [files.by_vllm(layer.number_format) for layer in record.layers]
-    if is_served(config) and (served := [need for need in needs if need is not None]) == needs:
-        found.append(_in_vllm(folder, max(served, default="")))
+    if is_served(config) and None not in needs:
+        found.append(_in_vllm(folder, max(filter(None, needs), default="")))
     experts = files.by_gptqmodel and any(layer.blended is not None for layer in record.layers)
     if not experts:  # transformers would fill them with random numbers
         found.append(_in_transformers(quoted, config, files.needs))

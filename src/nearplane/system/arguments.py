@@ -124,7 +124,12 @@ def check_device(name: str) -> None:
     """
     kind, numbered, number = name.partition(":")
     if name != "auto" and not (kind in DEVICES and (number.isdecimal() or not numbered)):
-        raise RecipeError(f"device is {described(name)}; expected auto, cpu, cuda, or one of several GPUs as cuda:1.")
+        raise unknown_device(name)
+
+
+def unknown_device(name: str) -> RecipeError:
+    """Return the error for a name of a device that torch does not know."""
+    return RecipeError(f"device is {described(name)}; expected auto, cpu, cuda, or one of several GPUs as cuda:1.")
 
 
 def _parts(kind: Any) -> tuple[Any, ...]:

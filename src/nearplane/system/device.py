@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nearplane.errors import RecipeError
-from nearplane.system.arguments import ComputeDtype
+from nearplane.system.arguments import ComputeDtype, unknown_device
 from nearplane.system.memory import free_memory
 from nearplane.system.progress import peak_memory
 from nearplane.system.ranks import current
@@ -61,7 +61,7 @@ class Device:
         except (RuntimeError, TypeError, ValueError):
             place = torch.device("meta")
         if place.type == "meta":
-            raise RecipeError(f"device is {str(name)!r}; expected auto, cpu, cuda, or one of several GPUs as cuda:1.")
+            raise unknown_device(str(name))
         if in_float64 and place.type in WITHOUT_FLOAT64:
             raise RecipeError(
                 f"--device {name}: second moments, factorizations and measurements need float64, which this device does not "

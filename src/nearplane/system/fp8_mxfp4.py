@@ -33,17 +33,13 @@ EXTRAS = (  # ends of tensors beside float8 weights that are not weights
     OWN_SCALE, ".weight_scale", *(f".{each}_scale" for each in ROUNDED), ".input_scale_ub", ".weight_zero_point",
     ".input_zero_point",
 )  # fmt: skip
-INPUT_FACTORS = (
-    ".pre_quant_scale"  # by which a runtime multiplies inputs, so that the weights alone are not the model's
-)
+INPUT_FACTORS = ".pre_quant_scale"  # by which a runtime multiplies inputs: the weights alone are not the model's
 CODES = ("F8_E4M3", "F8_E5M2")
 DENSE = {"F64", "F32", "F16", "BF16", "BOOL", "I64"}  # dtypes of weights and buffers of a model that is not quantized
 BLOCK_SIZE = 128  # rows and columns of a float8 block if config.json does not name them
 FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 METHODS = ("fp8", "mxfp4")
-MODELOPT_FILE = (
-    "hf_quant_config.json"  # in which older versions of ModelOpt describe the weights, and config.json does not
-)
+MODELOPT_FILE = "hf_quant_config.json"  # by which older versions of ModelOpt describe weights, instead of config.json
 MODELOPT_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")  # its algorithms with 8-bit floats
 CT = "compressed-tensors"
 
@@ -110,7 +106,8 @@ def refuse_leftover(folder: Path, section: Any, infos: Iterable[TensorInfo]) -> 
     if section is not None and dtypes and dtypes <= DENSE:
         raise ModelError(
             f"{folder}: quantization_config says {form_of(section)}, but every tensor is stored as {' or '.join(sorted(dtypes))}. "
-            f"If these are the model's own weights, delete that entry of config.json; else fetch the folder again."
+            f"If these are the model's own weights, delete that entry of config.json, or {MODELOPT_FILE} if it is there; else "
+            f"fetch the folder again."
         )
 
 
@@ -256,7 +253,7 @@ def eight_bits(codes: Tensor, factors: Tensor, size: tuple[int, int]) -> Tensor:
         size: Rows and columns of a block; the last blocks may be smaller.
     """
     shape = spread(tuple(codes.shape), tuple(factors.shape), size)
-    assert shape is not None, "was looked at"
+    assert shape is not None, "the reader has checked the factors of every weight"
     factors = torch.exp2(factors.float() - 127) if factors.dtype == torch.uint8 else factors.float()
     factors = factors.reshape(shape)
     if not all(each in (1, side) for each, side in zip(shape, codes.shape[-len(shape) :], strict=True)):

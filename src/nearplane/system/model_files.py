@@ -10,6 +10,7 @@ from pathlib import Path
 from nearplane.system.paths import RECORD
 
 CONFIG, GPTQ_CONFIG = "config.json", "quantize_config.json"
+TIED = "tie_word_embeddings"  # field of config.json that tensors may contradict, see `models/tied.py`
 WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|ot|tflite|npz|index\.json)", re.DOTALL
 )  # names of weight files
@@ -33,7 +34,7 @@ FILES = ("*.safetensors", "*.json", "README.md", *NEEDED, *TERMS)
 NAMED = re.compile(r"""["']([\w.-]+\.\w+)["']""")  # a file name as Python code has it
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
+def is_listed(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a name relative to a model's folder matches a pattern, whose stars stand for no slash."""
     return any(name.count("/") == each.count("/") and fnmatchcase(name, each) for each in patterns)
 

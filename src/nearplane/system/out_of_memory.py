@@ -1,7 +1,8 @@
 """Errors of full devices and of the system's limits as one sentence: `DeviceMemoryError`, `SystemLimitError`. Imports no torch.
 
 Memory is planned before a run (`planning/memory_bound.py`), so this error means that something else took memory, or that the plan
-was wrong. It is converted where a verb ends (`arguments.py`) and nowhere else; work is never repeated on its account.
+was wrong. It is converted where a verb ends (`arguments.py`), and work is never repeated on its account. Limits of the system are
+also met outside of verbs (`terminal.py`), and by safetensors, whose own error would name another cause.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ FILE_ORDER = (
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
     *("F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
 )
+Kind = tuple[str, Sequence[int], int]  # dtype in safetensors, shape and bytes of a tensor
 
 
 def checksum(tensor: Tensor) -> str:
@@ -68,7 +69,7 @@ def index_text(weight_map: Mapping[str, str], checksums: Mapping[str, str] | Non
     return json.dumps(index, indent=2) + "\n"
 
 
-def shard_header(tensors: Mapping[str, tuple[str, Sequence[int], int]], kind: str = "pt") -> bytes:
+def shard_header(tensors: Mapping[str, Kind], kind: str = "pt") -> bytes:
     """Return the first bytes of a safetensors file with these tensors (dtype, shape, bytes), up to the data of the first.
 
     They are those of `safetensors.torch.save_file`, which orders tensors by dtype, then by name, as the header lists them.
@@ -88,13 +89,13 @@ def shard_header(tensors: Mapping[str, tuple[str, Sequence[int], int]], kind: st
     return len(text).to_bytes(8, "little") + text
 
 
-def file_order(tensors: Mapping[str, tuple[str, Sequence[int], int]]) -> list[str]:
+def file_order(tensors: Mapping[str, Kind]) -> list[str]:
     """Return the names of tensors (dtype, shape, bytes) in the order in which a file holds them."""
     places = {dtype: place for place, dtype in enumerate(FILE_ORDER)}
     return sorted(tensors, key=lambda name: (places.get(tensors[name][0], len(places)), name))
 
 
-def shard_size(tensors: Mapping[str, tuple[str, Sequence[int], int]], kind: str = "pt") -> int:
+def shard_size(tensors: Mapping[str, Kind], kind: str = "pt") -> int:
     """Return the size in bytes of a safetensors file with these tensors; see `shard_header`."""
     return len(shard_header(tensors, kind)) + sum(size for _, _, size in tensors.values())
 

@@ -30,6 +30,7 @@ from nearplane.system.paths import INCOMPLETE, MARK, MAX_FILE
 from nearplane.system.safetensors_files import (
     INDEX,
     WEIGHTS_FILE,
+    Kind,
     checksum,
     file_order,
     index_text,
@@ -39,7 +40,6 @@ from nearplane.system.safetensors_files import (
 )
 
 PIECE = 4 << 20  # bytes that are copied at once
-Kind = tuple[str, Sequence[int], int]  # dtype in safetensors, shape and bytes of a tensor
 
 
 def file_names(count: int) -> list[str]:

@@ -286,7 +286,7 @@ class _Measure:
         mix = [each.name for each in texts_of(given)]
         texts = [self.text, *(mix or filter(None, [given]))]
         digest = " ".join(content_of(Path(text)) for text in texts)
-        return run_inputs(settings, folders, digest, versions(), Device.named(self.device)).told
+        return run_inputs(settings, folders, digest, versions(), Device.named(self.device)).values
 
     def measured(self, row: Row, model: str | Path | PreTrainedModel, **given: Any) -> Row:
         """Return a row with the figures and the text of a model; `given` are additional options of `evaluate`."""

@@ -138,9 +138,8 @@ def evaluate(
             which begins with the token that the tokenizer sets before a text, if it sets one. Or wikitext2 or c4, a list
             of texts, token ids (windows, seqlen), what a tokenizer returns (input_ids with their attention_mask; masked
             positions are left out, and all other tokens packed into windows as long as the rows), pixel values (images,
-            channels, height, width), or sound with transcripts
-            (input_features, token_ids). Windows of encoders begin and end with tokens such as [CLS] and
-            [SEP]. Encoder-decoders predict their own input, or its transcript.
+            channels, height, width), or sound with transcripts (input_features, token_ids). Windows of encoders begin and
+            end with tokens such as [CLS] and [SEP]. Encoder-decoders predict their own input, or its transcript.
         tokenizer: Tokenizer of a model object; not needed for token ids.
         protocol: Windows and units of the perplexity; llama.cpp and lm-eval take texts only.
         seqlen: Tokens per window. None: 2048, or 512 for llama.cpp, or the model's positions if fewer or for lm-eval.

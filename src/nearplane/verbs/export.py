@@ -31,6 +31,7 @@ from nearplane.system.file_hashes import check_hashes
 from nearplane.system.model_files import CONFIG
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import RECORD
+from nearplane.system.safetensors_files import TensorReader
 from nearplane.system.shard_writer import ShardWriter
 from nearplane.verbs.early_checks import DENSE, check_export
 from nearplane.verbs.export_integers import move_integers
@@ -90,9 +91,7 @@ def export(
     kept = set(stored.rest()) if dtype is None else set()
     dtype = dtype or "bfloat16"
     network = empty_network(source, trust_remote_code=trust_remote_code, reader=stored.reader)
-    others = sum(parameter.numel() for parameter in network.parameters())
-    others -= sum(math.prod(stored.reader.shape(name)) for name in kept)
-    size = DTYPES[dtype].itemsize * max(0, others) + sum(map(stored.reader.nbytes, kept))
+    size = _dense_bytes(network, stored.reader, DTYPES[dtype], kept)
     check_room(out, size, joined=size)
     tensors = _with_names_of_files(network, decoded_tensors(source, network))
     with readable_errors(out), place:
@@ -110,6 +109,14 @@ def export(
             (place.folder / CONFIG).unlink(missing_ok=True)
             raise
     return writer.size
+
+
+def _dense_bytes(network: PreTrainedModel, reader: TensorReader, dtype: torch.dtype, kept: Collection[str]) -> int:
+    """Return the bytes of all weights of a network, decoded to a dtype except those that are `kept` as they are."""
+    decoded = sum(parameter.numel() for parameter in network.parameters())
+    decoded -= sum(math.prod(reader.shape(name)) for name in kept)
+    size: int = dtype.itemsize * max(0, decoded)
+    return size + sum(map(reader.nbytes, kept))
 
 
 def _write_card(folder: Path, source: Path, dtype: str) -> None:

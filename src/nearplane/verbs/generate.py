@@ -40,8 +40,8 @@ Say = Callable[[str], object]
 LLAMA = "llama_cpp"  # the module of llama-cpp-python
 UNFINISHED = "\ufffd"  # incomplete bytes of a letter decode to this
 MAX_SPECIAL_TOKENS = 16  # that a tokenizer puts before a prompt, whose own tokens are at most its bytes
-log = logging.getLogger(__name__)
 ANSWERS = "\n\n"  # between a prompt and a text that answers it
+log = logging.getLogger(__name__)
 
 
 class Continuation(str):

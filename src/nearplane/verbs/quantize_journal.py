@@ -1,13 +1,13 @@
 """Journal of a run on disk: if the same command is repeated after a crash, it resumes behind the last finished block.
 
     OUT.unfinished/journal/
-      state.json          run inputs, number of finished blocks, record of their layers, plan, shards
+      state.json          run inputs, number of finished blocks, record of their layers, plan, parts
       plan.pt             measurements for the plan from before the first block
       behind-00007.0.pt   hidden states of both networks behind block 7, for some of the batches
 
-A block is finished when its shard, its hidden states and then the state are on disk, in this order. When all layers are
-written, the state holds their record, and a run that is stopped later only completes the files. A resumed run writes the
-same bytes as one that was never stopped. `journal_pages.py` writes the pages.
+A block is finished when its part of the weights, its hidden states and then the state are on disk, in this order. When
+all layers are written, the state holds their record, and a run that is stopped later only completes the files. A resumed
+run writes the same bytes as one that was never stopped. `journal_pages.py` writes the pages.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Journal:
 
     Raises:
         RecipeError: A run with other inputs left the folder, which may not be replaced; the message names the difference.
-        FormatError: The journal cannot be read or a shard has changed, and the folder may not be replaced.
+        FormatError: The journal cannot be read or a part has changed, and the folder may not be replaced.
     """
 
     def __init__(self, container: Container, inputs: RunInputs) -> None:

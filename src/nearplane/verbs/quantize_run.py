@@ -91,7 +91,7 @@ class Run:
         return solved._replace(record=with_tensors(solved.record, name, tensors.bytes, tensors.checksum))
 
     def add(self, stage: Stage, packed: Sequence[Solved]) -> None:
-        """Record the layers of a stage; at the end of a block, also write its shard and the journal."""
+        """Record the layers of a stage; at the end of a block, also write its part of the weights and the journal."""
         for layer, _, record in packed:
             self.ledger.add(layer, record)
         self.count(len(packed))
@@ -106,8 +106,10 @@ class Run:
 
     def finished(self) -> RunRecord:
         """Return the run record after all layers are solved; `Container.seal` completes it."""
-        ranks, record = current(), replace(self._record, layers=tuple(self.ledger.layers))
-        return check_limit(self._journal.seal(record, sum(ranks.ask(rank, _peak) for rank in ranks.others)))
+        ranks = current()
+        others = sum(ranks.ask(rank, _peak) for rank in ranks.others)
+        record = replace(self._record, layers=tuple(self.ledger.layers))
+        return check_limit(self._journal.seal(record, others))
 
 
 def _peak(served: object) -> int:

@@ -11,7 +11,7 @@ import nearplane
 from nearplane import FormatError, RecipeError
 from nearplane.errors import printable
 from nearplane.formats.layer_format import matches
-from nearplane.recipe.patterns import fault_of, found
+from nearplane.recipe.patterns import fault_of, has_match
 
 NAME = "model.layers.10.self_attn.q_proj"
 
@@ -63,11 +63,11 @@ def test_what_is_no_pattern_is_one_sentence(pattern: str) -> None:
 def test_a_match_that_does_not_end_in_time_is_stopped(monkeypatch):
     """Each letter doubles the time of this pattern: a quarter of a second for 22."""
     monkeypatch.setattr("nearplane.system.time_limit.SECONDS", 0.01)
-    assert found("(a|a)*b", "aab")
+    assert has_match("(a|a)*b", "aab")
     with pytest.raises(
         RecipeError, match=r"'\(a\|a\)\*b' cannot be tried on the name a+: it does not end within 0\.01 seconds"
     ):
-        found("(a|a)*b", 22 * "a")
+        has_match("(a|a)*b", 22 * "a")
     with pytest.raises(FormatError, match="quantization_config: The regular expression"):
         matches("(a|a)*b", 22 * "a")
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -11,7 +11,7 @@ import pytest
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from nearplane.system.model_files import FILES, NEEDED, TERMS, is_kept_back, matches
+from nearplane.system.model_files import FILES, NEEDED, TERMS, is_kept_back, is_listed
 
 
 def classes(base: type[PreTrainedTokenizerBase]) -> Iterator[type[PreTrainedTokenizerBase]]:
@@ -28,7 +28,7 @@ def test_the_files_of_all_tokenizers_of_transformers_are_on_the_list() -> None:
                 importlib.import_module(module.name)
     names = {name for each in classes(PreTrainedTokenizerBase) for name in each.vocab_files_names.values()}
     assert len(names) > 20
-    assert [name for name in sorted(names) if not matches(name, NEEDED) or is_kept_back(name)] == []
+    assert [name for name in sorted(names) if not is_listed(name, NEEDED) or is_kept_back(name)] == []
 
 
 def test_what_is_copied_is_fetched() -> None:
@@ -39,11 +39,11 @@ def test_what_is_copied_is_fetched() -> None:
         *("LICENSE.md", "License.txt", "LICENCE", "NOTICE", "Notice.txt", "USE_POLICY.md", "COPYING"),
         *("chat_template.json", "processor_config.json", "additional_chat_templates/rag.jinja"),
     ):
-        assert matches(name, FILES), name
+        assert is_listed(name, FILES), name
         assert not is_kept_back(name)
 
 
 def test_a_star_stands_for_no_slash() -> None:
-    assert not matches("onnx/tokenizer.json", NEEDED)
-    assert not matches("additional_chat_templates/more/rag.jinja", NEEDED)
-    assert matches("qformer_tokenizer/vocab.txt", NEEDED)
+    assert not is_listed("onnx/tokenizer.json", NEEDED)
+    assert not is_listed("additional_chat_templates/more/rag.jinja", NEEDED)
+    assert is_listed("qformer_tokenizer/vocab.txt", NEEDED)

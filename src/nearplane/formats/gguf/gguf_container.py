@@ -50,8 +50,7 @@ from nearplane.record.record import RunRecord
 from nearplane.system.files import flush_all, sha256
 from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import INCOMPLETE, RECORD
-from nearplane.system.safetensors_files import DTYPE_NAMES, TensorReader
-from nearplane.system.shard_writer import Kind
+from nearplane.system.safetensors_files import DTYPE_NAMES, Kind, TensorReader
 
 EMBEDDING_TENSORS = ("token_embd.weight", "output.weight")
 logger = logging.getLogger("nearplane")
