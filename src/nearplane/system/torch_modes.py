@@ -20,7 +20,10 @@ def torch_defaults() -> Iterator[None]:
         yield
         return
     with ExitStack() as modes:
-        modes.enter_context(torch.inference_mode(mode=False))  # records gradients, too
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(mode=False))  # records gradients, too
+        elif not torch.is_grad_enabled():
+            modes.enter_context(torch.enable_grad())
         for device in AUTOCASTS:
             if torch.is_autocast_enabled(device):
                 modes.enter_context(torch.autocast(device, enabled=False))
