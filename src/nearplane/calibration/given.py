@@ -112,6 +112,8 @@ class Given:
             for row, mask in zip(ids, masks, strict=True):
                 rows.append([token for token, is_text in zip(row, mask, strict=True) if is_text])
                 longest, masked = max(longest, len(row)), masked + len(row) - len(rows[-1])
+        if not any(rows):
+            raise CalibrationError(f"{what} has no tokens, or all of them are masked. Pass rows with text.")
         if all(len(row) == longest for row in rows):
             return cls(tokens=_windows(rows, what))
         tokens = _tensor([token for row in rows for token in row], what)

@@ -58,11 +58,10 @@ def stopping() -> Iterator[list[KeyboardInterrupt]]:
     Ctrl-C pressed again within a second does not interrupt what the first one has begun to end.
     """
     stopped: list[KeyboardInterrupt] = []
-    last = -math.inf
+    last: dict[int, float] = {}
 
     def stop(number: int, frame: object) -> None:
-        nonlocal last
-        quick, last = monotonic() - last < QUICK, monotonic()
+        quick, last[number] = monotonic() - last.get(number, -math.inf) < QUICK, monotonic()
         if not quick:
             stopped.append(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
             raise stopped[-1]

@@ -218,12 +218,22 @@ def _block_size(section: Any) -> tuple[int, int]:
     section = section if isinstance(section, Mapping) else {}
     groups = section.get("config_groups")
     for weights in map(_weights, groups.values() if isinstance(groups, Mapping) else ()):
-        if weights.get("group_size"):
-            return 1, int(weights["group_size"])
-        if weights.get("block_structure"):
-            return int(weights["block_structure"][0]), int(weights["block_structure"][1])
-    size = section.get("weight_block_size") or (BLOCK_SIZE, BLOCK_SIZE)
-    return int(size[0]), int(size[1])
+        if size := weights.get("group_size"):
+            return _sides((1, size))
+        if size := weights.get("block_structure"):
+            return _sides(size.split("x") if isinstance(size, str) else size)  # older versions write "128x128"
+    return _sides(section.get("weight_block_size") or (BLOCK_SIZE, BLOCK_SIZE))
+
+
+def _sides(size: Any) -> tuple[int, int]:
+    """Return rows and columns of a block from a config."""
+    try:
+        rows, columns = map(int, size)
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"The quantization of the model has blocks of {str(size)[:40]}; expected two whole numbers. Fetch the model again."
+        ) from error
+    return rows, columns
 
 
 def spread(codes: tuple[int, ...], factors: tuple[int, ...], size: tuple[int, int]) -> tuple[int, ...] | None:
