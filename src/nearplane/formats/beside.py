@@ -121,7 +121,7 @@ class Beside:
             needed = is_code or name in own or matches(name, NEEDED)
             if not fault and (needed or matches(name, TERMS)):
                 found.copied.append(name)
-            elif fault == "a folder":
+            elif fault == "a folder" and not needed:
                 found.left.append(f"{name}/")
             elif needed or matches(name, FOLDERS) or (fault == LINKED_FOLDER and self.trust_remote_code):
                 found.refused[name] = fault

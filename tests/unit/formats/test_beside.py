@@ -81,6 +81,7 @@ def test_trusted_code_is_copied_with_what_it_names(model: Path, tmp_path: Path) 
         ("vocab.json", lambda path, outside: path.symlink_to(".env"), "a link to a hidden file or to weights"),
         ("vocab.json", lambda path, outside: path.symlink_to("pytorch_model.bin"), "a link to a hidden file"),
         ("vocab.json", lambda path, outside: os.mkfifo(path), "no regular file"),
+        ("vocab.json", lambda path, outside: path.mkdir(), "a folder"),
         ("b_tokenizer", lambda path, outside: path.symlink_to(outside), "a link to a folder"),
         ("a_tokenizer", lambda path, outside: path.symlink_to("."), "a link to a folder"),
         ("additional_chat_templates/a.jinja", lambda path, outside: path.symlink_to(outside / "secret"), "a link out"),
