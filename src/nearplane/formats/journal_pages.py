@@ -227,7 +227,7 @@ class JournalPages:
         """
         path = self._folder / name
         try:
-            if sha256(path) != self._pages.get(name):
+            if not path.is_file() or sha256(path) != self._pages.get(name):  # a pipe would be waited for
                 raise self.changed_page(name)
             return torch.load(path, map_location="cpu", weights_only=True)
         except (
