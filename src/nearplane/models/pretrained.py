@@ -279,8 +279,9 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrained
             raise ModelError(  # transformers made an empty one of the class in config.json
                 f"{folder} has no tokenizer; expected {' or '.join(sorted(files))}. Copy them from the original model."
             )
-        if getattr(model := getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), "dropout", None):
-            model.dropout = None
+        merging: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+        if getattr(merging, "dropout", None):
+            merging.dropout = None
         return tokenizer
 
 
