@@ -313,16 +313,18 @@ def test_a_page_that_is_no_page_is_one_sentence(model, text, stop, tmp_path):
         nearplane.quantize(model, out, **options)
 
 
-def test_shards_below_the_folder_count(tmp_path):
+def test_shards_below_the_folder_and_all_tokenizers_count(tmp_path):
     (tmp_path / "parts").mkdir()
     (tmp_path / "a.json").mkdir()  # no file
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "source.spm").write_text("a tokenizer")
+    (tmp_path / "notes.md").write_text("no input")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "parts/1.safetensors"}}')
     said = []
     for content in (b"one", b"other"):
         (tmp_path / "parts" / "1.safetensors").write_bytes(content)
         said.append(journal_pages.run_inputs({}, {"model": tmp_path}, "", {}, Device(torch.device("cpu"))).values)
-    names = ["config.json", "model.safetensors.index.json", "parts/1.safetensors"]
+    names = ["config.json", "model.safetensors.index.json", "parts/1.safetensors", "source.spm"]
     assert [name for name in said[0] if "the model's" in name] == [f"the model's {name}" for name in names]
     assert {name for name in said[0] if said[0][name] != said[1][name]} == {"the model's parts/1.safetensors"}
 

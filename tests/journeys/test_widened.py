@@ -179,6 +179,15 @@ def test_one_step_a_matrix_or_a_row_is_read_whatever_it_is_called(folders, tmp_p
     assert all(torch.equal(loaded[name], values) for name, values in expected.items())
 
 
+def test_factors_under_both_names_are_refused(folders, tmp_path):
+    short, _ = save_in_a_form(folders[1], tmp_path / "short", *FORMS["ModelOpt"])
+    tensors = load_file(short / "model.safetensors")
+    name = next(name for name in tensors if name.endswith(".weight_scale"))
+    save_file(tensors | {f"{name}_inv": 1 / tensors[name]}, short / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"two tensors of factors, {name}_inv and {name}, of which"):
+        open_model(str(short))
+
+
 def test_a_model_in_eight_bits_by_modelopt_alone_is_read(folders, tmp_path):
     """Older versions describe the weights in a file of their own, and config.json says nothing."""
     short, wide = save_in_a_form(folders[1], tmp_path / "short", *FORMS["ModelOpt"])

@@ -11,7 +11,7 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -54,15 +54,17 @@ class Beside:
         source: The model's folder.
         trust_remote_code: Whether its Python files are among them, and the files that these name.
         vocabulary: Names of the files that the class of its tokenizer reads, see `Model.vocabulary`.
+        known: Names of the files of which these may be, as at the start of a run; None: all.
     """
 
     source: Path
     trust_remote_code: bool = False
     vocabulary: Sequence[str] = ()
+    known: Collection[str] | None = None
 
     def names(self) -> list[str]:
         """Return the names of the files, relative to the folder."""
-        return self._sorted_out().copied
+        return [name for name in self._sorted_out().copied if self.known is None or name in self.known]
 
     def size(self) -> int:
         """Return the number of bytes of the files."""
@@ -119,7 +121,7 @@ class Beside:
             needed = is_code or name in own or is_listed(name, NEEDED)
             if not fault and (needed or is_listed(name, TERMS)):
                 found.copied.append(name)
-            elif fault == "a folder":
+            elif fault == "a folder" and not needed:
                 found.left.append(f"{name}/")
             elif needed or is_listed(name, FOLDERS) or (fault == LINKED_FOLDER and self.trust_remote_code):
                 found.refused[name] = fault

@@ -98,6 +98,7 @@ class Container(ABC):
             source=place.source, trust_remote_code=place.trust_remote_code, vocabulary=place.vocabulary
         )
         self._beside.check()
+        self._beside = replace(self._beside, known=self._beside.names())  # without what is added during the run
         self._unfinished = Unfinished(place.out, overwrite=overwrite, resumes=resumes, sources=[place.source])
         self.folder = self._unfinished.folder  # files are written here until the checkpoint is complete
         self._scale_dtype = self.layers.scale_dtype(dtype)

@@ -35,6 +35,7 @@ from nearplane.system.device import Device
 from nearplane.system.file_hashes import HashedFiles
 from nearplane.system.files import flush, read_object, sha256
 from nearplane.system.matmul_library import processor
+from nearplane.system.model_files import NEEDED, matches
 from nearplane.system.output_folder import STATE, readable_errors
 from nearplane.system.paths import JOURNAL
 from nearplane.system.safetensors_files import INDEX, read_index
@@ -90,7 +91,8 @@ def _hashed(folder: Path) -> Iterator[tuple[str, Path]]:
     if folder.is_file():
         yield folder.name, folder
         return
-    paths = {path for path in folder.iterdir() if path.suffix in HASHED_SUFFIXES and path.is_file()}
+    names = (path for path in folder.iterdir() if path.suffix in HASHED_SUFFIXES or matches(path.name, NEEDED))
+    paths = {path for path in names if path.is_file()}
     if (folder / INDEX).is_file():
         paths.update(folder / name for name in read_index(folder / INDEX)[0])
     for path in sorted(paths):
@@ -225,7 +227,7 @@ class JournalPages:
         """
         path = self._folder / name
         try:
-            if sha256(path) != self._pages.get(name):
+            if not path.is_file() or sha256(path) != self._pages.get(name):  # a pipe would be waited for
                 raise self.changed_page(name)
             return torch.load(path, map_location="cpu", weights_only=True)
         except (

@@ -31,7 +31,7 @@ from nearplane.system.fp8_mxfp4 import WidenedReader, refuse_leftover
 from nearplane.system.model_files import CODE, FILES, named_in_code
 from nearplane.system.out_of_memory import is_out_of_memory, is_refused
 from nearplane.system.paths import ADAPTER_CONFIG, folder_named, refuse_adapter, refuse_unfinished
-from nearplane.system.safetensors_files import ShardReader, TensorReader
+from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE, ShardReader, TensorReader
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +126,9 @@ def empty_network(
     if not isinstance(reader, WidenedReader):
         refuse_leftover(folder, plain.get("quantization_config"), reader.infos.values())
     network = _built(folder, plain, reader, dtype=dtype, trust_remote_code=trust_remote_code, quantized=quantized)
+    if (folder / GENERATION).is_file():
+        with as_model_error(f"transformers cannot read {folder / GENERATION}, which you may correct or remove"):
+            transformers.GenerationConfig.from_pretrained(folder)
     believe_tensors(network, reader)
     check_sizes(network, reader, plain=plain.get("quantization_config") is None)
     reader.check_network(network.config.to_dict())
@@ -158,6 +161,7 @@ def _built(
         for name in ("quantization_config", "quantization", "transformers_weights"):
             if hasattr(config, name) and not quantized:
                 delattr(config, name)
+        config.return_dict = True  # else outputs have no names
         options = {} if dtype is None else {"dtype": dtype}
         with torch.device("meta"), BuildBudget(folder, reader):
             return _builder(config).from_config(config, trust_remote_code=trust_remote_code, **options)
@@ -221,6 +225,9 @@ def network_of(
     with as_model_error(f"transformers cannot load a language model from {folder}{_needs(folder)}"):
         if weights is None:
             options["trust_remote_code"] = trust_remote_code
+            if (name := _other_name(folder)) is not None:  # which a reader of the tensors takes, too
+                options["config"] = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+                options["config"].transformers_weights = name
             model, report = _builder(empty.config).from_pretrained(folder, **options)
         else:
             model, report = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, **options)
@@ -232,7 +239,14 @@ def network_of(
             f"{folder}: the weight files lack {len(missing)} of the weights that config.json describes, first "
             f"{missing[0]}; they would be random numbers. These files do not belong together. Fetch the folder again."
         )
+    model.config.return_dict = True  # as in `_built`
     return model.to(device).eval()
+
+
+def _other_name(folder: Path) -> str | None:
+    """Return the name of the only weight file of a folder, if it is not the usual one; see `ShardReader`."""
+    names = [path.name for path in folder.glob("*.safetensors")]
+    return names[0] if len(names) == 1 and names[0] != WEIGHTS_FILE and not (folder / INDEX).exists() else None
 
 
 @contextmanager
@@ -248,7 +262,7 @@ def only_token_settings(model: PreTrainedModel) -> Iterator[None]:
 
 
 def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder.
+    """Load the tokenizer of a folder, without the dropout of merges that some were trained with: it draws other tokens each time.
 
     Raises:
         ModelError: The folder holds no tokenizer, or it is damaged or needs packages that are not installed.
@@ -266,6 +280,9 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrained
             raise ModelError(  # transformers made an empty one of the class in config.json
                 f"{folder} has no tokenizer; expected {' or '.join(sorted(files))}. Copy them from the original model."
             )
+        merging: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+        if getattr(merging, "dropout", None):
+            merging.dropout = None
         return tokenizer
 
 

@@ -30,6 +30,12 @@ def cut(tokenizer: PreTrainedTokenizerBase) -> Cut:
     return ids
 
 
+def framed(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of a letter with the special tokens that a tokenizer sets around every text."""
+    with as_model_error("A tokenizer cannot tokenize a letter (fetch its model again)"):
+        return list(tokenizer("a", verbose=False)["input_ids"])
+
+
 def decoded(tokenizer: PreTrainedTokenizerBase, windows: Iterable[Tensor]) -> Iterator[str]:
     """Yield the text of each window of (windows, seqlen), with the names of special tokens in it."""
     for window in windows:
@@ -53,9 +59,9 @@ def check_same_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *,
 def other_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trust_remote_code: bool) -> str:
     """Return a sentence if the tokenizers of two models cut a text or one of `LINES` differently, else nothing.
 
-    If only their files or unused tokens differ, that is logged. Folders without a tokenizer are not compared. Spaces at
-    the beginning of a text are left out: SentencePiece and llama.cpp put another one before them, tokenizers of
-    transformers may not.
+    If only their files, unused tokens or the special tokens around a text differ, that is logged. Folders without a tokenizer
+    are not compared. Spaces at the beginning of a text are left out: SentencePiece and llama.cpp put another one before
+    them, tokenizers of transformers may not.
 
     Args:
         folders: The folders of the models, by their names in messages.
@@ -71,10 +77,19 @@ def other_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trus
     ]
     if len(hashes) < 2 or not all(hashes) or hashes[0] == hashes[1]:
         return ""
-    ours, theirs = (cut(tokenizer_of(folder, trust_remote_code=trust_remote_code)) for folder in folders.values())
+    tokenizers = [tokenizer_of(folder, trust_remote_code=trust_remote_code) for folder in folders.values()]
+    ours, theirs = map(cut, tokenizers)
     names = " and ".join(folders)
     if (difference := differing_line(ours, theirs, (text.lstrip(" ") for text in chain(LINES, texts)))) is not None:
         return f"{names} have different tokenizers: {difference}."
+    first, second = map(framed, tokenizers)
+    if first != second:
+        log.warning(
+            "The tokenizers of %s set other special tokens around a text: 'a' has the ids %s in the one and %s in the other. A "
+            "model predicts worse where texts begin otherwise than in its training.",
+            *(names, first, second),
+        )
+        return ""
     files = sorted(name for name in {*hashes[0], *hashes[1]} if hashes[0].get(name) != hashes[1].get(name))
     alike = f"cut the text and {len(LINES)} lines of many kinds into the same tokens"
     log.info("%s differ in %s, but %s", names, first_few(files), alike)

@@ -106,13 +106,16 @@ def flush_all(folder: Path) -> None:
     flush(folder)
 
 
-def size_and_date(path: Path) -> tuple[int, int] | None:
-    """Return the bytes of a file and the nanosecond of its last change; None where no file can be reached."""
+def size_and_date(path: Path) -> tuple[int, int, int] | None:
+    """Return the bytes of a file and the nanoseconds of its last change, as it says and as the system says; None without a file.
+
+    Programs that synchronize folders set the first to that of the file that they copy; nobody sets the second.
+    """
     try:
         status = path.stat()
     except OSError:
         return None
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def sha256(path: Path) -> str:
@@ -178,7 +181,8 @@ def read_object(path: Path, *, expected: str, error: type[NearplaneError] = Form
     """
     try:
         if not path.is_file():
-            raise ValueError("the file is missing" if not path.exists() else "it is not a file")
+            missing = "it is a broken link" if path.is_symlink() else "the file is missing"
+            raise ValueError("it is not a file" if path.exists() else missing)
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
             raise ValueError(f"it has {size:,} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))

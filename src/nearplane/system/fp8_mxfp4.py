@@ -157,7 +157,12 @@ class WidenedReader(TensorReader):
         self.infos = {}
         self._parts: dict[str, tuple[str, str]] = {}  # decoded weight: tensors of its codes and its factors
         for name, info in stored.items():
-            factors = next((name + end for end in (OWN_SCALE, SCALE) if name + end in stored), "")
+            factors, *others = [name + end for end in (OWN_SCALE, SCALE) if name + end in stored] or [""]
+            if fp8 and others:
+                raise ModelError(
+                    f"{folder}: {name} has two tensors of factors, {factors} and {others[0]}, of which programs may take either. "
+                    f"Pass the original model."
+                )
             if fp8 and name.endswith(INPUT_FACTORS):
                 raise ModelError(
                     f"{folder} is stored as {form_of(section)} with {name}, by which runtimes multiply inputs; nearplane does not "
@@ -175,7 +180,10 @@ class WidenedReader(TensorReader):
                 self.infos[name] = info
         for name, (_, factors) in self._parts.items():
             if factors not in stored:
-                raise ModelError(f"{folder}: {name} has no factors: {factors} is missing. Fetch the model again.")
+                either = f" or {name}{SCALE}" * fp8
+                raise ModelError(
+                    f"{folder}: {name} has no factors: {factors}{either} is missing. Fetch the model again."
+                )
             self._check(name)
             shape = self.shape(name)
             if not fp8:

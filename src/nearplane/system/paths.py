@@ -57,13 +57,17 @@ def folder_named(source: str | Path) -> Path | None:
     """Return the local folder of a model, or None for a hub id.
 
     Raises:
-        ModelError: The source is neither a folder nor a hub id, or the folder holds an adapter.
+        ModelError: The source is neither a folder nor a hub id, or the folder holds an adapter or revisions of a model.
     """
     check_path("model", source)
     folder = Path(source).expanduser()
     if folder.is_dir():
         if not os.access(folder, os.R_OK | os.X_OK):  # where it could only be listed or only be entered
             raise ModelError(f"{folder} cannot be read: Permission denied.")
+        if (folder / "snapshots").is_dir() and not (folder / "config.json").exists():
+            raise ModelError(
+                f"{folder} is a folder of the hub's cache. Pass one of the folders in {folder / 'snapshots'}."
+            )
         refuse_adapter(folder)
         return folder
     if folder.exists():

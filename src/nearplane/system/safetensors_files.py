@@ -332,7 +332,8 @@ def read_shard_header(path: Path) -> tuple[bytes, dict[str, Any]]:
 def _opened(path: Path) -> Any:
     """Return the context of `safe_open`; its errors name the file."""
     if not path.is_file():  # a pipe would never end
-        missing = "is a broken link" if path.is_symlink() else f"is missing, but {INDEX} names it"
+        by_index = f", but {INDEX} names it" if (path.parent / INDEX).exists() else ""
+        missing = "is a broken link" if path.is_symlink() else f"is missing{by_index}"
         fault = "is not a file" if path.exists() else missing
         raise ModelError(f"{path} {fault}. Fetch the file again.")
     try:

@@ -85,13 +85,18 @@ class ShardWriter:
         self._checksums: dict[str, str] | None = {} if checksums else None
         self._parts: dict[str, dict[str, Kind]] = {}
         self._crcs: dict[str, int] = {}  # CRC-32 of the bytes of every tensor
-        self._dates: dict[str, tuple[int, int] | None] = {}  # size and date of every part when it was written or read
+        self._dates: dict[
+            str, tuple[int, int, int] | None
+        ] = {}  # size and date of every part when it was written or read
         self._kept: set[str] = set()  # parts that a `state` names
         self._written = 0  # calls of `write`
         self._digests: dict[str, str] = {}  # SHA-256 of the files that are joined
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / INCOMPLETE).exists():
             (folder / INCOMPLETE).write_text(MARK)
+        self._mode = (
+            (folder / INCOMPLETE).stat().st_mode
+        )  # of all files, which safetensors would let only their owner read
 
     @property
     def size(self) -> int:
@@ -119,7 +124,7 @@ class ShardWriter:
             save_file(tensors, path, {"format": self.kind})
         except (SafetensorError, OSError) as error:
             raise self._unwritten(path, error) from error
-        path.chmod((self.folder / INCOMPLETE).stat().st_mode)  # safetensors makes files that only their owner can read
+        path.chmod(self._mode)
         self._parts[path.name] = _kinds(read_shard_header(path)[1])
         for name, tensor in tensors.items():
             self._crcs[name] = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -217,7 +222,7 @@ class ShardWriter:
                 for piece in chain([shard_header(tensors, self.kind)], chain.from_iterable(pieces)):
                     digest.update(piece)
                     file.write(piece)
-            copy.chmod((self.folder / INCOMPLETE).stat().st_mode)
+            copy.chmod(self._mode)
             flush(copy)
             os.replace(copy, path)
         except OSError as error:
@@ -300,7 +305,7 @@ class ShardWriter:
         if (index := self._index(self._parts)) is not None:
             (self.folder / INDEX).write_text(index)
         flush_all(self.folder)  # else a power cut could leave empty files without the mark
-        (self.folder / INCOMPLETE).unlink()
+        (self.folder / INCOMPLETE).unlink(missing_ok=True)
 
 
 def _kinds(header: Mapping[str, Any]) -> dict[str, Kind]:

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,7 @@ def test_trusted_code_is_copied_with_what_it_names(model: Path, tmp_path: Path) 
         ("vocab.json", lambda path, outside: path.symlink_to(".env"), "a link to a hidden file or to weights"),
         ("vocab.json", lambda path, outside: path.symlink_to("pytorch_model.bin"), "a link to a hidden file"),
         ("vocab.json", lambda path, outside: os.mkfifo(path), "no regular file"),
+        ("vocab.json", lambda path, outside: path.mkdir(), "a folder"),
         ("b_tokenizer", lambda path, outside: path.symlink_to(outside), "a link to a folder"),
         ("a_tokenizer", lambda path, outside: path.symlink_to("."), "a link to a folder"),
         ("additional_chat_templates/a.jinja", lambda path, outside: path.symlink_to(outside / "secret"), "a link out"),
@@ -177,3 +179,12 @@ def test_no_license_is_taken_from_a_card_outside(tmp_path: Path, caplog: pytest.
     (model / "README.md").unlink()
     (model / "README.md").write_text(text)
     assert origin_of(model).metadata == {"license": "mit"}
+
+
+def test_files_that_are_added_during_a_run_are_not_copied(model: Path, tmp_path: Path) -> None:
+    beside = Beside(source=model)
+    beside = replace(beside, known=beside.names())
+    write(model, "vocab.json", "COPYING")
+    (model / "NOTICE").unlink()
+    beside.copy(tmp_path / "out")
+    assert names(tmp_path / "out") == {*COPIED} - {"NOTICE"}

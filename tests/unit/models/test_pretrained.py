@@ -244,6 +244,39 @@ def test_damaged_tokenizer_files_are_one_sentence(copy_of: Callable[[str], Path]
     nearplane.load(folder)
 
 
+def test_a_tokenizer_with_dropout_cuts_a_text_always_alike(copy_of: Callable[[str], Path]) -> None:
+    """Every call drew other tokens: no stopped run could go on, verify found faults, evaluate had another perplexity."""
+    folder, text = copy_of("dense"), HELD_OUT.read_text()[:500]
+    expected = tokenizer_of(folder)(text)["input_ids"]
+    contents = json.loads((folder / "tokenizer.json").read_text())
+    contents["model"]["dropout"] = 0.5
+    (folder / "tokenizer.json").write_text(json.dumps(contents))
+    assert tokenizer_of(folder)(text)["input_ids"] == expected
+
+
+@pytest.mark.parametrize("text", ['{"eos_token_id":', "[]"])
+def test_a_damaged_generation_config_is_refused_before_work(copy_of: Callable[[str], Path], text: str) -> None:
+    """It was copied, so that the checkpoint did not load."""
+    folder = copy_of("dense")
+    (folder / "generation_config.json").write_text(text)
+    for name in ("load", "evaluate", "quantize"):
+        with pytest.raises(ModelError, match=r"generation_config\.json, which you may correct or remove"):
+            calls_of(folder)[name]()
+
+
+def test_a_weight_file_of_another_name_is_loaded_as_it_is_quantized(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("dense")
+    expected = nearplane.load(folder)(TOKENS).logits
+    (folder / "model.safetensors").rename(folder / "weights v2.safetensors")
+    assert torch.equal(nearplane.load(folder)(TOKENS).logits, expected)
+
+
+def test_a_config_that_asks_for_outputs_without_names_is_evaluated(copy_of: Callable[[str], Path]) -> None:
+    folder = copy_of("dense")
+    reconfigure(folder, return_dict=False)
+    assert nearplane.evaluate(folder, HELD_OUT, seqlen=8, samples=1).perplexity > 1
+
+
 def test_a_position_that_is_true_is_no_number(copy_of: Callable[[str], Path]) -> None:
     folder = copy_of("dense")
     for value in (True, 1):

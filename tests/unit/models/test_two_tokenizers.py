@@ -20,7 +20,7 @@ from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.formats.gguf.tokenizer_files import tokenizer_files
 from nearplane.models.pretrained import save_tokenizer, tokenizer_of
-from nearplane.models.two_tokenizers import check_same_tokens, cut, decoded, other_tokens
+from nearplane.models.two_tokenizers import check_same_tokens, cut, decoded, framed, other_tokens
 from nearplane.verbs import generate
 from tokenizers_of_kinds import save_sentencepiece
 
@@ -95,6 +95,20 @@ def test_other_files_are_one_line(copy: Path, change_file: bool, caplog: pytest.
     assert caplog.messages == [
         f"copy and original differ in {name}, but cut the text and 19 lines of many kinds into the same tokens"
     ]
+
+
+def test_a_first_token_of_one_alone_is_said(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They were called the same, since special tokens were not compared."""
+    token = json.loads((copy / "tokenizer.json").read_text())["added_tokens"][0]
+    name, number = token["content"], token["id"]
+    parts = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {name: {"id": name, "ids": [number], "tokens": [name]}}
+    whole = {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": special}
+    change(copy, lambda data: data.update(post_processor=whole))
+    letter = framed(tokenizer_of(MODEL))
+    check_same_tokens({"copy": copy, "original": MODEL}, trust_remote_code=False)
+    (said,) = caplog.messages
+    assert f"'a' has the ids {[number, *letter]} in the one and {letter} in the other" in said
 
 
 def test_equal_files_and_no_files_are_not_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

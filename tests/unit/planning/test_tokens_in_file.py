@@ -44,6 +44,20 @@ def test_another_cut_of_a_line_is_refused_before_work(whole_words: Path, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_a_first_token_that_a_file_cannot_express_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A GGUF can only say that texts begin with its BOS; others were dropped in silence."""
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    data = json.loads((folder / "tokenizer.json").read_text())
+    name, number = next((each["content"], each["id"]) for each in data["added_tokens"])
+    single = [{"SpecialToken": {"id": name, "type_id": 0}}] * 2 + [{"Sequence": {"id": "A", "type_id": 0}}]
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 0}}]
+    special = {name: {"id": name, "ids": [number], "tokens": [name]}}
+    data["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    nearplane.quantize(folder, tmp_path / "out", **QUICK)
+    assert f"'a' has the ids [{number}, {number}, " in caplog.text
+
+
 def test_lines_of_the_calibration_text_are_compared(
     whole_words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,3 +47,12 @@ def test_a_file_that_changed_or_is_gone_is_named(files, tmp_path, content):
         ModelError, match=rf"{said} changed while this run read it\. Restore it and repeat the command, or"
     ):
         files.check()
+
+
+def test_other_bytes_under_the_old_date_are_noticed(files, tmp_path):
+    """As of programs that synchronize folders in place."""
+    before = (tmp_path / "a").stat()
+    (tmp_path / "a").write_text("the model's c")
+    os.utime(tmp_path / "a", ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ModelError, match="it was changed while this run read it"):
+        files.check()

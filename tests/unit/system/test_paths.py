@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 import nearplane
-from nearplane import ModelError
+from nearplane import ModelError, NearplaneError
 from nearplane.demo import MODEL
 from nearplane.models.pretrained import find_folder
 from nearplane.system.file_hashes import check_hashes
@@ -26,6 +26,20 @@ def test_a_folder_with_an_adapter_is_refused(tmp_path: Path, name: str) -> None:
         nearplane.load(folder)
     (folder / name).rename(folder / f"old_{name}")
     nearplane.load(folder)
+
+
+def test_a_folder_of_the_cache_of_the_hub_is_named_as_such(tmp_path: Path) -> None:
+    revision = tmp_path / "models--owner--name" / "snapshots" / "abc"
+    shutil.copytree(MODEL, revision)
+    nearplane.load(revision)
+    with pytest.raises(ModelError, match=r"is a folder of the hub's cache\. Pass one of the folders in .*snapshots\."):
+        nearplane.load(revision.parent.parent)
+
+
+def test_a_config_that_is_a_broken_link_is_no_missing_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("../../blobs/abc")
+    with pytest.raises(NearplaneError, match=r"config\.json cannot be read \(it is a broken link\)"):
+        nearplane.load(tmp_path)
 
 
 def test_a_model_on_the_hub_with_an_adapter_is_refused_before_its_weights(

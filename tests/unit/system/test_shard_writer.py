@@ -174,6 +174,15 @@ def test_a_part_that_changed_while_others_were_joined_is_refused(tmp_path, chang
     assert names(tmp_path) == ["INCOMPLETE", *(f"part-{n:05d}.safetensors" for n in rest)]
 
 
+def test_a_mark_that_is_deleted_in_mid_run_is_no_reason_to_stop(tmp_path):
+    """It was a traceback after hours."""
+    writer = writer_of(tmp_path, BLOCKS[:3])
+    (tmp_path / "INCOMPLETE").unlink()
+    writer.write(BLOCKS[3])
+    writer.finish()
+    assert names(tmp_path) == ["model.safetensors"]
+
+
 def test_a_part_with_a_new_date_has_not_changed(tmp_path):
     writer = writer_of(tmp_path)
     (tmp_path / "part-00002.safetensors").touch()

@@ -321,7 +321,7 @@ class GGUFFile(Container):
         """Close the file and delete the mark INCOMPLETE."""
         self._close()
         flush_all(self.folder)
-        (self.folder / INCOMPLETE).unlink()
+        (self.folder / INCOMPLETE).unlink(missing_ok=True)
 
 
 def planned_tensors(
