@@ -20,12 +20,12 @@ OF_TOKENIZERS = re.compile(r".*(token|tekken|vocab|merges|piece|spm|bpe).*\.(jso
 log = logging.getLogger(__name__)
 
 
-def cut(tokenizer: PreTrainedTokenizerBase) -> Cut:
-    """Return the function by which a tokenizer cuts text into token ids, without special tokens at the ends."""
+def cut(tokenizer: PreTrainedTokenizerBase, *, ends: bool = False) -> Cut:
+    """Return the function by which a tokenizer cuts text into token ids, with or without special tokens at the `ends`."""
 
     def ids(text: str) -> list[int]:
         with as_model_error("A tokenizer cannot tokenize the text (fetch its model again)"):
-            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return list(tokenizer(text, add_special_tokens=ends, verbose=False)["input_ids"])
 
     return ids
 
@@ -53,9 +53,9 @@ def check_same_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *,
 def other_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trust_remote_code: bool) -> str:
     """Return a sentence if the tokenizers of two models cut a text or one of `LINES` differently, else nothing.
 
-    If only their files or unused tokens differ, that is logged. Folders without a tokenizer are not compared. Spaces at
-    the beginning of a text are left out: SentencePiece and llama.cpp put another one before them, tokenizers of
-    transformers may not.
+    If only their files or unused tokens differ, or the tokens that they set before and after a text, that is logged.
+    Folders without a tokenizer are not compared. Spaces at the beginning of a text are left out: SentencePiece and
+    llama.cpp put another one before them, tokenizers of transformers may not.
 
     Args:
         folders: The folders of the models, by their names in messages.
@@ -71,10 +71,20 @@ def other_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trus
     ]
     if len(hashes) < 2 or not all(hashes) or hashes[0] == hashes[1]:
         return ""
-    ours, theirs = (cut(tokenizer_of(folder, trust_remote_code=trust_remote_code)) for folder in folders.values())
+    tokenizers = [tokenizer_of(folder, trust_remote_code=trust_remote_code) for folder in folders.values()]
+    ours, theirs = map(cut, tokenizers)
     names = " and ".join(folders)
     if (difference := differing_line(ours, theirs, (text.lstrip(" ") for text in chain(LINES, texts)))) is not None:
         return f"{names} have different tokenizers: {difference}."
+    whole = [cut(tokenizer, ends=True)("a") for tokenizer in tokenizers]
+    if whole[0] != whole[1]:
+        log.warning(
+            "the tokenizers of %s set different tokens before or after a text: 'a' has the ids %s in the one and %s in the "
+            "other. Programs that read both give them different tokens. Copy the tokenizer of the original.",
+            names,
+            *whole,
+        )
+        return ""
     files = sorted(name for name in {*hashes[0], *hashes[1]} if hashes[0].get(name) != hashes[1].get(name))
     log.info(
         "%s differ in %s, but cut the text and %d lines of many kinds into the same tokens",
