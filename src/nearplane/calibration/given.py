@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +110,20 @@ class Given:
                 raise CalibrationError(
                     f"{name}: its attention_mask has another shape than its input_ids. Pass one for each token."
                 )
+            if any(is_text not in (0, 1) for is_text in chain.from_iterable(masks)):
+                raise CalibrationError(
+                    f"{name}: its attention_mask has values other than 0 and 1. Pass 1 for text and 0 for padding, as a tokenizer "
+                    f"returns them."
+                )
             for row, mask in zip(ids, masks, strict=True):
                 rows.append([token for token, is_text in zip(row, mask, strict=True) if is_text])
                 longest, masked = max(longest, len(row)), masked + len(row) - len(rows[-1])
-        if not any(rows):
-            raise CalibrationError(f"{what} has no tokens, or all of them are masked. Pass rows with text.")
         if all(len(row) == longest for row in rows):
             return cls(tokens=_windows(rows, what))
+        if not any(rows):
+            raise CalibrationError(
+                f"{what}: its attention_mask leaves out all tokens. Pass 1 for text and 0 for padding."
+            )
         tokens = _tensor([token for row in rows for token in row], what)
         length = max(1, min(longest, len(tokens)))
         windows = _windows(tokens[: len(tokens) // length * length].view(-1, length), what)
@@ -192,7 +200,10 @@ def _rows(values: Any) -> list[list[Any]]:
     """Return rows of numbers, which may be one row, as lists; anything else is a row without numbers."""
     if not isinstance(values, Sequence | Tensor | np.ndarray):
         return [[]]
-    values = [each.tolist() if isinstance(each, Tensor | np.ndarray) else each for each in values]
+    values = [
+        each.tolist() if isinstance(each, Tensor | np.ndarray) else [*each] if isinstance(each, tuple) else each
+        for each in values
+    ]
     return values if values and isinstance(values[0], list) else [values]
 
 
@@ -203,10 +214,12 @@ def _tensor(value: Any, what: str) -> Tensor:
         CalibrationError: The value cannot be converted to a tensor.
     """
     try:
+        if isinstance(value, Tensor) and (value.is_meta or value.layout is not torch.strided or value.is_nested):
+            raise TypeError("no value at each place")
         return value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged, or of objects
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, of objects, sparse, or without values
         raise CalibrationError(
-            f"{what} is a {type(value).__name__} that cannot be converted to a tensor; expected {EXPECTED_DATA}."
+            f"{what} is a {type(value).__name__} that cannot be converted to a tensor of values; expected {EXPECTED_DATA}."
         ) from error
 
 

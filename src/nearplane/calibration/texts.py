@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nearplane.errors import CalibrationError, first_line
-from nearplane.models.pretrained import as_model_error
+from nearplane.models.pretrained import as_model_error, tokens_before
 from nearplane.recipe.recipe import FirstToken
 from nearplane.system.named_texts import CROPPED, NamedText, text_to_measure_on
 from nearplane.system.paths import text_files
@@ -184,16 +184,6 @@ def frame_of(tokenizer: PreTrainedTokenizerBase, first_token: FirstToken, *, enc
     return Frame() if first_token == "none" else Frame(before=tokens_before(tokenizer))
 
 
-def tokens_before(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that a tokenizer sets before every text, as those of Llama and Gemma set BOS; () if it sets none."""
-    with as_model_error("The model's tokenizer cannot tokenize a letter (fetch the model again)"):
-        ids, letter = (
-            list(tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"]) for special in (True, False)
-        )
-    places = [place for place in range(len(ids)) if letter and ids[place : place + len(letter)] == letter]
-    return tuple(ids[: places[0]]) if places else ()
-
-
 def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str | Path, needed: int) -> list[int]:
     """Return at least the first `needed` ids of a text, or all; of a long text only the beginning is read and tokenized.
 
@@ -265,7 +255,8 @@ def _texts(
         yield "\n\n".join(source.rows())
         return
     if not isinstance(source, str | Path):
-        yield from source
+        for number, text in enumerate(source, 1):
+            yield _unicode(text, f"The list of {len(source)} texts, text {number},")
         return
     files = text_files(source)
     for file in files or ():
@@ -341,11 +332,7 @@ def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of a row; a chat is formatted by the tokenizer's template, which also gets `BESIDE_MESSAGES`."""
     match row:
         case {"text": str(text)}:
-            if not text.isascii() and re.search("[\ud800-\udfff]", text):
-                raise CalibrationError(
-                    f"{place} has half a surrogate pair, which is not valid Unicode. Correct the text."
-                )
-            return text
+            return _unicode(text, place)
         case {"messages": list()} if getattr(tokenizer, "chat_template", None) is None:
             raise CalibrationError(
                 f"{place} has `messages`, but the model's tokenizer has no chat template. Pass lines with `text` instead."
@@ -356,14 +343,22 @@ def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
                 beside = {name: json.loads(each) if isinstance(each, str) else each for name, each in beside.items()}
                 options = beside.pop("chat_template_kwargs", {})
                 with time_limit():
-                    return str(tokenizer.apply_chat_template(messages, tokenize=False, **beside, **options))
+                    text = str(tokenizer.apply_chat_template(messages, tokenize=False, **beside, **options))
             except Exception as error:  # templates are programs and raise anything
                 raise CalibrationError(
                     f"{place}: the chat template cannot be applied ({first_line(error)})."
                 ) from error
+            return _unicode(text, place)
     raise CalibrationError(
         f'{place} has neither `text` (a string) nor `messages` (a list). Expected for example {{"text": "some text"}}.'
     )
+
+
+def _unicode(text: str, place: str) -> str:
+    """Return a text, or refuse it if it has half a surrogate pair, which no tokenizer takes."""
+    if not text.isascii() and re.search("[\ud800-\udfff]", text):
+        raise CalibrationError(f"{place} has half a surrogate pair, which is not valid Unicode. Correct the text.")
+    return text
 
 
 def _rows(source: str, seed: int) -> Iterator[dict[str, Any]]:

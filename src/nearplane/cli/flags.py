@@ -40,6 +40,7 @@ GROUPS = {  # fields that are flags, and their groups in the help
     "calibration": TEXT_GROUP,
     "samples": TEXT_GROUP,
     "seqlen": TEXT_GROUP,
+    "first_token": TEXT_GROUP,
     "rare_experts": TEXT_GROUP,
     "include_head": LAYER_GROUP,
     "include_embeddings": LAYER_GROUP,

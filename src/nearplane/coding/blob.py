@@ -19,7 +19,7 @@ from nearplane.coding.layout import MAX_EXPONENT, MAX_SIDE, TANS, VERSION, Heade
 from nearplane.coding.packed_matrix import PackedMatrix, pack
 from nearplane.coding.payload import Streams, decode_chunks, encode_chunks, read_streams, run
 from nearplane.coding.symbols import scatter
-from nearplane.errors import FormatError
+from nearplane.errors import FormatError, NumericalError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +139,15 @@ class Size:
 
 
 def stored_base(x: float) -> float:
-    """Return the base nearest to x > 0 that can be stored: float32 of 2 ** (k / 256), k = -32768 ... 32767."""
+    """Return the base nearest to x > 0 that can be stored: float32 of 2 ** (k / 256), k = -32768 ... 32767.
+
+    Raises:
+        NumericalError: x is not a positive finite number.
+    """
+    if not 0 < x < math.inf:
+        raise NumericalError(
+            f"The step is {x}: a weight or sensitivity is NaN, Inf or negative, or the weights leave the range of their dtype."
+        )
     return _base(_base_exponent(x))
 
 

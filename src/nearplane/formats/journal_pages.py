@@ -35,7 +35,7 @@ from nearplane.system.device import Device
 from nearplane.system.file_hashes import HashedFiles
 from nearplane.system.files import flush, read_object, sha256
 from nearplane.system.matmul_library import processor
-from nearplane.system.model_files import NEEDED, matches
+from nearplane.system.model_files import NEEDED, is_listed
 from nearplane.system.output_folder import STATE, readable_errors
 from nearplane.system.paths import JOURNAL
 from nearplane.system.safetensors_files import INDEX, read_index
@@ -91,7 +91,7 @@ def _hashed(folder: Path) -> Iterator[tuple[str, Path]]:
     if folder.is_file():
         yield folder.name, folder
         return
-    names = (path for path in folder.iterdir() if path.suffix in HASHED_SUFFIXES or matches(path.name, NEEDED))
+    names = (path for path in folder.iterdir() if path.suffix in HASHED_SUFFIXES or is_listed(path.name, NEEDED))
     paths = {path for path in names if path.is_file()}
     if (folder / INDEX).is_file():
         paths.update(folder / name for name in read_index(folder / INDEX)[0])

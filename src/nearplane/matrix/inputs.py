@@ -20,6 +20,7 @@ from nearplane.recipe.scheme import Order, Scheme
 from nearplane.system.memory import release
 
 MAX_ASYMMETRY = 1e-4  # relative to the largest entry: rounding errors of a product in float32
+MAX_PEAK = 1e36  # largest entry of a Hessian, and one over the smallest: sums of squares in float32 have some room left
 TRIED_ROWS = 256  # rows on which the correction is tried to choose its weight, which is one number for all rows
 
 
@@ -191,6 +192,14 @@ def lattice_problem(
         H = _floating(statistics, f"{name}: H", "the (in, in) Hessian X^T X / tokens")
         if not bool(torch.isfinite(H).all()):
             raise NumericalError(f"{name}: H contains NaN or Inf. Check the rows of X from which H was computed.")
+        if not bool(torch.isfinite(W).all()):
+            raise NumericalError(f"{name}: W contains NaN or Inf. Check the checkpoint from which it was read.")
+        (peak,) = read(H.abs().max())
+        if peak and not 1 / MAX_PEAK <= peak <= MAX_PEAK:
+            raise NumericalError(
+                f"{name}: the largest entry of H is {peak:.3g}; expected {1 / MAX_PEAK:.0e} to {MAX_PEAK:.0e}, which float32 "
+                f"holds with room for sums. Compute H in other units: a factor of H changes no code."
+            )
         if H.shape[0] == H.shape[1]:
             asymmetry, largest = read((H - H.T).abs().max(), H.abs().max())
             if asymmetry > MAX_ASYMMETRY * largest:
@@ -212,7 +221,7 @@ def lattice_problem(
 
 def _floating(array: Any, called: str, expected: str) -> Tensor:
     """Return a matrix of floating-point numbers as a tensor of at least float32; `called` names it in errors."""
-    if isinstance(array, np.ndarray) and array.dtype.kind in "fiub":
+    if isinstance(array, np.ndarray) and array.dtype.kind in "fiub" and array.itemsize <= 8:  # no longdouble
         array = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))  # in memory of its own
     if not isinstance(array, Tensor):
         kind = f"an array of {array.dtype}" if isinstance(array, np.ndarray) else f"a {type(array).__name__}"

@@ -25,7 +25,8 @@ def acting_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the state of a model object by the names that its class has; weights may share memory only if they are tied.
 
     Raises:
-        ModelError: Adapters are not merged, or the tensors are not those that the class and the config describe.
+        ModelError: Adapters are not merged, the tensors are not those that the class and the config describe, or one is not
+            finite.
     """
     kind = type(model).__name__
     adapted = [name.replace(COMPILED, "") for name, module in model.named_modules() if hasattr(module, "base_layer")]
@@ -46,6 +47,8 @@ def acting_weights(model: PreTrainedModel) -> dict[str, Tensor]:
             faults.append(f"{name} is {tuple(found.shape)}, not {tuple(like.shape)}")
         elif like.is_floating_point() and (not found.is_floating_point() or found.itemsize == 1):
             raise ModelError(f"The {kind} passed as model is already quantized, first {name}. Pass the original model.")
+        elif not bool(torch.isfinite(found).all()):
+            raise ModelError(f"The {kind} passed as model has NaN or Inf in {name}. Load it again, or repair it.")
         else:
             weights[name] = found.detach()
     if faults:

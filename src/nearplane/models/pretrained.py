@@ -36,6 +36,7 @@ from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE, ShardReader,
 logger = logging.getLogger(__name__)
 
 ONLY_CONFIG = ("config.json", ADAPTER_CONFIG)
+LETTERS = "aA1の"  # one of them is a token in every vocabulary; others may be nothing
 MAX_QUOTED_LETTERS = 400  # letters of a message of transformers that an error quotes
 TOKENIZER, PIECES = "tokenizer.json", "tokenizer.model"
 GENERATION = "generation_config.json"  # tokens that end a text, among other settings
@@ -284,6 +285,20 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrained
         if getattr(merging, "dropout", None):
             merging.dropout = None
         return tokenizer
+
+
+def tokens_before(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokens that a tokenizer sets before every text, as those of Llama and Gemma set BOS; () if it sets none."""
+    for text in LETTERS:
+        with as_model_error("The model's tokenizer cannot tokenize a letter (fetch the model again)"):
+            ids, letter = (
+                list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+                for special in (True, False)
+            )
+        places = [place for place in range(len(ids)) if letter and ids[place : place + len(letter)] == letter]
+        if places:
+            return tuple(ids[: places[0]])
+    return ()
 
 
 def vocabulary_of(folder: Path) -> tuple[str, ...]:

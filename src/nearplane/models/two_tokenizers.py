@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nearplane.errors import ModelError, first_few
-from nearplane.models.pretrained import as_model_error, tokenizer_of
+from nearplane.models.pretrained import as_model_error, tokenizer_of, tokens_before
 from nearplane.system.files import sha256
 from nearplane.system.model_files import TOKENIZERS, is_listed
 from nearplane.system.token_lines import LINES, Cut, differing_line
@@ -20,26 +20,22 @@ OF_TOKENIZERS = (*TOKENIZERS, "*token*.py")  # names of the files that decide ho
 log = logging.getLogger(__name__)
 
 
-def cut(tokenizer: PreTrainedTokenizerBase) -> Cut:
-    """Return the function by which a tokenizer cuts text into token ids, without special tokens at the ends."""
+def cut(tokenizer: PreTrainedTokenizerBase, *, ends: bool = False) -> Cut:
+    """Return the function by which a tokenizer cuts text into token ids, with or without special tokens at the `ends`."""
 
     def ids(text: str) -> list[int]:
         with as_model_error("A tokenizer cannot tokenize the text (fetch its model again)"):
-            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return list(tokenizer(text, add_special_tokens=ends, verbose=False)["input_ids"])
 
     return ids
 
 
-def framed(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of a letter with the special tokens that a tokenizer sets around every text."""
-    with as_model_error("A tokenizer cannot tokenize a letter (fetch its model again)"):
-        return list(tokenizer("a", verbose=False)["input_ids"])
-
-
 def decoded(tokenizer: PreTrainedTokenizerBase, windows: Iterable[Tensor]) -> Iterator[str]:
-    """Yield the text of each window of (windows, seqlen), with the names of special tokens in it."""
+    """Yield the text of each window of (windows, seqlen) after its first token, with the names of special tokens in it."""
+    before = tokens_before(tokenizer)
     for window in windows:
-        yield str(tokenizer.decode(window, clean_up_tokenization_spaces=False))
+        start = len(before) if tuple(window[: len(before)].tolist()) == before else 0
+        yield str(tokenizer.decode(window[start:], clean_up_tokenization_spaces=False))
 
 
 def check_same_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trust_remote_code: bool) -> None:
@@ -82,11 +78,11 @@ def other_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trus
     names = " and ".join(folders)
     if (difference := differing_line(ours, theirs, (text.lstrip(" ") for text in chain(LINES, texts)))) is not None:
         return f"{names} have different tokenizers: {difference}."
-    first, second = map(framed, tokenizers)
+    first, second = (cut(tokenizer, ends=True)("a") for tokenizer in tokenizers)
     if first != second:
         log.warning(
-            "The tokenizers of %s set other special tokens around a text: 'a' has the ids %s in the one and %s in the other. A "
-            "model predicts worse where texts begin otherwise than in its training.",
+            "the tokenizers of %s set different tokens before or after a text: 'a' has the ids %s in the one and %s in the "
+            "other. Programs that read both give them different tokens. Copy the tokenizer of the original.",
             *(names, first, second),
         )
         return ""

@@ -151,7 +151,7 @@ def forecast_bytes(model: Model, recipe: Recipe) -> int:
         _of_tensor(name, reader.dtype(name), reader.shape(name), nbytes, file) for name, nbytes in stored.items()
     )
     for layer in model.layers:
-        scheme, name = recipe.scheme_of(layer.name), layer.written(model.weights)
+        scheme, name = recipe.scheme_of(layer.name), layer.name
         nbytes = stored[layer.name] = _layer_bytes(layers, layer.shape, scheme, model.dtype)
         size += TENSORS_OF_LAYER * _of_tensor(f"{name}.weight_packed", "BF16", layer.shape, nbytes, file)
         size += _of_layer(layer) + RECORD_OF_LAYER + 2 * len(name)  # the config may name every layer

@@ -12,7 +12,7 @@ from nearplane.errors import ModelError, RecipeError
 from nearplane.formats.container import Container
 from nearplane.models.model import Model
 from nearplane.models.pretrained import tokenizer_of
-from nearplane.models.two_tokenizers import cut, decoded, framed
+from nearplane.models.two_tokenizers import cut, decoded
 from nearplane.system.token_lines import DECOMPOSED, LINES, differing_line
 
 CALIBRATION_LINES = 200
@@ -51,7 +51,7 @@ def check_tokens_in_file(container: Container, model: Model, windows: Windows | 
         again = tokenizer_of(Path(place))
     if differing_line(cut(tokenizer), cut(again), [DECOMPOSED]) is not None:
         log.info("llama.cpp does not compose letters and accents that a text has apart, as this tokenizer does (NFC)")
-    if (ours := framed(tokenizer)) != (theirs := framed(again)):
+    if (ours := cut(tokenizer, ends=True)("a")) != (theirs := cut(again, ends=True)("a")):
         log.warning(
             "The tokenizer of %s sets special tokens around a text that a GGUF cannot express: 'a' has the ids %s, and %s by "
             "llama.cpp. Add them to the text there, since a model predicts worse where texts begin otherwise than in training.",

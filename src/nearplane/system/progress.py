@@ -12,7 +12,7 @@ from itertools import accumulate
 from time import monotonic
 from typing import Any
 
-from nearplane.errors import of_caller
+from nearplane.errors import RecipeError, of_caller
 
 log = logging.getLogger(__name__)
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]  # (items, label, number of items) -> items
@@ -61,23 +61,36 @@ def logged(
 
 
 def shown(progress: Progress, items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
-    """Show the progress of a loop; errors of the display are marked as the caller's, unless the items raised them."""
+    """Show the progress of a loop; errors of the display are marked as the caller's, unless the items raised them.
+
+    Raises:
+        RecipeError: The display leaves out or repeats items.
+    """
     raised: list[Exception] = []
+    taken, given, ended = 0, 0, False
 
     def passed() -> Iterator[Any]:
+        nonlocal taken, ended
         try:
-            yield from items
+            for item in items:
+                taken += 1
+                yield item
+            ended = True
         except Exception as error:
             raised.append(error)
             raise
 
     try:
-        yield from progress(passed(), label, total)
+        for item in progress(passed(), label, total):
+            given += 1
+            yield item
     except Exception as error:
         if error in raised:
             raise
         with of_caller():
             raise
+    if not ended or given != taken:
+        raise RecipeError(f"progress passed on {given} items of {label!r}, not each of them once. Yield every item.")
 
 
 @contextmanager

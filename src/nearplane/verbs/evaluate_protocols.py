@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nearplane.calibration.texts import frame_of, read_documents, read_windows, tokens_before
+from nearplane.calibration.texts import frame_of, read_documents, read_windows
 from nearplane.errors import CalibrationError, ModelError
-from nearplane.models.pretrained import as_model_error
+from nearplane.models.pretrained import as_model_error, tokens_before
 from nearplane.verbs.early_checks import PLAIN_WINDOWS, Protocol
 from nearplane.verbs.evaluate_statistics import TokenScores
 

@@ -24,7 +24,7 @@ from nearplane.system.file_hashes import digest_of
 from nearplane.system.files import sha256
 from nearplane.system.model_files import CONFIG
 from nearplane.system.paths import RECORD
-from nearplane.system.progress import Progress, logged
+from nearplane.system.progress import Progress, logged, shown
 
 REPOSITORY_FILES = ("README", "LICENSE", "LICENCE", ".")  # beginnings of names of files that repositories add
 
@@ -61,7 +61,7 @@ def sound_files(folder: Path, record: RunRecord, progress: Progress, faults: lis
 
 def _shown(progress: Progress, items: Sequence[Any], label: str) -> Iterable[Any]:
     """Pass items through and show the progress."""
-    return progress(logged(items, label, len(items), short=False), label, len(items))
+    return shown(progress, logged(items, label, len(items), short=False), label, len(items))
 
 
 def _hashes(folder: Path, record: RunRecord, progress: Progress) -> Iterator[Fault]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import tempfile
 from itertools import chain
 from pathlib import Path
@@ -130,6 +131,7 @@ def test_rows_without_padding_are_windows(tokens: torch.Tensor, caplog: pytest.L
     for value in (
         {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "token_type_ids": torch.zeros_like(tokens)},
         [{"input_ids": row} for row in tokens.tolist()],
+        {"input_ids": tuple(map(tuple, tokens.tolist()))},
     ):
         given = Given.of(value)
         assert given is not None
@@ -157,8 +159,14 @@ def test_all_verbs_take_masked_tokens(source: Path, tokens: torch.Tensor, tmp_pa
         ({"input_ids": [[1, 2]], "pixel_values": []}, "Pass it with input_ids, and without pixel_values"),
         ({"input_ids": [[1, 2]], "attention_mask": [1]}, "its attention_mask has another shape than its input_ids"),
         ([{"input_ids": [1, 2]}, {"ids": [1]}], r"calibration\[1\] has the entries ids"),
-        ({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}, "calibration has no tokens, or all of them are masked"),
-        ({"input_ids": 7}, "calibration has no tokens, or all"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}, "its attention_mask leaves out all tokens"),
+        (
+            {"input_ids": [[1, 2]], "attention_mask": [[0.0, -math.inf]]},
+            "has values other than 0 and 1. Pass 1 for text",
+        ),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1.0, math.nan]]}, "has values other than 0 and 1"),
+        ({"input_ids": [[[1, 2]]], "attention_mask": [[[1, 1]]]}, "has values other than 0 and 1"),
+        ({"input_ids": 7}, r"calibration is float64 \(1, 0\)"),
     ],
 )
 def test_other_dicts_are_refused(value: Any, message: str) -> None:
@@ -240,6 +248,11 @@ def test_objects_are_evaluated_as_they_are(
         ([{"ids": [1, 2]}], "expected input_ids and their attention_mask"),
         (torch.zeros(2, 4), r"float32 \(2, 4\)"),
         (torch.zeros(2, 4, dtype=torch.bool), r"bool \(2, 4\)"),
+        (torch.arange(8).view(2, 4).to_sparse(), "a Tensor that cannot be converted to a tensor of values"),
+        (
+            torch.zeros(2, 4, dtype=torch.int64, device="meta"),
+            "a Tensor that cannot be converted to a tensor of values",
+        ),
         (torch.zeros(2, 1, dtype=torch.int64), "at least one window of two"),
         (torch.full((2, 4), -100), "token id -100; expected 0 or more"),
         (torch.arange(5000, 5128).view(4, 32), f"vocabulary has {TEXT_VOCABULARY}"),
@@ -353,6 +366,10 @@ def in_integers(model: PreTrainedModel) -> None:
     layer.weight = torch.nn.Parameter(layer.weight.detach().to(torch.int8), requires_grad=False)
 
 
+def damaged(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = math.inf
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -364,6 +381,7 @@ def in_integers(model: PreTrainedModel) -> None:
         (replaced, r"it lacks model\.layers\.0\.mlp\.gate_proj\.weight; .* and 1 more\. Merge or remove"),
         (widened, r"lm_head\.weight is \(7, "),
         (in_integers, r"already quantized, first model\.layers\.0\.mlp\.up_proj\.weight"),
+        (damaged, r"has NaN or Inf in model\.layers\.0\.mlp\.up_proj\.weight\. Load it again"),
     ],
 )
 def test_a_model_that_is_not_what_its_config_describes_is_named(

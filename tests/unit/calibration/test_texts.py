@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from nearplane.calibration.texts import (
@@ -25,10 +25,10 @@ from nearplane.calibration.texts import (
     frame_of,
     read_documents,
     read_windows,
-    tokens_before,
 )
 from nearplane.demo import CALIBRATION
 from nearplane.errors import CalibrationError
+from nearplane.models.pretrained import tokens_before
 from nearplane.system.paths import text_files
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 3
@@ -95,6 +95,12 @@ def test_blank_rows_are_no_documents(tokenizer: PreTrainedTokenizerFast, tmp_pat
         windows = read_windows(tokenizer, source, samples=9, seqlen=8)
         assert tokenizer.decode(windows.flatten()) == "abc<|end|>defg"
         assert [*read_documents(tokenizer, source)] == ["abc", "defg"]
+
+
+def test_half_a_surrogate_pair_in_a_list_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As in a file; tokenizers raise an error about the type of their input."""
+    with pytest.raises(CalibrationError, match="The list of 2 texts, text 2, has half a surrogate pair"):
+        read_windows(tokenizer, ["abc", "\ud800"], samples=9, seqlen=8)
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["objects", "as JSON in a string"])
@@ -302,7 +308,7 @@ def test_crops_are_those_of_the_code_of_gptq(tokenizer: PreTrainedTokenizerFast)
         i = random.randint(0, len(encoded) - 20 - 1)
         expected.append(encoded[i : i + 20])
     assert _crops(tokenizer, rows, 12, 20, random.Random(0)) == expected
-    assert _crops(tokenizer, rows, 3, 20, random.Random(0)).tolist() == expected[:3]
+    assert _crops(tokenizer, rows, 3, 20, random.Random(0)) == expected[:3]
 
 
 def beginning(tokenizer: PreTrainedTokenizerFast, single: str) -> PreTrainedTokenizerFast:
@@ -328,6 +334,13 @@ def test_windows_begin_as_the_tokenizer_begins_a_text(
     windows, step = read_windows(made, [TEXT], samples=3, seqlen=20, frame=frame), 20 - before
     assert windows.tolist() == [[*first, *plain[step * n : step * (n + 1)]] for n in range(3)]
     assert frame_of(made, "none", encoder=False) == Frame()
+
+
+def test_a_tokenizer_that_drops_a_letter_begins_texts_all_the_same(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As where the vocabulary has only capital letters, and no token for the unknown."""
+    made = beginning(tokenizer, "<|begin|> $A")
+    made.backend_tokenizer.normalizer = normalizers.Replace("a", "")
+    assert tokens_before(made) == (made.bos_token_id,)
 
 
 def test_a_first_token_that_the_text_has_itself_is_not_repeated(tokenizer: PreTrainedTokenizerFast) -> None:

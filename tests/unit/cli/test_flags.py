@@ -17,7 +17,7 @@ SHOWN = (  # groups in the order of the help, and their flags
     ("Everyday", ("bits", "group-size", "symmetric", "grid", "embeddings", "format", "activations")),
     ("Entropy-coded, instead of --bits", ("size", "rate")),
     ("GGUF, for llama.cpp", ("pre", "like")),
-    ("Calibration text", ("calibration", "samples", "seqlen", "rare-experts")),
+    ("Calibration text", ("calibration", "samples", "seqlen", "first-token", "rare-experts")),
     ("Layer by layer", ("include-head", "include-embeddings", "allocate", "layer", "ignore", "max-loss")),
     (
         "Solver: the defaults gave the best results",

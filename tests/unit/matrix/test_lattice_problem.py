@@ -69,7 +69,11 @@ def test_arrays_of_numpy_are_taken(call: Any, dtype: str) -> None:
         (W.to_sparse(), H, r"W is sparse: convert it with to_dense\(\); expected \(out, in\) weights"),
         (W, H.to_sparse(), "H is sparse"),
         (W.to("meta"), H, r"W has no values \(meta device\)"),
-        (W.masked_fill(W > 1, float("nan")), H, "matrix"),
+        (W.masked_fill(W > 1, float("nan")), H, "matrix: W contains NaN or Inf"),
+        (W.masked_fill(W > 1, float("inf")), H, "matrix: W contains NaN or Inf"),
+        (W.numpy().astype(np.longdouble), H, "W is an array of .*; expected"),
+        (W, H.double() * 1e40, "largest entry of H is .*e[+]4.; expected 1e-36 to 1e[+]36"),
+        (W, H.double() * 1e-40, "largest entry of H is .*e-.*; expected 1e-36 to 1e[+]36"),
         (W, -H, "matrix"),
     ],
     ids=lambda value: value[:24] if isinstance(value, str) else None,
@@ -94,6 +98,14 @@ def test_a_rate_and_a_loss_out_of_range_are_refused(wrong: dict[str, float]) -> 
 def test_a_sensitivity_of_other_rows_is_refused() -> None:
     with pytest.raises(NumericalError, match=r"sensitivity is \(2,\); expected one number per row, \(6,\)"):
         quantize_matrix_to_rate(W, H, RateScheme(rate=3.0), sensitivity=torch.ones(2))
+
+
+@pytest.mark.parametrize("sensitivity", [-1.0, float("nan"), float("inf")])
+def test_a_sensitivity_that_gives_no_step_is_refused(sensitivity: float) -> None:
+    with pytest.raises(
+        NumericalError, match=r"matrix .*The step is .*: a weight or sensitivity is NaN, Inf or negative"
+    ):
+        quantize_matrix_to_rate(W, H, RateScheme(rate=3.0), sensitivity=torch.full((6,), sensitivity))
 
 
 def test_what_a_product_in_float32_rounds_is_symmetric_enough() -> None:

@@ -80,6 +80,19 @@ def test_all_of_the_text_is_compared(
     assert said.startswith("copy and original have different tokenizers: the line ")
 
 
+def test_other_tokens_before_a_text_are_said(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They read the same text as other tokens; it was said that they cut it into the same."""
+    before = [{"SpecialToken": {"id": "first", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    token = {"first": {"id": "first", "ids": [3], "tokens": ["first"]}}
+    post_processor = {"type": "TemplateProcessing", "single": before, "pair": [], "special_tokens": token}
+    change(copy, lambda data: data.update(post_processor=post_processor))
+    assert other_tokens({"copy": copy, "original": MODEL}, trust_remote_code=False) == ""
+    (said,) = caplog.messages
+    assert said.startswith(
+        "the tokenizers of copy and original set different tokens before or after a text: 'a' has the ids [3, "
+    )
+
+
 @pytest.mark.parametrize("change_file", [True, False], ids=["an unused token", "a template"])
 def test_other_files_are_one_line(copy: Path, change_file: bool, caplog: pytest.LogCaptureFixture) -> None:
     if change_file:

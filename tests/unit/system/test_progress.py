@@ -7,7 +7,7 @@ import sys
 import numba
 import pytest
 
-from nearplane.errors import is_of_caller
+from nearplane.errors import RecipeError, is_of_caller
 from nearplane.system.progress import duration, logged, say_compiling, shown
 
 
@@ -92,6 +92,15 @@ def test_compiling_is_said_once_and_only_where_it_happens(caplog):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "2\n"
     assert run.stderr.count("compiling kernels for this processor") == 1
+
+
+@pytest.mark.parametrize(
+    "display", [lambda items: [*items][1:], lambda items: [*items] * 2, lambda items: [next(items)]]
+)
+def test_a_display_passes_on_every_item_once(display):
+    """Windows or layers that it left out were not measured, without a word."""
+    with pytest.raises(RecipeError, match=r"progress passed on \d items of 'a loop', not each of them once"):
+        list(shown(lambda items, label, total: display(items), [1, 2], "a loop", 2))
 
 
 def test_an_error_of_the_display_is_told_from_one_of_the_work():

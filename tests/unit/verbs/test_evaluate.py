@@ -204,7 +204,7 @@ def test_more_positions_than_the_model_has_are_refused():
 @pytest.mark.skipif(not ASSETS.is_dir(), reason="needs the measuring models in $ASSETS")
 def test_perplexity_of_a_known_model_is_the_known_one():
     text = ASSETS / "text" / "tinystories_valid.txt"
-    result = nearplane.evaluate(ASSETS / "models" / "babyllama105", text, samples=128, seqlen=256)
+    result = nearplane.evaluate(ASSETS / "models" / "babyllama105", text, samples=128, seqlen=256, protocol="papers")
     assert result.perplexity == pytest.approx(2.9316, abs=0.001)
 
 
