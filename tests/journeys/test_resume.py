@@ -33,6 +33,7 @@ from nearplane.formats import journal_pages
 from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.record.record import read_record
 from nearplane.system.device import Device
+from nearplane.system.file_hashes import HashedFiles
 from nearplane.system.files import sha256
 from nearplane.system.output_folder import Unfinished
 from nightly import daily
@@ -409,7 +410,7 @@ def test_a_disk_that_is_full_costs_the_journal_not_the_run(model, text, whole, t
 @pytest.mark.skipif(sys.platform != "linux", reason="sets a limit on file sizes as Linux has it")
 def test_a_page_that_torch_cannot_write_costs_the_journal(tmp_path, caplog):
     """torch.save raises RuntimeError where a quota or a limit on the size of files ends it."""
-    pages = journal_pages.JournalPages(SimpleNamespace(folder=tmp_path), {})
+    pages = journal_pages.JournalPages(SimpleNamespace(folder=tmp_path), journal_pages.RunInputs({}, HashedFiles({})))
     (soft, hard), before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     for limit in (300, 5000):  # within the header, and within the tensor
         pages.room = True
