@@ -8,7 +8,7 @@ from functools import lru_cache
 from nearplane.errors import RecipeError
 from nearplane.system.time_limit import time_limit
 
-REPETITIONS = "*+{?"  # signs of a regular expression; with one of them, the time is at most quadratic
+CHOICES = "*+{?|"  # signs of a regular expression for repetition and choice; with one of them, the time is at most quadratic
 
 
 @lru_cache(maxsize=1 << 16)
@@ -25,7 +25,7 @@ def has_match(pattern: str, name: str, *, at_start: bool = False) -> bool:
     """
     expression = compiled(pattern)
     match = expression.match if at_start else expression.search
-    if sum(map(pattern.count, REPETITIONS)) < 2:  # most patterns, of which a recipe may have one for each layer
+    if sum(map(pattern.count, CHOICES)) < 2:  # most patterns, of which a recipe may have one for each layer
         return match(name) is not None
     try:
         with time_limit():

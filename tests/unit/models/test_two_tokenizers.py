@@ -20,7 +20,7 @@ from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.formats.gguf.tokenizer_files import tokenizer_files
 from nearplane.models.pretrained import save_tokenizer, tokenizer_of
-from nearplane.models.two_tokenizers import check_same_tokens, cut, decoded, framed, other_tokens
+from nearplane.models.two_tokenizers import check_same_tokens, cut, decoded, other_tokens
 from nearplane.verbs import generate
 from tokenizers_of_kinds import save_sentencepiece
 
@@ -118,7 +118,7 @@ def test_a_first_token_of_one_alone_is_said(copy: Path, caplog: pytest.LogCaptur
     special = {name: {"id": name, "ids": [number], "tokens": [name]}}
     whole = {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": special}
     change(copy, lambda data: data.update(post_processor=whole))
-    letter = framed(tokenizer_of(MODEL))
+    letter = cut(tokenizer_of(MODEL), ends=True)("a")
     check_same_tokens({"copy": copy, "original": MODEL}, trust_remote_code=False)
     (said,) = caplog.messages
     assert f"'a' has the ids {[number, *letter]} in the one and {letter} in the other" in said
