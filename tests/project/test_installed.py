@@ -27,9 +27,9 @@ def installed() -> Distribution:
     return found
 
 
-def test_the_command_is_installed_and_is_the_main_of_the_command_line(installed: Distribution) -> None:
+def test_the_command_is_installed_and_is_the_main_of_the_package(installed: Distribution) -> None:
     (command,) = installed.entry_points.select(group="console_scripts", name="nearplane")
-    from nearplane.cli.app import main
+    from nearplane.__main__ import main
 
     assert command.load() is main
     (script,) = (file for file in installed.files or () if file.name in ("nearplane", "nearplane.exe"))
