@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nearplane import evaluate
-from nearplane.calibration.texts import read_windows
+from nearplane.calibration.texts import Frame, read_windows
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.models.pretrained import tokenizer_of
 from nearplane.verbs.evaluate import Evaluation
@@ -109,7 +109,9 @@ def task_of(subject: Subject, place: Path, bits: int, symmetric: bool) -> dict[s
     """Write tokens and a model of one block for the first run; return what a worker is told, but for its output."""
     place.mkdir(parents=True)
     tokenizer = tokenizer_of(subject.folder, trust_remote_code=False)
-    windows = read_windows(tokenizer, subject.calibration, samples=subject.samples, seqlen=subject.seqlen)
+    windows = read_windows(
+        tokenizer, subject.calibration, samples=subject.samples, seqlen=subject.seqlen, frame=Frame()
+    )
     save_file({"windows": windows}, place / "tokens.safetensors")
     warm = one_block(subject.folder, place / "warm")
     return {

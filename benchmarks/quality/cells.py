@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from nearplane import evaluate
-from nearplane.calibration.texts import read_windows
+from nearplane.calibration.texts import Frame, read_windows
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.errors import NearplaneError
 from nearplane.models.pretrained import tokenizer_of
@@ -140,7 +140,9 @@ class Subject:
         tokenizer = tokenizer_of(self.folder, trust_remote_code=False)
         return {
             held: {
-                text.kind: read_windows(tokenizer, text.read(held_out=held), samples=sys.maxsize, seqlen=self.seqlen)
+                text.kind: read_windows(
+                    tokenizer, text.read(held_out=held), samples=sys.maxsize, seqlen=self.seqlen, frame=Frame()
+                )
                 for text in self.texts
             }
             for held in (False, True)

@@ -29,7 +29,7 @@ from torch import Tensor
 from nearplane.calibration.activations import skeleton
 from nearplane.calibration.second_moments import observe
 from nearplane.calibration.stages import stages
-from nearplane.calibration.texts import read_windows
+from nearplane.calibration.texts import Frame, read_windows
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
@@ -64,7 +64,7 @@ class Result:
 def layers_of(folder: Path, text: Path, inputs: int, widest: int, windows: int) -> Iterator[Layers]:
     """Yield the first inputs of a network that have at most `widest` columns, with the moments of both sets of windows."""
     model, count = open_model(str(folder)), 0
-    tokens = read_windows(model.tokenizer(), text, samples=2 * windows, seqlen=SEQLEN)
+    tokens = read_windows(model.tokenizer(), text, samples=2 * windows, seqlen=SEQLEN, frame=Frame())
     streams = [
         skeleton(model, part.split(8), device="cpu", dtype=torch.float32)
         for part in (tokens[:windows], tokens[windows:])

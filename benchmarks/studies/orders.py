@@ -26,7 +26,7 @@ from nearplane import demo
 from nearplane.calibration.activations import skeleton
 from nearplane.calibration.second_moments import Observed, observe
 from nearplane.calibration.stages import stages
-from nearplane.calibration.texts import read_windows
+from nearplane.calibration.texts import Frame, read_windows
 from nearplane.lattice.factor import Order, factorize
 from nearplane.models.model import open_model
 
@@ -86,7 +86,7 @@ def case(name: str) -> Case:
 def observations(chosen: Case, samples: int = 128, seqlen: int = SEQLEN) -> Iterator[Observed]:
     """Yield the layers of the float model by the input that they share, with its second moments."""
     model = open_model(str(chosen.folder))
-    tokens = read_windows(model.tokenizer(), chosen.calibration, samples=samples, seqlen=seqlen)
+    tokens = read_windows(model.tokenizer(), chosen.calibration, samples=samples, seqlen=seqlen, frame=Frame())
     stream = skeleton(model, tokens.split(8), device="cpu", dtype=torch.float32)
     for block in model.blocks:
         with block.on("cpu", torch.float32, original=False):

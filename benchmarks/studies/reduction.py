@@ -27,7 +27,7 @@ from torch import Tensor
 from nearplane.calibration.activations import skeleton
 from nearplane.calibration.second_moments import observe
 from nearplane.calibration.stages import stages
-from nearplane.calibration.texts import read_windows
+from nearplane.calibration.texts import Frame, read_windows
 from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
@@ -155,7 +155,7 @@ def compare(W: Tensor, H: Tensor, prepared: list[Method], rate: float) -> dict[s
 def layers(folder: Path, text: Path) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """Yield the Hessian of every group of layers that share their input, and their weights, float64."""
     model = open_model(str(folder))
-    tokens = read_windows(model.tokenizer(), text, samples=16, seqlen=256)
+    tokens = read_windows(model.tokenizer(), text, samples=16, seqlen=256, frame=Frame())
     stream = skeleton(model, tokens.split(8), device="cpu", dtype=torch.float32)
     for block in model.blocks:
         with block.on("cpu", torch.float32, original=False):

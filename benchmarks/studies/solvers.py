@@ -35,7 +35,7 @@ from torch import Tensor
 
 import nearplane
 from nearplane.calibration.second_moments import shared_inputs
-from nearplane.calibration.texts import read_windows
+from nearplane.calibration.texts import Frame, read_windows
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import nearest_plane
@@ -130,7 +130,7 @@ class Judge:
     def __init__(self, chosen: Case) -> None:
         self.case = chosen
         self.model, tokenizer = load_dense(chosen.folder, torch.device("cpu"))
-        self.windows = read_windows(tokenizer, chosen.held_out, samples=chosen.tuning[1], seqlen=SEQLEN)
+        self.windows = read_windows(tokenizer, chosen.held_out, samples=chosen.tuning[1], seqlen=SEQLEN, frame=Frame())
         self.expected = [log_probabilities(self.model, batch) for batch in self.batches(chosen.tuning)]
 
     def batches(self, span: tuple[int, int]) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import nearplane
-from nearplane.calibration.texts import frame_of, read_windows
+from nearplane.calibration.texts import Frame, frame_of, read_windows
 from nearplane.cli import app as cli
 from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.errors import CalibrationError, RecipeError
@@ -107,7 +107,7 @@ def test_embeddings_are_compared_by_cosine(solved: Any, minilm: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(minilm)
     windows = read_windows(tokenizer, HELD_OUT, samples=5, seqlen=40, frame=frame_of(tokenizer, "none", encoder=True))
     assert windows[:, [0, -1]].tolist() == [[2, 3]] * 5
-    assert torch.equal(windows[:, 1:-1], read_windows(tokenizer, HELD_OUT, samples=5, seqlen=38))
+    assert torch.equal(windows[:, 1:-1], read_windows(tokenizer, HELD_OUT, samples=5, seqlen=38, frame=Frame()))
     both = [nearplane.load(folder, dtype="float32", device="cpu") for folder in (minilm, solved("grid"))]
     with torch.no_grad():
         a, b = (model(windows).last_hidden_state.mean(1) for model in both)

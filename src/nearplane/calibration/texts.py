@@ -62,7 +62,7 @@ def read_windows(
     samples: int,
     seqlen: int,
     seed: int = 0,
-    frame: Frame = Frame(),
+    frame: Frame | None = None,
 ) -> Tensor:
     """Read the first `samples` windows of `seqlen` tokens, or fewer if the text is shorter.
 
@@ -78,7 +78,7 @@ def read_windows(
         samples, seqlen: Number of windows, and tokens per window.
         seed: Seed of the shuffle of a data set, and of the crops of c4; files are not shuffled.
         frame: Tokens at both ends of every window, counted in `seqlen`. Where the text itself begins a window with them,
-            as templates of chats do, they are not repeated.
+            as templates of chats do, they are not repeated. None: what the tokenizer sets before a text.
 
     Returns:
         (windows, seqlen) int64.
@@ -86,6 +86,7 @@ def read_windows(
     Raises:
         CalibrationError: The text is missing, malformed, or shorter than one window.
     """
+    frame = frame_of(tokenizer, "auto", encoder=False) if frame is None else frame
     if seqlen <= frame.size:
         raise CalibrationError(
             f"Windows of {seqlen} tokens contain only the special tokens at their two ends. Use a larger --seqlen."

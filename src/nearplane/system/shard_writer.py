@@ -85,18 +85,14 @@ class ShardWriter:
         self._checksums: dict[str, str] | None = {} if checksums else None
         self._parts: dict[str, dict[str, Kind]] = {}
         self._crcs: dict[str, int] = {}  # CRC-32 of the bytes of every tensor
-        self._dates: dict[
-            str, tuple[int, int, int] | None
-        ] = {}  # size and date of every part when it was written or read
+        self._dates: dict[str, tuple[int, int, int] | None] = {}  # of every part when it was written or read
         self._kept: set[str] = set()  # parts that a `state` names
         self._written = 0  # calls of `write`
         self._digests: dict[str, str] = {}  # SHA-256 of the files that are joined
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / INCOMPLETE).exists():
             (folder / INCOMPLETE).write_text(MARK)
-        self._mode = (
-            (folder / INCOMPLETE).stat().st_mode
-        )  # of all files, which safetensors would let only their owner read
+        self._mode = (folder / INCOMPLETE).stat().st_mode  # safetensors makes files that only their owner can read
 
     @property
     def size(self) -> int:

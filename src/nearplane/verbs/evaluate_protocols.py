@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nearplane.calibration.texts import frame_of, read_documents, read_windows
+from nearplane.calibration.texts import Frame, frame_of, read_documents, read_windows
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.models.pretrained import as_model_error, tokens_before
 from nearplane.verbs.early_checks import PLAIN_WINDOWS, Protocol
@@ -142,7 +142,9 @@ def _llama_cpp(
     beginning = before[0] if before and before[0] == tokenizer.bos_token_id else None
     start = [] if beginning is None else [torch.tensor([beginning])]
     needed = min(samples, sys.maxsize // seqlen) * seqlen
-    ids = torch.cat([*start, read_windows(tokenizer, text, samples=max(needed, 2 * seqlen), seqlen=1)[:, 0]])
+    ids = torch.cat(
+        [*start, read_windows(tokenizer, text, samples=max(needed, 2 * seqlen), seqlen=1, frame=Frame())[:, 0]]
+    )
     if len(ids) < MIN_LLAMA_CPP_WINDOWS * seqlen:
         raise CalibrationError(
             f"{_named(text)} has {len(ids)} tokens, but --protocol llama.cpp needs two windows of {seqlen}, as "
