@@ -29,7 +29,7 @@ from nearplane.recipe.file_formats import Format
 from nearplane.recipe.recipe import Calibration, Recipe, Tune
 from nearplane.recipe.scheme import Activations, Allocation
 from nearplane.system.arguments import ComputeDtype
-from nearplane.system.launch import started
+from nearplane.system.launch import check_processes, started
 from nearplane.system.paths import check_named
 from nearplane.verbs.early_checks import check_quantize
 
@@ -111,6 +111,7 @@ def quantize(
         like=like,
     )
     check_quantize(model, out, recipe, overwrite=overwrite, memory=memory, device_memory=device_memory)
+    check_processes(processes)
     opening(model)
     from nearplane import quantize as run
 

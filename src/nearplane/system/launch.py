@@ -14,10 +14,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from nearplane.errors import RecipeError
+from nearplane.system.memory import free_memory
 
 LOCALHOST = "127.0.0.1"
 SLURM_PORTS = range(20_000, 40_000)  # the port of a job follows from its number, the same on all nodes
 _children: list[subprocess.Popen[bytes]] = []  # ranks from 1 on, where this process started them
+LEAST_MEMORY = 240 * 10**6  # bytes of a process that has imported torch and transformers, and nothing else
 PATIENCE = 10.0  # seconds until a process that was asked to end is killed
 
 
@@ -79,6 +81,27 @@ def first_host(nodes: str) -> str:
     return found[1] + (found[2] or "")
 
 
+def check_processes(processes: int) -> None:
+    """Refuse a number of processes that cannot be started on this machine, or of which this one is one already.
+
+    Raises:
+        RecipeError: There are fewer than one, they do not fit into memory, or this process already is one of several.
+    """
+    if processes < 1:
+        raise RecipeError(f"--processes is {processes}; expected at least 1.")
+    if processes > 1 and (launch := launched()) is not None:
+        raise RecipeError(
+            f"--processes {processes}: this process already is rank {launch.rank} of {launch.world}, started by torchrun or "
+            f"srun. Leave out --processes."
+        )
+    free = free_memory()
+    if free is not None and (processes - 1) * LEAST_MEMORY > free:
+        raise RecipeError(
+            f"--processes {processes}: each takes at least {LEAST_MEMORY // 10**6} MB, but only {free / 1e9:.1f} GB are free. Use "
+            f"fewer: one for each GPU, or for every few cores."
+        )
+
+
 @contextmanager
 def started(processes: int, command: Sequence[str] = ()) -> Iterator[None]:
     """Start the other processes of a run on this machine; they end with the context.
@@ -90,18 +113,12 @@ def started(processes: int, command: Sequence[str] = ()) -> Iterator[None]:
         command: Command of the others; empty: that of this process.
 
     Raises:
-        RecipeError: There are fewer than one, or this process already is one of several.
+        RecipeError: See `check_processes`.
     """
-    if processes < 1:
-        raise RecipeError(f"--processes is {processes}; expected at least 1.")
+    check_processes(processes)
     if processes == 1:
         yield
         return
-    if (launch := launched()) is not None:
-        raise RecipeError(
-            f"--processes {processes}: this process already is rank {launch.rank} of {launch.world}, started by torchrun or "
-            f"srun. Leave out --processes."
-        )
     with socket.socket() as free:
         free.bind((LOCALHOST, 0))
         port = free.getsockname()[1]

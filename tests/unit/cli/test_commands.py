@@ -278,6 +278,8 @@ def test_names_in_files_cannot_steer_the_terminal(monkeypatch, capsys, tiny, tmp
 REFUSED = {  # commands, with places of the fixture `refusals` in braces, and what they say
     "quantize nowhere out": "nowhere does not exist",
     "quantize {model} out --calibration nowhere.txt": "--calibration nowhere.txt does not exist",
+    "quantize {model} out --processes 0": "--processes is 0; expected at least 1",
+    "quantize {model} out --processes 100000": "each takes at least 240 MB, but only",
     "quantize {model} out --calibration /dev/zero": "/dev/zero is not a regular file, but a pipe, a device",
     "quantize {model} out --calibration {text}:2,nowhere.txt:1": "--calibration nowhere.txt does not exist",
     "quantize {model} out --calibration {text}:0,b.txt": "is '0'; expected a positive number",
