@@ -51,7 +51,7 @@ READER_PATHS = {  # by the main path: what a reader opens to follow a 4-bit run 
     ),
     "verbs/quantize.py": (
         *("cli/app.py", "cli/quantize_command.py", "verbs/quantize_api.py", "verbs/quantize.py"),
-        *("planning/start.py", "verbs/quantize_run.py", "calibration/walk.py"),
+        *("planning/start.py", "planning/run.py", "calibration/walk.py"),
         *("matrix/solve_layer.py", "matrix/on_grid.py", "formats/container.py", "system/output_folder.py"),
     ),
 }  # keep them true when files or the flow of a run change

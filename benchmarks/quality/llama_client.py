@@ -34,7 +34,7 @@ import nearplane
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.formats.gguf.mixes import MIXES
-from nearplane.lattice.number_formats import TYPES
+from nearplane.number_formats import TYPES
 from nearplane.verbs.evaluate import load_dense
 
 FILE_TYPES = {

@@ -39,9 +39,9 @@ from llama_client import SILENT, converted, opened
 
 import nearplane
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.evaluation.protocols import ScoredText, scored_text
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.verbs.evaluate import load_dense
-from nearplane.verbs.evaluate_protocols import ScoredText, scored_text
 
 SHOWN = (
     "Mean PPL(Q)", "Mean PPL(base)", "Mean ln(PPL(Q)/PPL(base))", "Mean KLD", "Maximum KLD", "99.9% KLD", "99.0% KLD",

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import nearest_plane
+from nearplane.number_formats import integers
 
 DAMP = 0.01
 GRIDS = {"symmetric, a step a row": (True, None), "asymmetric, groups of 128": (False, 128)}

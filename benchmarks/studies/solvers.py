@@ -36,6 +36,7 @@ from torch import Tensor
 import nearplane
 from nearplane.calibration.second_moments import shared_inputs
 from nearplane.calibration.texts import Frame, read_windows
+from nearplane.evaluation.predictions import log_probabilities
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import nearest_plane
@@ -44,7 +45,6 @@ from nearplane.matrix.on_grid import quantize_matrix, solve
 from nearplane.models.kinds import Divergence, divergence
 from nearplane.recipe.schemes import GridScheme
 from nearplane.verbs.evaluate import load_dense
-from nearplane.verbs.evaluate_networks import log_probabilities
 
 PLAIN: dict[str, Any] = {"polish": 0, "rounds": 0}
 REFERENCE = "nearest plane"  # in activation order

@@ -16,13 +16,13 @@ from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows
 from nearplane.cli.evaluate_command import lines
+from nearplane.evaluation import predictions as evaluate_networks
 from nearplane.formats.stored import Stored
 from nearplane.lattice.rounded_inputs import rounded
 from nearplane.loading.dense_network import dense_network
 from nearplane.loading.rounded_layers import round_inputs, rounded_layers
 from nearplane.models.model import open_model
 from nearplane.system.device import Device
-from nearplane.verbs import evaluate_networks
 from nightly import daily
 
 SIZES = {

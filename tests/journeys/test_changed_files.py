@@ -17,9 +17,9 @@ from families import config_of, random_model
 from killing import StoppedError, contents, stopped_behind
 from nearplane import FormatError, ModelError
 from nearplane.formats.gguf.gguf_header import read_header
+from nearplane.planning.journal import Journal
 from nearplane.record.record import read_record
 from nearplane.system.shard_writer import ShardWriter
-from nearplane.verbs.quantize_journal import Journal
 
 TOKENS = torch.randint(0, 90, (8, 24), generator=torch.Generator().manual_seed(0))
 WAYS = {

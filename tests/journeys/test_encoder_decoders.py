@@ -66,7 +66,7 @@ def test_rates_load_in_nearplane_and_every_loss_is_measured_again(kind: str, tmp
     assert measured.kl == pytest.approx(float((a.exp() * (a - b)).sum(-1).mean()), rel=1e-3)
     assert measured.nll == pytest.approx(-float(b.gather(-1, WINDOWS[:4, 1:, None]).mean()), rel=1e-5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nearplane.verbs.evaluate_networks.MAX_MEMORY_SHARE", 0.0)
+        patch.setattr("nearplane.evaluation.predictions.MAX_MEMORY_SHARE", 0.0)
         streamed = nearplane.evaluate(out, WINDOWS[:4], against=source, device="cpu")
     assert streamed.kl == pytest.approx(measured.kl, rel=1e-3)
 

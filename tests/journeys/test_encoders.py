@@ -134,7 +134,7 @@ def test_a_figure_of_predictions_is_refused(minilm: Path, tmp_path: Path) -> Non
 
 def test_block_by_block_the_embeddings_are_the_same(solved: Any, minilm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = nearplane.evaluate(solved("grid"), TOKENS, against=minilm, device="cpu")
-    monkeypatch.setattr("nearplane.verbs.evaluate_networks.MAX_MEMORY_SHARE", 0.0)
+    monkeypatch.setattr("nearplane.evaluation.predictions.MAX_MEMORY_SHARE", 0.0)
     streamed = nearplane.evaluate(solved("grid"), TOKENS, against=minilm, device="cpu")
     assert streamed.cosine == pytest.approx(whole.cosine, abs=1e-7)
 

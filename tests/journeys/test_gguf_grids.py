@@ -16,8 +16,8 @@ from families import LLAMA, TEXT_VOCABULARY, add_tokenizer, config_of, random_mo
 from nearplane import RecipeError, verify
 from nearplane.demo import CALIBRATION
 from nearplane.formats.gguf.gguf_header import FILE
-from nearplane.lattice.number_formats import TYPES
 from nearplane.loading.dense_network import dense_network
+from nearplane.number_formats import TYPES
 from nearplane.record.record import read_record
 from nearplane.record.summary import summary
 

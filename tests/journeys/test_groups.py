@@ -12,7 +12,7 @@ import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import GridScheme, Recipe, RecipeError
 from nearplane.demo import CALIBRATION
-from nearplane.lattice.number_formats import integers
+from nearplane.number_formats import integers
 from nearplane.recipe.schemes import fitting_group
 from nearplane.record.record import RunRecord, contradictions, read_record
 from nearplane.record.summary import summary

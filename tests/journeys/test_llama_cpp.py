@@ -26,9 +26,9 @@ from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.formats.gguf.lone_file import folder_of_file
 from nearplane.formats.gguf.mixes import MIXES
 from nearplane.formats.gguf.tokenizer import PRE
-from nearplane.lattice.number_formats import TYPES
 from nearplane.loading.dense_network import dense_network
 from nearplane.models.pretrained import tokenizer_of
+from nearplane.number_formats import TYPES
 from nearplane.system.token_lines import DECOMPOSED
 from nearplane.system.token_lines import LINES as LINES_OF_MANY_KINDS
 from nearplane.verbs.evaluate import load_dense

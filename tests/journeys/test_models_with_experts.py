@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import nearplane
 from model_types import save_type
 from nearplane.errors import RecipeError
+from nearplane.evaluation import predictions as predictions
 from nearplane.formats.stored import Stored
 from nearplane.models.experts import parameter_of
 from nearplane.models.layers import Layer
@@ -22,7 +23,6 @@ from nearplane.models.model import open_model
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.device import Device
 from nearplane.system.safetensors_files import ShardReader
-from nearplane.verbs import evaluate_networks as predictions
 from nightly import daily
 
 WINDOWS = torch.randint(3, 96, (24, 32), generator=torch.Generator().manual_seed(1))

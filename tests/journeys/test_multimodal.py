@@ -114,7 +114,7 @@ def test_losses_are_measured_again_and_text_is_evaluated(llava: Path, tmp_path: 
     kl = (both[0].exp() * (both[0] - both[1])).sum(-1).mean()
     assert measured.kl == pytest.approx(float(kl), rel=1e-3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nearplane.verbs.evaluate_networks.MAX_MEMORY_SHARE", 0.0)
+        patch.setattr("nearplane.evaluation.predictions.MAX_MEMORY_SHARE", 0.0)
         streamed = nearplane.evaluate(out, WINDOWS[:4], against=llava, device="cpu")
     assert streamed.kl == pytest.approx(measured.kl, rel=1e-4)
 

@@ -165,7 +165,7 @@ def test_no_finished_block_is_solved_again(model, text, stop, whole, tmp_path, m
     options, wanted = dict(calibration=str(text), **WAYS[way], **TEXT), contents(whole(way))
     stop(2, way, tmp_path / "out")
     solved = []
-    program = importlib.import_module("nearplane.verbs.quantize_stage")
+    program = importlib.import_module("nearplane.planning.solve_stage")
     solve = program.solve_layer
     monkeypatch.setattr(program, "solve_layer", lambda task: (solved.append(task.name), solve(task))[1])
     monkeypatch.setattr("nearplane.planning.start.plan", None)
@@ -184,7 +184,7 @@ def test_the_default_number_of_windows_is_the_same_after_a_stop(model, text, tmp
     with threads_of_torch(1):
         child = os.fork()
         if not child:  # ends before its first layer
-            program = importlib.import_module("nearplane.verbs.quantize_stage")
+            program = importlib.import_module("nearplane.planning.solve_stage")
             program.solve_layer = lambda task: os.kill(os.getpid(), signal.SIGKILL)
             nearplane.quantize(model, killed, **options)
             os._exit(0)
@@ -334,7 +334,7 @@ def test_shards_below_the_folder_and_all_tokenizers_count(tmp_path):
 def test_a_disk_that_fills_while_pages_are_written_keeps_the_state_before(model, text, whole, tmp_path, monkeypatch):
     """Pages that no state names take no room from the run."""
     out, options, save = tmp_path / "out", dict(calibration=str(text), **WAYS["grid"], **TEXT), torch.save
-    monkeypatch.setattr("nearplane.verbs.quantize_journal.PAGE", 1)  # a batch of one network a page
+    monkeypatch.setattr("nearplane.planning.journal.PAGE", 1)  # a batch of one network a page
 
     def full(page, path):
         if Path(path).name == "behind-00002.1.pt.part":

@@ -102,7 +102,7 @@ def test_what_comes_last_is_solved_again_until_the_limit_is_kept(tiny, tmp_path,
         told.append(task.rate)
         return solve_layer(replace(task, rate=task.rate * wrong))
 
-    monkeypatch.setattr(import_module("nearplane.verbs.quantize_stage"), "solve_layer", biased)
+    monkeypatch.setattr(import_module("nearplane.planning.solve_stage"), "solve_layer", biased)
     nearplane.quantize(tiny, tmp_path / "out", size="160KB", **FAST)
     assert (len(told) == 1) == (wrong == 1.0)
     assert 0.99 * 160_000 <= bytes_of(tmp_path / "out") <= 160_000

@@ -90,7 +90,7 @@ def weights(folder):
 
 def test_the_same_command_tunes_what_it_had_solved(ended, solved, again, monkeypatch):
     """And writes what it would have written, had nobody stopped it."""
-    monkeypatch.setattr("nearplane.verbs.quantize_stage.solve_layer", stopped)
+    monkeypatch.setattr("nearplane.planning.solve_stage.solve_layer", stopped)
     again()
     assert weights(solved.parent / "out") == weights(ended / "out")
     assert names(solved.parent) == ["out"]

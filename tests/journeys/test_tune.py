@@ -494,7 +494,7 @@ def test_what_was_solved_is_not_lost_where_tuning_fails(model_of, text, tmp_path
     monkeypatch.undo()
     nearplane.tune(tmp_path / "out.untuned", tmp_path / "by hand", against=model_of("llama"))
     assert not verify(tmp_path / "by hand").faults
-    monkeypatch.setattr(importlib.import_module("nearplane.verbs.quantize_stage"), "solve_layer", fails)
+    monkeypatch.setattr(importlib.import_module("nearplane.planning.solve_stage"), "solve_layer", fails)
     nearplane.quantize(model_of("llama"), tmp_path / "out", tune="network", **words)
     for path in (tmp_path / "by hand").glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()

@@ -17,8 +17,8 @@ import nearplane
 from families import VOCABULARY
 from native_checkpoints import save_tiny
 from nearplane.formats.table import FORMATS
-from nearplane.lattice.number_formats import BY_NAME
 from nearplane.lattice.solvers import SOLVERS
+from nearplane.number_formats import BY_NAME
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
 from nearplane.recipe.scheme import UNCALIBRATED_SOLVERS, Solver
 from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme

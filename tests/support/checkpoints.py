@@ -16,7 +16,7 @@ from nearplane.formats.container import Place
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import NumberFormat, integers
+from nearplane.number_formats import NumberFormat, integers
 from nearplane.recipe.schemes import GridScheme
 
 

@@ -23,7 +23,7 @@ from nearplane.formats.beside import Beside
 from nearplane.formats.container import written
 from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.lattice.number_formats import find_format
+from nearplane.number_formats import find_format
 from nearplane.recipe.scheme import Order
 from nearplane.record.record import LayerRecord, RunRecord, digest_of, one_line, read_record
 from nearplane.system.files import sha256

@@ -15,9 +15,9 @@ import pytest
 import nearplane
 from nearplane import FormatError
 from nearplane.formats.container import Container
+from nearplane.planning import journal as journal
 from nearplane.record.record import read_record
 from nearplane.system.paths import JOURNAL
-from nearplane.verbs import quantize_journal as journal
 
 TIMES = {"seconds", "peak_memory", "folder", "digest"}  # of the record, which no two runs share
 
@@ -171,6 +171,6 @@ def stopped_behind(blocks, model, out, monkeypatch, **options):
             raise StoppedError
 
     with monkeypatch.context() as patch:
-        patch.setattr("nearplane.verbs.quantize_journal.Journal.passed", passed)
+        patch.setattr("nearplane.planning.journal.Journal.passed", passed)
         with pytest.raises(StoppedError):
             nearplane.quantize(model, out, **options)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice import superblocks_torch, superblocks_triton
-from nearplane.lattice.number_formats import TYPES, BlockFormat, integers
 from nearplane.lattice.superblocks_torch import error_of
+from nearplane.number_formats import TYPES, BlockFormat, integers
 
 FORMATS: dict[str, BlockFormat] = {name: kind for name, kind in TYPES.items() if kind.fit == "blocks"}
 FORMATS["int3-g24-min"] = integers(3, 24, minimum=True)

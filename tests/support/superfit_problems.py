@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.lattice.number_formats import TYPES, BlockFormat, integers
 from nearplane.lattice.polish import State
 from nearplane.lattice.solvers import round_to_nearest
 from nearplane.lattice.superblock_fit import SuperFit
 from nearplane.lattice.superblock_search import fit_blocks
 from nearplane.lattice.superfit_triton import fit_columns
+from nearplane.number_formats import TYPES, BlockFormat, integers
 
 FORMATS: dict[str, BlockFormat] = {name: kind for name, kind in TYPES.items() if kind.fit == "blocks"}
 FORMATS["int3-g24-min"] = integers(3, 24, minimum=True)

@@ -23,8 +23,8 @@ from triton.compiler import ASTSource
 from nearplane.coding import decode_triton
 from nearplane.coding.tans import LANES
 from nearplane.lattice import beam_triton, kernels_triton, superblocks_triton, superfit_triton
-from nearplane.lattice.number_formats import number_format
 from nearplane.loading import product_triton
+from nearplane.number_formats import number_format
 
 CARDS = (80, 89, 90, 100, 120)
 LEVELS = {"integers": 0, "E2M1": 15, "E4M3": 253}  # codes of the table

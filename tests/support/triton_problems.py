@@ -19,7 +19,7 @@ from torch import Tensor
 from nearplane.lattice import exact_sum_torch, exact_sum_triton, kernels_torch, kernels_triton
 from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.kernels_torch import Columns, Tally
-from nearplane.lattice.number_formats import E2M1
+from nearplane.number_formats import E2M1
 from pretended_triton import interpreted
 
 NEAR = 1e-5  # steps from a boundary between two codes, within which either is right

@@ -1,4 +1,4 @@
-"""Windows of a mix of texts, which alternate by weight; see `system/text_mixes.py` for names, weights and order."""
+"""Windows of a mix of texts, which alternate by weight; see `calibration/text_mixes.py` for names, weights and order."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from nearplane.calibration.named_texts import text_to_calibrate_on
+from nearplane.calibration.text_mixes import WeightedText, check_shares, order_of_windows, texts_of
 from nearplane.calibration.texts import Frame, read_windows
 from nearplane.errors import CalibrationError
 from nearplane.recipe.recipe import Calibration
 from nearplane.record.record import Source
-from nearplane.system.named_texts import text_to_calibrate_on
-from nearplane.system.text_mixes import WeightedText, check_shares, order_of_windows, texts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ from functools import partial
 
 from torch import Tensor
 
-from nearplane.lattice.number_formats import E2M1, InputRounding
 from nearplane.lattice.rounded_inputs import rounded
 from nearplane.lattice.shared_grid import divisor_of
 from nearplane.models.layers import Layer
+from nearplane.number_formats import E2M1, InputRounding
 
 
 class RoundedStream:

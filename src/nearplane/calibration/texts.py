@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from nearplane.calibration.named_texts import CROPPED, NamedText, text_to_measure_on
+from nearplane.calibration.text_files import text_files
 from nearplane.errors import CalibrationError, first_line
 from nearplane.models.pretrained import as_model_error, tokens_before
 from nearplane.recipe.recipe import FirstToken
-from nearplane.system.named_texts import CROPPED, NamedText, text_to_measure_on
-from nearplane.system.paths import text_files
 from nearplane.system.time_limit import time_limit
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"

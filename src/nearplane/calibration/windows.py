@@ -13,6 +13,7 @@ from nearplane.calibration.activations import positions_per_window
 from nearplane.calibration.dealt import Dealt
 from nearplane.calibration.given import Given, refuse_unrecorded
 from nearplane.calibration.mix import Mix
+from nearplane.calibration.named_texts import text_to_calibrate_on
 from nearplane.calibration.texts import check_start, check_vocabulary, frame_of, read_windows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.lattice.solvers import SOLVERS
@@ -24,7 +25,6 @@ from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.schemes import GridScheme
 from nearplane.record.record import Source
 from nearplane.record.words import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT, shortage
-from nearplane.system.named_texts import text_to_calibrate_on
 from nearplane.system.ranks import Ranks
 
 DEFAULT_SEQLEN = 2048

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, get_args
 
 from cyclopts import Parameter
 
+from nearplane.calibration.text_files import check_named
 from nearplane.cli.evaluate_command import evaluate
 from nearplane.cli.flags import DeviceFlag
 from nearplane.cli.printing import as_json, comparison, first_difference, log_speed, opening, print_piece, say, table
@@ -20,7 +21,6 @@ from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration, Way
 from nearplane.recipe.sizes import size_text
 from nearplane.system.arguments import ComputeDtype
-from nearplane.system.paths import check_named
 from nearplane.verbs.early_checks import (
     check_compare,
     check_export,

@@ -14,15 +14,16 @@ from nearplane.cli.printing import as_json, opening, say
 from nearplane.cli.task_flags import TaskFlags, print_scores
 from nearplane.cli.terminal import bar
 from nearplane.errors import RecipeError
+from nearplane.recipe.evaluate_request import Protocol
 from nearplane.system.launch import launched
-from nearplane.verbs.early_checks import Protocol, check_evaluate, check_plot
+from nearplane.verbs.early_checks import check_evaluate, check_plot
 
 if TYPE_CHECKING:
+    from nearplane.evaluation.protocols import LlamaCppFigure
+    from nearplane.evaluation.scoring import Floor
+    from nearplane.evaluation.statistics import Estimate, PositionRange, Statistics
+    from nearplane.evaluation.task_scores import TaskScore
     from nearplane.verbs.evaluate import Evaluation, Measured
-    from nearplane.verbs.evaluate_protocols import LlamaCppFigure
-    from nearplane.verbs.evaluate_scoring import Floor
-    from nearplane.verbs.evaluate_statistics import Estimate, PositionRange, Statistics
-    from nearplane.verbs.task_scores import TaskScore
 
 Switch = Annotated[bool, Parameter(negative="")]
 Several = Parameter(consume_multiple=1, negative="")

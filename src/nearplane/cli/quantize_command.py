@@ -9,6 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from nearplane.calibration.text_files import check_named
 from nearplane.cli.flags import (
     EVERYDAY_GROUP,
     GGUF_GROUP,
@@ -30,7 +31,6 @@ from nearplane.recipe.recipe import Calibration, Recipe, Tune
 from nearplane.recipe.scheme import Activations, Allocation
 from nearplane.system.arguments import ComputeDtype
 from nearplane.system.launch import check_processes, started
-from nearplane.system.paths import check_named
 from nearplane.verbs.early_checks import check_quantize
 
 Flat = Parameter(name="*")

@@ -14,7 +14,7 @@ from nearplane.errors import RecipeError
 from nearplane.verbs.early_checks import check_evaluate_tasks
 
 if TYPE_CHECKING:
-    from nearplane.verbs.task_scores import TaskScore
+    from nearplane.evaluation.task_scores import TaskScore
 
 TASK_GROUP = Group("Tasks of lm-eval, instead of --text or with it", sort_key=1)
 COLUMNS = ("task", "metric", "shots", "documents", "model", "original", "difference", "right to wrong", "wrong to right",

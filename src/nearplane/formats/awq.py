@@ -22,7 +22,7 @@ from nearplane.formats.container import Format
 from nearplane.formats.integers import Integers, consecutive, expect, group_size_of
 from nearplane.formats.layer_format import ConfigFile, GridFormat, Held, Quantized
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import NumberFormat, integers
+from nearplane.number_formats import NumberFormat, integers
 from nearplane.recipe.file_formats import AWQ_BITS, FILE_FORMATS
 
 ORDER = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # of the outputs in a word

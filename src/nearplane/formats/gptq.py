@@ -26,7 +26,7 @@ from nearplane.formats.container import Format
 from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, object_of, of_kind
 from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized, json_text, matches
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import NumberFormat, integers
+from nearplane.number_formats import NumberFormat, integers
 from nearplane.recipe.file_formats import FILE_FORMATS, GPTQ_BITS
 from nearplane.system.model_files import GPTQ_CONFIG
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nearplane.errors import FormatError
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import NumberFormat, integers
+from nearplane.number_formats import NumberFormat, integers
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@
       state.json          the run inputs and the progress; it is written after all other pages
       NAME.pt             tensors that are needed to resume
 
-This file compares run inputs and writes pages. `quantize_journal.py` and `tuning/loop.py` define the contents of the
+This file compares run inputs and writes pages. `journal.py` and `tuning/loop.py` define the contents of the
 pages.
 """
 

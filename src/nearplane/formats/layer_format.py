@@ -18,8 +18,8 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import InputRounding, NumberFormat, integers
 from nearplane.lattice.superblock import on_one_level
+from nearplane.number_formats import InputRounding, NumberFormat, integers
 from nearplane.recipe.patterns import fault_of, has_match
 from nearplane.recipe.scheme import Scheme
 from nearplane.system.files import read_object

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from nearplane.coding.packed_words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.compressed_tensors.packing import SCALES
 from nearplane.formats.container import Format
 from nearplane.formats.integers import consecutive, expect, group_size_of, object_of
 from nearplane.formats.layer_format import MLX as METHOD
 from nearplane.formats.layer_format import ConfigFile, Held, LayerFormat, Quantized
 from nearplane.formats.mlx_experts import MLXFolder, MLXReader, stack_of
-from nearplane.formats.packing import SCALES
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import NumberFormat, integers
 from nearplane.lattice.superblock import SuperGrid
+from nearplane.number_formats import NumberFormat, integers
 from nearplane.recipe.file_formats import FILE_FORMATS, MLX_BITS
 
 KINDS = ("Linear", "Embedding", "Expert")

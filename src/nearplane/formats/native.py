@@ -24,7 +24,7 @@ from nearplane.formats.container import Format
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import METHOD, ConfigFile, LayerFormat, Quantized
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
-from nearplane.lattice.number_formats import ENTROPY_CODED_FORMAT, NumberFormat
+from nearplane.number_formats import ENTROPY_CODED_FORMAT, NumberFormat
 
 VERSION = 1
 CODER = "tans"

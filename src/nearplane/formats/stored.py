@@ -21,7 +21,7 @@ from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import INPUT_SCALE, MLX, QUANTIZATION, read_config
 from nearplane.formats.table import FORMATS, format_of
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import InputRounding, NumberFormat
+from nearplane.number_formats import InputRounding, NumberFormat
 from nearplane.system.fp8_mxfp4 import method_of, source_reader
 from nearplane.system.model_files import CONFIG
 from nearplane.system.paths import INCOMPLETE

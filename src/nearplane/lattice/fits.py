@@ -16,7 +16,6 @@ from torch import Tensor
 from nearplane.lattice.factor import solved_strips
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.multiples import multiples
-from nearplane.lattice.number_formats import BlockFormat
 from nearplane.lattice.octaves import octaves
 from nearplane.lattice.polish import Fit, PlainFit
 from nearplane.lattice.scale import Steps, too_small
@@ -24,6 +23,7 @@ from nearplane.lattice.shared_grid import shared
 from nearplane.lattice.superblock_fit import SuperFit
 from nearplane.lattice.superblock_search import fit_blocks
 from nearplane.lattice.tiles import tiles
+from nearplane.number_formats import BlockFormat
 
 # factor by which steps that are stored too coarsely may raise the error of rounding: what one bit less of each weight costs
 MAX_GROWTH = 4.0

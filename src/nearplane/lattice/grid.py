@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from nearplane.lattice.codebook import Codebook
-from nearplane.lattice.number_formats import NumberFormat
+from nearplane.number_formats import NumberFormat
 
 NARROW = (torch.int8, torch.uint8, torch.int16)  # dtypes in which codes leave a GPU, instead of int32
 

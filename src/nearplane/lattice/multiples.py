@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.number_formats import BlockFormat
 from nearplane.lattice.polish import Fit, PlainFit, State
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.superblock import SuperGrid, rounded
+from nearplane.number_formats import BlockFormat
 
 
 def multiples(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Callable[[Grid], Fit]]:

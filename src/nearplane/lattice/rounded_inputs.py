@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nearplane.lattice.number_formats import E2M1, E4M3, InputRounding
+from nearplane.number_formats import E2M1, E4M3, InputRounding
 
 LARGEST = {"int8": 127.5, "fp8": E4M3[-1], "fp4": E2M1[-1]}  # what the largest magnitude is mapped to
 SMALLEST_BLOCK = 0.125  # what replaces a step of 0 in E4M3

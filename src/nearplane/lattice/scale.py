@@ -18,7 +18,7 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.kernels import kernels_of
-from nearplane.lattice.number_formats import NumberFormat
+from nearplane.number_formats import NumberFormat
 
 Search = Literal["minmax", "mse"]
 SHRINKS = tuple(1 - 0.8 * i / 80 for i in range(80))  # factors by which the search narrows the range

@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from nearplane import number_formats
 from nearplane.errors import NumericalError
-from nearplane.lattice import number_formats
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.kernels_torch import Rounding
 from nearplane.lattice.polish import Fit, PlainFit, State

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import BlockType, NumberFormat
+from nearplane.number_formats import BlockType, NumberFormat
 
 MIN_HALF = 2.0**-24  # smallest positive number of 16-bit floating point
 

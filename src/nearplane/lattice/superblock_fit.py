@@ -10,9 +10,9 @@ from torch import Tensor
 
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.kernels import kernels_of
-from nearplane.lattice.number_formats import BlockFormat
 from nearplane.lattice.polish import State
 from nearplane.lattice.superblock import SuperGrid, rounded
+from nearplane.number_formats import BlockFormat
 
 INTEGER_OFFSETS = (-1, 0, 1)  # candidates around the best real number, besides the current integer
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.kernels import kernels_of
-from nearplane.lattice.number_formats import BlockFormat
 from nearplane.lattice.scale import refuse_infinite
 from nearplane.lattice.superblock import SuperGrid
+from nearplane.number_formats import BlockFormat
 
 
 def fit_blocks(kind: BlockFormat, W: Tensor, importance: Tensor, storage: torch.dtype) -> SuperGrid:

@@ -13,8 +13,8 @@ from torch import Tensor
 from nearplane.compiled import compiled
 from nearplane.lattice import superblocks_torch
 from nearplane.lattice.kernels_cpu import in_threads
-from nearplane.lattice.number_formats import BlockFormat
 from nearplane.lattice.superblocks_torch import RADIUS, RANGE_FRACTIONS
+from nearplane.number_formats import BlockFormat
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int32]

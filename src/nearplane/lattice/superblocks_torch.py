@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nearplane.lattice.number_formats import BlockFormat
 from nearplane.lattice.superblock import rounded
+from nearplane.number_formats import BlockFormat
 
 RANGE_FRACTIONS = tuple(1 - 0.65 * i / 17 for i in range(18))  # candidates for the ends of a group's grid
 SC_FRACTIONS = (1.0, 0.97, 0.94, 0.9, 0.86, 0.8)  # the largest step of a block is this part of the largest sc

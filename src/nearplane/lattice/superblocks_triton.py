@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nearplane.lattice import superblocks_torch
 from nearplane.lattice.kernels_triton import _device_of
-from nearplane.lattice.number_formats import BlockFormat
 from nearplane.lattice.superblock import MIN_HALF
 from nearplane.lattice.superblocks_torch import RADIUS, SC_FRACTIONS
+from nearplane.number_formats import BlockFormat
 
 WEIGHTS = 256  # of a warp: those of a block of the k-quants
 STORED = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}

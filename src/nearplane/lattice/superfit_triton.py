@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nearplane.lattice.kernels_triton import _device_of, _quotient
-from nearplane.lattice.number_formats import BlockFormat
 from nearplane.lattice.superblocks_triton import STORED, _short, _stored
+from nearplane.number_formats import BlockFormat
 
 ROWS = 8  # of a program
 # columns of the Hessian in registers at a time; Triton before 3.8 multiplies no fewer, which spills some on sm_100

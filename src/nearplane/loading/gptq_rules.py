@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from nearplane.formats.gptq import BLOCKS_FOUND
 from nearplane.formats.layer_format import GridFormat
 from nearplane.formats.table import format_of
-from nearplane.lattice.number_formats import integers
+from nearplane.number_formats import integers
 
 GPTQMODEL_ONLY_TYPES = frozenset({"gpt2", "gpt_bigcode", "nanochat"})  # model types that only gptqmodel loads
 

@@ -30,9 +30,9 @@ from nearplane.formats.gguf.mixes import fitting
 from nearplane.formats.layer_format import METHOD, GridFormat, LayerFormat, Quantized, config_text
 from nearplane.formats.native import Native
 from nearplane.formats.table import FORMATS
-from nearplane.lattice.number_formats import TYPES
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
+from nearplane.number_formats import TYPES
 from nearplane.planning.allocate import MIN_RATE
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import MEASURED_TYPES, AnyScheme, BlockScheme, GridScheme, RateScheme

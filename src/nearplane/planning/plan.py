@@ -20,9 +20,9 @@ from nearplane.errors import RecipeError
 from nearplane.formats.gguf.mixes import fitting
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.moments import Moments
-from nearplane.lattice.number_formats import TYPES
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
+from nearplane.number_formats import TYPES
 from nearplane.planning.allocate import (
     MIN_RATE,
     Curve,

@@ -19,13 +19,13 @@ from nearplane.formats.gguf.names import UNUSED_NAMES
 from nearplane.formats.gptq import FUSED_NAMES
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS
-from nearplane.lattice.number_formats import NumberFormat, number_format
 from nearplane.loading.rehearsal import check_loads
 from nearplane.models.experts import ExpertLayer
 from nearplane.models.ignored import merged_experts, refuse_unmatched, refuse_unsupported, unquantized_patterns
 from nearplane.models.kinds import has_head, has_two_stacks
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
+from nearplane.number_formats import NumberFormat, number_format
 from nearplane.planning.plan import check_budget
 from nearplane.recipe.recipe import LayerScheme, Recipe
 from nearplane.recipe.schemes import BlockScheme

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nearplane.errors import RecipeError
-from nearplane.lattice.number_formats import FP8, FP8_BLOCK, MXFP4, MXFP8, NVFP4, TYPES, NumberFormat, integers
+from nearplane.number_formats import FP8, FP8_BLOCK, MXFP4, MXFP8, NVFP4, TYPES, NumberFormat, integers
 
 Format = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "mlx", "gguf", "nearplane"]
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from nearplane.errors import RecipeError
-from nearplane.lattice.number_formats import FLOATS, InputRounding
+from nearplane.number_formats import FLOATS, InputRounding
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
 from nearplane.recipe.patterns import fault_of, has_match
 from nearplane.recipe.scheme import Activations, Allocation, names_of, spelled_out

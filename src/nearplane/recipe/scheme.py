@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
-from nearplane.lattice.number_formats import ENTROPY_CODED_FORMAT, NumberFormat, find_format, integers
+from nearplane.number_formats import ENTROPY_CODED_FORMAT, NumberFormat, find_format, integers
 from nearplane.recipe.file_formats import Format
 from nearplane.system.arguments import check_fields, whole, within
 

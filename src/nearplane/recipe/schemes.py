@@ -11,7 +11,7 @@ from math import ceil, gcd
 from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
-from nearplane.lattice.number_formats import (
+from nearplane.number_formats import (
     E2M1,
     FLOATS,
     INTEGERS,

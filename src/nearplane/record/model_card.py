@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from nearplane.lattice.number_formats import BlockFormat, NumberFormat
+from nearplane.number_formats import BlockFormat, NumberFormat
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.sizes import counted, size_text
 from nearplane.record.evaluation_table import evaluation_tables

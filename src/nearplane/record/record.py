@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nearplane.errors import FormatError, printable
-from nearplane.lattice.number_formats import NumberFormat, number_format
+from nearplane.number_formats import NumberFormat, number_format
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import BlockScheme
 from nearplane.record.from_json import annotated

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from nearplane.errors import first_few
-from nearplane.lattice.number_formats import TYPES
+from nearplane.number_formats import TYPES
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 from nearplane.recipe.schemes import BlockScheme
 from nearplane.recipe.sizes import bytes_in, counted

@@ -1,7 +1,7 @@
 """The folder beside OUT in which a checkpoint is written: locked by one run, renamed to OUT when it is complete.
 
     OUT.unfinished           the new checkpoint, marked INCOMPLETE until it is complete; a killed run leaves it
-    OUT.unfinished/journal   data to resume the run, see `quantize_journal.py`; deleted when the checkpoint is complete
+    OUT.unfinished/journal   data to resume the run, see `journal.py`; deleted when the checkpoint is complete
     OUT.unfinished.lock      lock file of the run that writes; the lock ends with the process, even if it is killed
     OUT/journal/old          the replaced content of OUT, until it is deleted
 

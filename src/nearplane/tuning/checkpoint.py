@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nearplane.calibration.given import Given, refuse_unrecorded
 from nearplane.calibration.mix import Mix
+from nearplane.calibration.named_texts import text_to_calibrate_on
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.states_on_host import StatesOnHost
 from nearplane.calibration.texts import frame_of, read_windows
@@ -34,7 +35,6 @@ from nearplane.recipe.sizes import size_text
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.device import Device
 from nearplane.system.memory import free_memory
-from nearplane.system.named_texts import text_to_calibrate_on
 from nearplane.tuning.levels import TunedLevels
 from nearplane.tuning.network import needed, norms_of
 from nearplane.tuning.parameters import TunedBlocks, TunedLadders, TunedLayer, TunedMatrix, TunedVector

@@ -33,6 +33,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nearplane.calibration.text_mixes import texts_of
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.errors import FormatError, NearplaneError, RecipeError
 from nearplane.formats.find_record import sound_record
@@ -47,7 +48,6 @@ from nearplane.system.files import check_writable, exclusive_lock, read_object, 
 from nearplane.system.matmul_library import chosen_library
 from nearplane.system.paths import refuse_unfinished
 from nearplane.system.progress import Progress, logged, silent
-from nearplane.system.text_mixes import texts_of
 from nearplane.theory.hptq import hptq_layers
 from nearplane.verbs.compare_recipes import HUFFMAN, WAYS, Recipes, recipes_for
 from nearplane.verbs.early_checks import check_compare

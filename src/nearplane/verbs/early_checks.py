@@ -9,9 +9,13 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
+from nearplane.calibration.named_texts import is_cropped
+from nearplane.calibration.text_files import check_named
+from nearplane.calibration.text_mixes import check_shares, texts_of
 from nearplane.errors import INSTALL, CalibrationError, ModelError, RecipeError
+from nearplane.recipe.evaluate_request import PLAIN_WINDOWS, Protocol
 from nearplane.recipe.file_formats import FILE_FORMATS
 from nearplane.recipe.recipe import Recipe, Way
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
@@ -20,13 +24,9 @@ from nearplane.recipe.sizes import Limits, bytes_in, check_room
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.arguments import MAX_SEED, check_type, whole, within
 from nearplane.system.files import check_writable
-from nearplane.system.named_texts import is_cropped
 from nearplane.system.output_folder import Unfinished
-from nearplane.system.paths import check_named, check_path, folder_named
-from nearplane.system.text_mixes import check_shares, texts_of
+from nearplane.system.paths import check_path, folder_named
 
-Protocol = Literal["nearplane", "papers", "llama.cpp", "lm-eval"]
-PLAIN_WINDOWS: tuple[Protocol, ...] = ("nearplane", "papers")  # protocols of windows that do not depend on one another
 DENSE = "safetensors"  # format of `export` for decoded weights
 COMPARISON_TAG = b'<meta name="generator" content="nearplane compare">'  # marks a page of a comparison
 MIN_LLAMA_CPP_SEQLEN = 3  # tokens of a window whose second half has a token to score

@@ -21,20 +21,8 @@ from nearplane.calibration.given import Encoded, Given, refuse_tokenizer
 from nearplane.calibration.texts import check_start, check_vocabulary
 from nearplane.calibration.windows import check_padding, digest_of
 from nearplane.errors import CalibrationError, ModelError, RecipeError
-from nearplane.loading.dense_network import dense_network
-from nearplane.loading.rounded_layers import RoundedLayers, rounded_layers
-from nearplane.loading.source_folder import source_folder
-from nearplane.models.kinds import InputKind
-from nearplane.models.pretrained import tokenizer_of
-from nearplane.models.two_tokenizers import check_same_tokens, decoded
-from nearplane.system.arguments import checked
-from nearplane.system.device import Device
-from nearplane.system.process_group import joined
-from nearplane.system.progress import Progress, logged, shown, silent
-from nearplane.system.ranks import current
-from nearplane.verbs.early_checks import PLAIN_WINDOWS, Protocol, check_evaluate
-from nearplane.verbs.evaluate_networks import Network, Outline, batches_here, opened
-from nearplane.verbs.evaluate_protocols import (
+from nearplane.evaluation.predictions import Network, Outline, batches_here, opened
+from nearplane.evaluation.protocols import (
     LlamaCppFigure,
     LmEvalFigures,
     ScoredText,
@@ -44,8 +32,21 @@ from nearplane.verbs.evaluate_protocols import (
     next_tokens,
     scored_text,
 )
-from nearplane.verbs.evaluate_scoring import Floor, cosines, measured_floor, running, token_scores
-from nearplane.verbs.evaluate_statistics import Statistics, TokenScores, summarize
+from nearplane.evaluation.scoring import Floor, cosines, measured_floor, running, token_scores
+from nearplane.evaluation.statistics import Statistics, TokenScores, summarize
+from nearplane.loading.dense_network import dense_network
+from nearplane.loading.rounded_layers import RoundedLayers, rounded_layers
+from nearplane.loading.source_folder import source_folder
+from nearplane.models.kinds import InputKind
+from nearplane.models.pretrained import tokenizer_of
+from nearplane.models.two_tokenizers import check_same_tokens, decoded
+from nearplane.recipe.evaluate_request import PLAIN_WINDOWS, Protocol
+from nearplane.system.arguments import checked
+from nearplane.system.device import Device
+from nearplane.system.process_group import joined
+from nearplane.system.progress import Progress, logged, shown, silent
+from nearplane.system.ranks import current
+from nearplane.verbs.early_checks import check_evaluate
 from nearplane.verbs.follow import agree, files_of
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Evaluation:
         worst_cosine: Smallest of these cosines.
         remarks: Sentences about a network whose predictions are degenerate: worse than a guess, or always the same.
         text: Name of the text.
-        protocol: Protocol of the windows, see `evaluate_protocols.py`.
+        protocol: Protocol of the windows, see `protocols.py`.
         statistics: All statistics with their intervals; None for encoders.
         floor: The floor of the divergence; None unless asked for, and for model objects.
         llama_cpp: Figures of `llama-perplexity`, only by this protocol.

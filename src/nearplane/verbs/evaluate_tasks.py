@@ -23,6 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.calibration.given import model_label, refuse_tokenizer
 from nearplane.errors import CalibrationError, ModelError, RecipeError, first_few, first_line
+from nearplane.evaluation.predictions import Outline
+from nearplane.evaluation.task_scores import RESAMPLES, TaskScore, scores
 from nearplane.models.kinds import InputKind
 from nearplane.models.pretrained import as_model_error, only_token_settings
 from nearplane.system.arguments import checked
@@ -31,8 +33,6 @@ from nearplane.system.matmul_library import exact_float32
 from nearplane.system.progress import counted, silent
 from nearplane.verbs.early_checks import check_evaluate_tasks
 from nearplane.verbs.evaluate import load_dense
-from nearplane.verbs.evaluate_networks import Outline
-from nearplane.verbs.task_scores import RESAMPLES, TaskScore, scores
 
 PYTHON_SEED, SEED = 0, 1234  # of lm-eval's command line: for `random`; for numpy, torch and the choice of examples
 

@@ -19,17 +19,18 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
+from nearplane.evaluation.predictions import on_disk
 from nearplane.formats.container import Container, written
 from nearplane.formats.integers import consecutive
 from nearplane.formats.layer_format import Held, LayerFormat
 from nearplane.formats.stored import Stored
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.number_formats import BlockType, NumberFormat
 from nearplane.loading.rehearsal import check_loads
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.models.layers import Layer
 from nearplane.models.model import DTYPES, Model
+from nearplane.number_formats import BlockType, NumberFormat
 from nearplane.planning.folder_size import max_record_bytes
 from nearplane.planning.request import check_request, quantization_config
 from nearplane.planning.start import container_for
@@ -41,7 +42,6 @@ from nearplane.recipe.schemes import AnyScheme, BlockScheme, Ends, GridScheme
 from nearplane.recipe.sizes import check_room
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.paths import RECORD
-from nearplane.verbs.evaluate_networks import on_disk
 
 log = logging.getLogger("nearplane")
 

@@ -4,8 +4,8 @@ A model is quantized one block at a time. Its weights stay on disk. Hidden state
 network pass through the block that is in memory, and each layer is written as soon as it is solved.
 
 The public function `quantize` is in `quantize_api.py`. A run uses these files, in this order: `planning/start.py` opens
-the model and plans the run, `calibration/walk.py` yields the stages, `quantize_stage.py` solves their layers,
-`quantize_run.py` passes it to the checkpoint, and `formats/container.py` writes the files and renames the folder to OUT.
+the model and plans the run, `calibration/walk.py` yields the stages, `solve_stage.py` solves their layers,
+`run.py` passes it to the checkpoint, and `formats/container.py` writes the files and renames the folder to OUT.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.planning.folder_size import check_disk
+from nearplane.planning.journal import Journal
 from nearplane.planning.ledger import check_limit
+from nearplane.planning.run import start_run
+from nearplane.planning.solve_stage import solve_stage
 from nearplane.planning.start import Job, Options, container_for, open_resolved
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord
-from nearplane.verbs.quantize_journal import Journal
-from nearplane.verbs.quantize_run import start_run
-from nearplane.verbs.quantize_stage import solve_stage
 
 
 def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.calibration.given import as_folder, model_label, split_calibration
+from nearplane.calibration.text_files import check_text
 from nearplane.calibration.windows import calibration_windows
 from nearplane.errors import NearplaneError, RecipeError
 from nearplane.models.model import Model
@@ -30,7 +31,7 @@ from nearplane.system.arguments import ComputeDtype, checked
 from nearplane.system.device import Device
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.output_folder import Unfinished
-from nearplane.system.paths import check_text, refuse_unfinished
+from nearplane.system.paths import refuse_unfinished
 from nearplane.system.process_group import joined
 from nearplane.system.progress import Progress, say_compiling, silent
 from nearplane.system.ranks import current

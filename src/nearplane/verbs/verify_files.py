@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nearplane.errors import FormatError, ModelError, printable
+from nearplane.formats.compressed_tensors.fp4_packed import apart
 from nearplane.formats.container import written
 from nearplane.formats.find_record import embedded_record
-from nearplane.formats.fp4_packed import apart
 from nearplane.formats.gguf.gguf_header import FILE, RECORD_KEY, read_header
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.stored import Stored

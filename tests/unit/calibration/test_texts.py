@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from nearplane.calibration.text_files import text_files
 from nearplane.calibration.texts import (
     MAX_DRAWS,
     Frame,
@@ -29,7 +30,6 @@ from nearplane.calibration.texts import (
 from nearplane.demo import CALIBRATION
 from nearplane.errors import CalibrationError
 from nearplane.models.pretrained import tokens_before
-from nearplane.system.paths import text_files
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 3
 

@@ -35,7 +35,7 @@ def model(tmp_path_factory):
 def stop(model, out, number, *more, send=Child.send):
     """Send a signal to the command once its first block is kept; return what it said, lines of progress left out."""
     words = ["quantize", model, out, "--calibration", CALIBRATION, "--group-size", "16", "--samples", "24"]
-    verb = importlib.import_module("nearplane.verbs.quantize_stage")
+    verb = importlib.import_module("nearplane.planning.solve_stage")
 
     def slowly(*arguments, **keywords):
         time.sleep(0.1)  # so that the run cannot end before the signal

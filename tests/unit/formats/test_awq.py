@@ -12,9 +12,9 @@ from nearplane import RecipeError
 from nearplane.errors import FormatError
 from nearplane.formats.awq import FORMAT
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
 from nearplane.loading.dense_network import dense_network
+from nearplane.number_formats import integers
 
 GRID = integers(4, 32, symmetric=False)
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -16,7 +16,7 @@ from checkpoints import config_of_grids, random_matrix
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.gptq import FORMAT, FORMAT_V2, GPTQ, Config
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import integers
+from nearplane.number_formats import integers
 
 BLOCK = "model.layers.3.mlp"
 V1, V2 = FORMAT.layers, FORMAT_V2.layers

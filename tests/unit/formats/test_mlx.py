@@ -15,9 +15,9 @@ from nearplane import FormatError, RecipeError
 from nearplane.formats.mlx import FORMAT
 from nearplane.lattice.fits import FITS
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
 from nearplane.loading.dense_network import dense_network
+from nearplane.number_formats import integers
 from nearplane.recipe.file_formats import MLX_BITS, MLX_GROUP_SIZES
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import GridScheme

@@ -15,8 +15,8 @@ from nearplane.formats.mlx import FORMAT
 from nearplane.formats.mlx_experts import MLXFolder, MLXReader, stack_of
 from nearplane.formats.stored import Stored
 from nearplane.formats.table import format_of
-from nearplane.lattice.number_formats import integers
 from nearplane.loading.dense_network import dense_network
+from nearplane.number_formats import integers
 from nearplane.recipe.schemes import GridScheme
 from plain_formats import decoded
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from nearplane.formats.compressed_tensors import CompressedTensors
+from nearplane.formats.compressed_tensors.compressed_tensors_format import CompressedTensors
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import NVFP4, integers
 from nearplane.lattice.shared_grid import SharedGrid
+from nearplane.number_formats import NVFP4, integers
 from pretended import pretended
 
 OUT, COLUMNS = 32, 96

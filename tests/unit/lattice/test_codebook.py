@@ -14,10 +14,10 @@ from nearplane.lattice.bounds import certify
 from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import NumberFormat
 from nearplane.lattice.polish import polish
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import nearest_plane, round_to_nearest, sweep_planes
+from nearplane.number_formats import NumberFormat
 from nearplane.theory.obq import greedy_sweep
 from strategies import ORDERS, Problem, problems
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.kernels_cpu import best_candidate
-from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
+from nearplane.number_formats import integers
 from threads import threads_of_torch
 
 

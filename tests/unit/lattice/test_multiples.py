@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearplane.lattice.multiples import MultiplesFit, multiples
-from nearplane.lattice.number_formats import TYPES
 from nearplane.lattice.polish import descend
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import round_to_nearest
 from nearplane.lattice.superblock import SuperGrid
+from nearplane.number_formats import TYPES
 
 KIND = TYPES["iq4_xs"]
 

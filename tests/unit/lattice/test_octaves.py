@@ -6,11 +6,11 @@ import torch
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.fits import FITS
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import MXFP4, MXFP8
 from nearplane.lattice.octaves import OctaveFit
 from nearplane.lattice.polish import descend
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import SOLVERS, Problem
+from nearplane.number_formats import MXFP4, MXFP8
 
 
 def fitted(W, importance, format):

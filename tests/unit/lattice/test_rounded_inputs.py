@@ -6,9 +6,9 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp, generate_gparam
 
-from nearplane.lattice.number_formats import E2M1, FP4_MX, FP4_NV, FP8_GROUP, FP8_MX, FP8_TOKEN, INT8_TOKEN
 from nearplane.lattice.rounded_inputs import rounded
 from nearplane.lattice.shared_grid import divisor_of
+from nearplane.number_formats import E2M1, FP4_MX, FP4_NV, FP8_GROUP, FP8_MX, FP8_TOKEN, INT8_TOKEN
 
 ARGUMENTS = {
     INT8_TOKEN: {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},

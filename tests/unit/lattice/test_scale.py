@@ -13,7 +13,6 @@ from torch import Tensor
 
 from nearplane.errors import NumericalError
 from nearplane.lattice.kernels_torch import NORM
-from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import (
     Search,
     Steps,
@@ -23,6 +22,7 @@ from nearplane.lattice.scale import (
     stored,
     waterfill_exponents,
 )
+from nearplane.number_formats import integers
 from oracles import same
 from strategies import groups
 

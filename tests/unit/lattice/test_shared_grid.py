@@ -6,11 +6,11 @@ import torch
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.fits import FITS
-from nearplane.lattice.number_formats import NVFP4
 from nearplane.lattice.polish import refine
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.shared_grid import E4M3, SharedFit, divisor_of
 from nearplane.lattice.solvers import SOLVERS, Problem
+from nearplane.number_formats import NVFP4
 
 
 def fitted(W, importance, peak=None):

@@ -11,12 +11,12 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.formats.gguf.gguf_layers import pack, unpack
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import TYPES, BlockFormat, BlockType, integers
 from nearplane.lattice.polish import State, descend
 from nearplane.lattice.solvers import round_to_nearest
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.lattice.superblock_fit import SuperFit
 from nearplane.lattice.superblock_search import fit_blocks
+from nearplane.number_formats import TYPES, BlockFormat, BlockType, integers
 
 FITTED = [kind for kind in TYPES.values() if kind.fit == "blocks"]  # types with levels are fitted otherwise
 KINDS = pytest.mark.parametrize("kind", FITTED, ids=lambda kind: kind.name)

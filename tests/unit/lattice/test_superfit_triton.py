@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nearplane.lattice.number_formats import TYPES
+from nearplane.number_formats import TYPES
 from triton_processes import DAILY, NIGHTLY, problems, triton_runs_here
 
 

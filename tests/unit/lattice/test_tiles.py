@@ -5,9 +5,9 @@ import torch
 
 from nearplane import RecipeError
 from nearplane.lattice.fits import FITS
-from nearplane.lattice.number_formats import FP8_BLOCK
 from nearplane.lattice.scale import Steps
 from nearplane.matrix.on_grid import quantize_matrix
+from nearplane.number_formats import FP8_BLOCK
 from nearplane.recipe.schemes import GridScheme
 
 STEPS = Steps(format=FP8_BLOCK, search="mse", storage=torch.bfloat16)

@@ -20,7 +20,6 @@ from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.factor import Factor, factorize, pivoted_order
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Extra, trust
-from nearplane.lattice.number_formats import MXFP4, NVFP4, TYPES, BlockType, integers
 from nearplane.lattice.octaves import OctaveFit, octaves
 from nearplane.lattice.polish import Fit, PlainFit, descend
 from nearplane.lattice.scale import Steps
@@ -28,6 +27,7 @@ from nearplane.lattice.solvers import Solution, nearest_plane, round_to_nearest,
 from nearplane.lattice.superblock_fit import SuperFit
 from nearplane.lattice.superblock_search import fit_blocks
 from nearplane.matrix.to_rate import scaled
+from nearplane.number_formats import MXFP4, NVFP4, TYPES, BlockType, integers
 from pretended import Gpu, Pretend, pretended
 from strategies import Problem, problem
 

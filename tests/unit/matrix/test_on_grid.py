@@ -15,11 +15,11 @@ from nearplane.formats.gguf.gguf_layers import pack, unpack
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.moments import Moments, correction, trust
-from nearplane.lattice.number_formats import TYPES, integers
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import round_to_nearest
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.matrix.on_grid import quantize_matrix, with_tensors
+from nearplane.number_formats import TYPES, integers
 from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
 from nearplane.record.record import LayerRecord
 from oracles import same

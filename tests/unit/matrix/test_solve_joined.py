@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import Solution, round_to_nearest
 from nearplane.matrix.on_grid import MIN_ROWS, ROW_DAMP, quantize_matrix, solve_joined
+from nearplane.number_formats import integers
 from nearplane.recipe.schemes import GridScheme
 
 IN, TOKENS = 24, 96

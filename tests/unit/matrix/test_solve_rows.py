@@ -10,9 +10,9 @@ from torch import Tensor
 
 from nearplane.lattice.factor import STRIP_ROWS
 from nearplane.lattice.moments import Extra, Moments
-from nearplane.lattice.number_formats import BY_NAME
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import joined, quantize_matrix, solve_rows
+from nearplane.number_formats import BY_NAME
 from nearplane.recipe.schemes import BlockScheme, GridScheme
 
 COLUMNS = 256

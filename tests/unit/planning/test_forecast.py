@@ -91,7 +91,7 @@ def test_the_same_bytes_come_out_however_memory_is_spared(room, disk, model, who
     setting = MemorySetting(batch=8, room=room, device=CPU, states="disk" if disk else "device")
     monkeypatch.setattr("nearplane.planning.start.forecast", lambda *_: Forecast(setting=setting))
     monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", float("inf"))
-    monkeypatch.setattr("nearplane.verbs.quantize_journal.PAGE", 1 << 14)
+    monkeypatch.setattr("nearplane.planning.journal.PAGE", 1 << 14)
     stopped_behind(2, model, tmp_path / "out", monkeypatch, calibration=str(CALIBRATION), **TEXT)
     nearplane.quantize(model, tmp_path / "out", calibration=str(CALIBRATION), **TEXT)
     weights = {name: data for name, data in contents(tmp_path / "out").items() if name.endswith(".safetensors")}

@@ -5,9 +5,9 @@ from typing import get_args
 import pytest
 
 from nearplane.errors import RecipeError
-from nearplane.formats.compressed_tensors import PACKINGS
+from nearplane.formats.compressed_tensors.compressed_tensors_format import PACKINGS
 from nearplane.formats.table import FORMATS
-from nearplane.lattice.number_formats import BY_NAME, integers
+from nearplane.number_formats import BY_NAME, integers
 from nearplane.recipe.file_formats import COMPRESSED_TENSORS_FLOATS, FILE_FORMATS, Format
 
 NUMBER_FORMATS = [

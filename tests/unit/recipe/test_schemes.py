@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nearplane import BlockScheme, GridScheme, LayerScheme, RateScheme, Recipe, RecipeError
 from nearplane.cli.flags import layer_schemes
-from nearplane.lattice.number_formats import TYPES, number_format
+from nearplane.number_formats import TYPES, number_format
 from nearplane.recipe.scheme import SWEEP_DAMP, names_of
 from nearplane.recipe.schemes import scheme_of
 

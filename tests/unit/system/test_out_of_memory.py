@@ -13,10 +13,10 @@ from families import config_of, random_model
 from nearplane.errors import DeviceMemoryError, NearplaneError
 from nearplane.matrix.on_grid import quantize_matrix
 from nearplane.models.pretrained import as_model_error
+from nearplane.planning import solve_stage as quantize_stage
 from nearplane.recipe.schemes import GridScheme
 from nearplane.system.arguments import checked
 from nearplane.system.out_of_memory import working_on
-from nearplane.verbs import quantize_stage
 from pretended import pretended
 
 CUDA = (

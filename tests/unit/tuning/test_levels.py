@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from nearplane.formats.compressed_tensors import packing_of
+from nearplane.formats.compressed_tensors.compressed_tensors_format import packing_of
 from nearplane.lattice.fits import FITS
-from nearplane.lattice.number_formats import number_format
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import round_to_nearest
+from nearplane.number_formats import number_format
 from nearplane.tuning.levels import UNIT, TunedLevels
 
 KINDS = ("nvfp4", "mxfp4")

@@ -10,10 +10,10 @@ from families import config_of, random_model
 from nearplane.calibration.states_on_host import StatesOnHost
 from nearplane.errors import RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
 from nearplane.loading.dense_network import dense_network
 from nearplane.models.model import open_model
+from nearplane.number_formats import integers
 from nearplane.system.device import Device
 from nearplane.tuning.checkpoint import fits
 from nearplane.tuning.network import TunedNetwork, needed, norms_of

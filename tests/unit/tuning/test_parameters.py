@@ -7,8 +7,8 @@ import torch
 
 from nearplane.errors import FormatError
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import integers
 from nearplane.lattice.scale import Steps
+from nearplane.number_formats import integers
 from nearplane.tuning.parameters import TunedMatrix, TunedVector
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from nearplane.formats.gguf.gguf_layers import pack, unpack
-from nearplane.lattice.number_formats import TYPES
 from nearplane.lattice.solvers import round_to_nearest
 from nearplane.lattice.superblock_search import fit_blocks
+from nearplane.number_formats import TYPES
 from nearplane.tuning.parameters import TunedBlocks
 
 KINDS = ("q4_0", "q5_1", "q2_k", "q3_k", "q4_k", "q6_k")

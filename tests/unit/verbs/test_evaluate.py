@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import nearplane
 from families import FAMILIES, config_of, random_model
 from nearplane.demo import HELD_OUT, MODEL
+from nearplane.evaluation.predictions import Held, Outline
 from nearplane.models.kinds import divergence
 from nearplane.verbs.evaluate import EvaluationOptions, prepare_texts
-from nearplane.verbs.evaluate_networks import Held, Outline
 
 ASSETS = Path(os.environ.get("ASSETS", "../shared/assets"))
 
@@ -84,9 +84,9 @@ def logits(coarse):
 
 def test_statistics_in_parts_are_those_of_all_logits(coarse, logits, monkeypatch, caplog):
     """With a floor and two texts at once; each part has one or two positions of a batch."""
-    monkeypatch.setattr("nearplane.verbs.evaluate_scoring.LOGITS", 20_000)
-    monkeypatch.setattr("nearplane.verbs.evaluate_scoring.POSITIONS", 2)
-    monkeypatch.setattr("nearplane.verbs.evaluate_networks.BATCH_TOKENS", 96)
+    monkeypatch.setattr("nearplane.evaluation.scoring.LOGITS", 20_000)
+    monkeypatch.setattr("nearplane.evaluation.scoring.POSITIONS", 2)
+    monkeypatch.setattr("nearplane.evaluation.predictions.BATCH_TOKENS", 96)
     with caplog.at_level(logging.INFO, "nearplane"):
         options = EvaluationOptions(seqlen=32, samples=7, against=MODEL, floor=True)
         first, second = prepare_texts(coarse, [HELD_OUT, ["A list. " * 40]], options).measure()

@@ -20,7 +20,7 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Folder
 from nearplane.formats.stored import Stored
 from nearplane.formats.table import FORMATS
-from nearplane.lattice.number_formats import integers
+from nearplane.number_formats import integers
 from plain_formats import Raw, decoded
 
 SHAPE = 32, 512

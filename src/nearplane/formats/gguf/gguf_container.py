@@ -45,7 +45,7 @@ from nearplane.formats.gguf.gguf_reader import DENSE
 from nearplane.formats.gguf.names import llama_names, reshaping, rule_of, stacked_name
 from nearplane.formats.gguf.tokenizer_files import tokenizer_files
 from nearplane.formats.layer_format import read_config
-from nearplane.lattice.number_formats import TYPES
+from nearplane.number_formats import TYPES
 from nearplane.record.record import RunRecord
 from nearplane.system.files import flush_all, sha256
 from nearplane.system.fp8_mxfp4 import source_reader

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nearplane.errors import ModelError
-from nearplane.lattice.number_formats import TYPES
+from nearplane.number_formats import TYPES
 
 FILE = "model.gguf"
 LONE = "nearplane-gguf-"  # prefix of the temporary folder of a GGUF without a folder

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.fp4_packed import codes_of, nibbles
+from nearplane.formats.compressed_tensors.fp4_packed import codes_of, nibbles
+from nearplane.formats.compressed_tensors.packing import exponents, powers
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.formats.gguf.kquants import KQUANTS, Fields, joined, split
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import ConfigFile, Held, LayerFormat, Quantized
-from nearplane.formats.packing import exponents, powers
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import MXFP4, TYPES, BlockType, NumberFormat
 from nearplane.lattice.octaves import OctaveGrid
 from nearplane.lattice.superblock import SuperGrid, in_blocks, on_two_levels
+from nearplane.number_formats import MXFP4, TYPES, BlockType, NumberFormat
 from nearplane.recipe.file_formats import FILE_FORMATS, GGUF_INTEGERS
 
 METHOD, FORMAT_VERSION = "gguf", 1

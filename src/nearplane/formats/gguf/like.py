@@ -25,7 +25,7 @@ from nearplane.formats.gguf.contents import CHANGES, Content, Part, Rows, is_vec
 from nearplane.formats.gguf.gguf_header import NUMBER, Header, Info, read_header
 from nearplane.formats.gguf.gguf_reader import DENSE
 from nearplane.formats.gguf.names import ROTARY
-from nearplane.lattice.number_formats import TYPES
+from nearplane.number_formats import TYPES
 
 Q8_0 = TYPES["q8_0"]
 CHUNK = 1 << 22  # values whose sums are computed at once

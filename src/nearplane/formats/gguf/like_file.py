@@ -37,7 +37,7 @@ from nearplane.formats.gguf.gguf_header import (
 )
 from nearplane.formats.gguf.gguf_reader import DENSE
 from nearplane.formats.gguf.like import Q8_0, Like
-from nearplane.lattice.number_formats import TYPES
+from nearplane.number_formats import TYPES
 from nearplane.system.safetensors_files import DTYPE_NAMES
 
 COPIED_BYTES = 1 << 24  # at once

@@ -16,7 +16,7 @@ from nearplane.formats.gguf.gguf_container import gguf_package
 from nearplane.formats.gguf.gguf_header import BLOCKS, SHA_SIZE, SUMS, TENSORS, Info
 from nearplane.formats.gguf.gguf_layers import unpack
 from nearplane.formats.gguf.gguf_reader import DENSE, GGUFReader
-from nearplane.lattice.number_formats import TYPES
+from nearplane.number_formats import TYPES
 from nearplane.system.safetensors_files import DTYPE_NAMES, TensorInfo
 
 Q8_0 = TYPES["q8_0"]

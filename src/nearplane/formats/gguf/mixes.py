@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nearplane.lattice.number_formats import TYPES, BlockType
+from nearplane.number_formats import TYPES, BlockType
 
 MIXES = ("q2_k_m", "q3_k_m", "q4_k_m", "q5_k_m")  # llama.cpp's names are Q2_K, Q3_K_M, Q4_K_M, Q5_K_M
 ROLES = {  # roles of layers in mixes by the last part of their name; see `role_of`

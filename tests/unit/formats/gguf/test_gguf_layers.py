@@ -13,7 +13,7 @@ from torch import Tensor
 from nearplane.errors import FormatError
 from nearplane.formats.gguf.gguf_layers import pack, unpack
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import MXFP4, TYPES, BlockType
+from nearplane.number_formats import MXFP4, TYPES, BlockType
 
 KINDS = pytest.mark.parametrize("kind", TYPES.values(), ids=TYPES)
 NUMBERS = {  # where a block's halves begin

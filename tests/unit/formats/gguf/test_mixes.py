@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from nearplane.formats.gguf.mixes import MIXES, role_of, type_of
-from nearplane.lattice.number_formats import TYPES
+from nearplane.number_formats import TYPES
 
 WIDE = 256
 LAYERS = (

@@ -7,10 +7,10 @@ from compressed_tensors.quantization import QuantizationScheme, preset_name_to_s
 
 from checkpoints import random_matrix
 from nearplane.errors import FormatError
-from nearplane.formats.compressed_tensors import FORMAT
-from nearplane.formats.int8_packed import Int8Packed
+from nearplane.formats.compressed_tensors.compressed_tensors_format import FORMAT
+from nearplane.formats.compressed_tensors.int8_packed import Int8Packed
 from nearplane.formats.layer_format import Quantized
-from nearplane.lattice.number_formats import number_format
+from nearplane.number_formats import number_format
 from nearplane.recipe.schemes import GridScheme
 
 PRESETS = {"int8": "INT8", "fp8": "FP8_DYNAMIC", "nvfp4": "NVFP4", "mxfp4": "MXFP4"}

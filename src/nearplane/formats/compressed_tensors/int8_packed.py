@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
+from nearplane.formats.compressed_tensors.packing import SCALES, Packing, refuse_unknown
 from nearplane.formats.integers import Integers, consecutive, expect
-from nearplane.formats.packing import SCALES, Packing, refuse_unknown
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import NumberFormat, integers
+from nearplane.number_formats import NumberFormat, integers
 
 FORMAT = integers(8, None)
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from nearplane.coding.packed_words import pack, unpack, words_of
 from nearplane.errors import FormatError
+from nearplane.formats.compressed_tensors.packing import SCALES, Packing, refuse_unknown
 from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, of_kind
-from nearplane.formats.packing import SCALES, Packing, refuse_unknown
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import NumberFormat, integers
+from nearplane.number_formats import NumberFormat, integers
 from nearplane.recipe.file_formats import COMPRESSED_TENSORS_BITS
 
 

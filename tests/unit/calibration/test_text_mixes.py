@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from nearplane.calibration.text_files import check_text
+from nearplane.calibration.text_mixes import check_shares, order_of_windows, texts_of, turns
 from nearplane.errors import CalibrationError
-from nearplane.system.paths import check_text
-from nearplane.system.text_mixes import check_shares, order_of_windows, texts_of, turns
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
+from nearplane.formats.compressed_tensors.packing import SCALES, Packing, exponents, powers
 from nearplane.formats.integers import consecutive, expect
-from nearplane.formats.packing import SCALES, Packing, exponents, powers
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import E4M3, FP8, FP8_BLOCK, MXFP8, NumberFormat
 from nearplane.lattice.octaves import OctaveGrid
 from nearplane.lattice.tiles import TileGrid
+from nearplane.number_formats import E4M3, FP8, FP8_BLOCK, MXFP8, NumberFormat
 
 
 class FP8Packed(Packing):

@@ -8,11 +8,11 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 
 from nearplane.errors import FormatError
-from nearplane.formats.compressed_tensors import FORMAT, packing_of
+from nearplane.formats.compressed_tensors.compressed_tensors_format import FORMAT, packing_of
 from nearplane.lattice.fits import FITS
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import E4M3, FP8, FP8_BLOCK, MXFP8
 from nearplane.lattice.scale import Steps
+from nearplane.number_formats import E4M3, FP8, FP8_BLOCK, MXFP8
 
 SCALES = {
     FP8: ((256, 1), torch.bfloat16), FP8_BLOCK: ((2, 3), torch.bfloat16), MXFP8: ((256, 12), torch.uint8),

@@ -22,12 +22,12 @@ import nearplane
 from checkpoints import config_of_grids, random_matrix, write_folder
 from nearplane.coding.packed_words import pack
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.compressed_tensors import FORMAT, CompressedTensors
+from nearplane.formats.compressed_tensors.compressed_tensors_format import FORMAT, CompressedTensors
+from nearplane.formats.compressed_tensors.packed_integers import PackQuantized
 from nearplane.formats.integers import Integers
-from nearplane.formats.packed_integers import PackQuantized
 from nearplane.formats.stored import read_dense
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import MXFP4, NumberFormat, integers
+from nearplane.number_formats import MXFP4, NumberFormat, integers
 from nearplane.system.paths import RECORD
 
 layout = FORMAT.layers

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nearplane.verbs.evaluate_statistics import TokenScores, score_tokens, summarize
+from nearplane.evaluation.statistics import TokenScores, score_tokens, summarize
 
 WINDOWS, LENGTH, VOCABULARY = 6, 9, 11
 

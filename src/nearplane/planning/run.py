@@ -16,14 +16,14 @@ from nearplane.lattice.scale import StepStorage
 from nearplane.lattice.shared_grid import LARGEST, SMALLEST
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.models.layers import Layer
+from nearplane.planning.journal import Journal
 from nearplane.planning.ledger import Ledger, Solved, check_limit
 from nearplane.planning.request import quantization_config, with_types
+from nearplane.planning.solve_stage import Order
 from nearplane.planning.start import Decisions, Job, decide
 from nearplane.record.record import RunRecord
 from nearplane.system.progress import counted, peak_memory
 from nearplane.system.ranks import current
-from nearplane.verbs.quantize_journal import Journal
-from nearplane.verbs.quantize_stage import Order
 
 
 class Run:

@@ -15,13 +15,13 @@ from families import VOCABULARY
 from native_checkpoints import save_tiny
 from nearplane import RecipeError
 from nearplane.errors import FormatError
-from nearplane.formats.compressed_tensors import FORMAT, packing_of
-from nearplane.formats.fp4_packed import MXFP4Packed, NVFP4Packed, apart
+from nearplane.formats.compressed_tensors.compressed_tensors_format import FORMAT, packing_of
+from nearplane.formats.compressed_tensors.fp4_packed import MXFP4Packed, NVFP4Packed, apart
 from nearplane.lattice.fits import FITS
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.lattice.number_formats import MXFP4, NVFP4, number_format
 from nearplane.lattice.scale import Steps
 from nearplane.loading.dense_network import dense_network
+from nearplane.number_formats import MXFP4, NVFP4, number_format
 from nightly import daily
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}

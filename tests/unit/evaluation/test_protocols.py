@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import nearplane
-from nearplane.verbs.evaluate_protocols import NOT_SCORED, llama_cpp_figures, lm_eval_figures, scored_text
-from nearplane.verbs.evaluate_statistics import TokenScores
+from nearplane.evaluation.protocols import NOT_SCORED, llama_cpp_figures, lm_eval_figures, scored_text
+from nearplane.evaluation.statistics import TokenScores
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 BOS, EOS = 0, 1

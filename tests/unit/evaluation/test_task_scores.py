@@ -9,7 +9,7 @@ import pytest
 
 import nearplane
 from nearplane.demo import MODEL
-from nearplane.verbs.task_scores import mcnemar, scores
+from nearplane.evaluation.task_scores import mcnemar, scores
 
 
 def task(name, aggregate=np.mean):

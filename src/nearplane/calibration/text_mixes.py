@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import count, islice
 
+from nearplane.calibration.named_texts import text_to_calibrate_on
 from nearplane.errors import CalibrationError
-from nearplane.system.named_texts import text_to_calibrate_on
 
 SUFFIXES = (".txt", ".jsonl")  # of text files
 NUMBER = re.compile(r"[-+]?(\d{1,9}(\.\d{0,9})?|\.\d{1,9})")

@@ -9,8 +9,8 @@ import torch
 import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane.demo import HELD_OUT
+from nearplane.evaluation import predictions as predictions
 from nearplane.formats.stored import DecodedReader
-from nearplane.verbs import evaluate_networks as predictions
 from nightly import daily
 
 WAYS = {

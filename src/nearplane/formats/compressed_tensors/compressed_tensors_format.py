@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
+from nearplane.formats.compressed_tensors.fp4_packed import MXFP4Packed, NVFP4Packed
+from nearplane.formats.compressed_tensors.fp8_packed import FP8BlockPacked, FP8Packed, MXFP8Packed
+from nearplane.formats.compressed_tensors.int8_packed import Int8Packed
+from nearplane.formats.compressed_tensors.packed_integers import PackQuantized
+from nearplane.formats.compressed_tensors.packing import Packing, check_inputs, inputs_object, refuse_unknown
 from nearplane.formats.container import Format
-from nearplane.formats.fp4_packed import MXFP4Packed, NVFP4Packed
-from nearplane.formats.fp8_packed import FP8BlockPacked, FP8Packed, MXFP8Packed
-from nearplane.formats.int8_packed import Int8Packed
 from nearplane.formats.integers import expect, object_of, of_kind
 from nearplane.formats.layer_format import INPUT_SCALE, ConfigFile, GridFormat, Quantized, matches
-from nearplane.formats.packed_integers import PackQuantized
-from nearplane.formats.packing import Packing, check_inputs, inputs_object, refuse_unknown
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import InputRounding, NumberFormat
+from nearplane.number_formats import InputRounding, NumberFormat
 from nearplane.recipe.file_formats import FILE_FORMATS
 
 MIXED_FORMAT = "mixed-precision"  # `format` of a config whose layers have several packings

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
+from nearplane.formats.compressed_tensors.packing import Packing, exponents, powers
 from nearplane.formats.integers import consecutive, expect
 from nearplane.formats.layer_format import INPUT_SCALE
-from nearplane.formats.packing import Packing, exponents, powers
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.number_formats import E2M1, MXFP4, NVFP4, NumberFormat
 from nearplane.lattice.octaves import OctaveGrid
 from nearplane.lattice.shared_grid import SharedGrid
+from nearplane.number_formats import E2M1, MXFP4, NVFP4, NumberFormat
 
 JOINED = (  # last parts of the names of layers that vLLM joins to one product
     ("q_proj", "k_proj", "v_proj"),

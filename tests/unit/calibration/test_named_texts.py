@@ -11,10 +11,16 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from nearplane.calibration.named_texts import (
+    TEST_TEXTS,
+    TRAINING_TEXTS,
+    NamedText,
+    text_to_calibrate_on,
+    text_to_measure_on,
+)
+from nearplane.calibration.text_files import check_text
 from nearplane.calibration.texts import read_windows
 from nearplane.errors import CalibrationError
-from nearplane.system.named_texts import TEST_TEXTS, TRAINING_TEXTS, NamedText, text_to_calibrate_on, text_to_measure_on
-from nearplane.system.paths import check_text
 
 HAS_DATASETS = importlib.util.find_spec("datasets") is not None
 needs_datasets = pytest.mark.skipif(not HAS_DATASETS, reason="needs the datasets package")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.layer_format import GridFormat
-from nearplane.lattice.number_formats import InputRounding, NumberFormat
+from nearplane.number_formats import InputRounding, NumberFormat
 
 BIAS = 127  # of the exponents in E8M0
 SCALES = {torch.float16, torch.bfloat16, torch.float32}

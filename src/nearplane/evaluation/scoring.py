@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import ModelError
+from nearplane.evaluation.predictions import Network, Readout, batches_here, opened, predictions
+from nearplane.evaluation.protocols import NOT_SCORED, ScoredText
+from nearplane.evaluation.statistics import TokenScores, score_tokens
 from nearplane.models.kinds import predicts_always_the_same
 from nearplane.models.pretrained import as_model_error
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library
 from nearplane.system.progress import Progress, shown
 from nearplane.system.ranks import by_itself, current
-from nearplane.verbs.evaluate_networks import Network, Readout, batches_here, opened, predictions
-from nearplane.verbs.evaluate_protocols import NOT_SCORED, ScoredText
-from nearplane.verbs.evaluate_statistics import TokenScores, score_tokens
 
 LOGITS, POSITIONS = (
     1 << 20,

@@ -1,0 +1,1 @@
+"""What networks predict, and how it is scored: predictions, protocols of perplexity, statistics, scores of tasks."""

@@ -1,0 +1,1 @@
+"""The compressed-tensors format of transformers, vLLM and SGLang, and its six packings."""
