@@ -26,7 +26,6 @@ from nearplane.system.paths import INCOMPLETE, RECORD, refuse_adapter, unfinishe
 
 VERSION = 5  # of the record; records of other versions are refused
 OPTIONAL_FIELDS = ("degenerate", "extra_by_source")  # of layers; not in the file where they are empty
-MAX_CERTIFIED_INPUTS = 4096  # no limit is computed for wider layers, as it would take longer than the solve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
