@@ -25,7 +25,7 @@ def cpu_seconds() -> float:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu", action="store_true", help="print tables of CPU seconds by file, test and fixture")
-    parser.addoption("--cpu-file", metavar="FILE", help="write the CPU seconds of all files, tests and fixtures as JSON")
+    parser.addoption("--cpu-file", metavar="FILE", help="write the CPU seconds of all of them as JSON")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
