@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from importlib.util import find_spec
@@ -10,7 +11,7 @@ from pathlib import Path
 from nearplane.calibration.named_texts import TEST_TEXTS, text_to_calibrate_on, text_to_measure_on
 from nearplane.calibration.text_mixes import SUFFIXES, texts_of
 from nearplane.errors import INSTALL, CalibrationError, ModelError
-from nearplane.system.files import read_object
+from nearplane.system.files import read_object, sha256
 from nearplane.system.paths import check_path, folder_named, is_gguf, refuse_unfinished
 
 
@@ -86,3 +87,12 @@ def check_named(*models: str | Path | None, **texts: str | Path | None) -> None:
     for option, text in texts.items():
         if text is not None:
             check_text(text, f"--{option}")
+
+
+def content_of(text: Path) -> str:
+    """Return the SHA-256 of a text file or of all files in a folder; for a data set, its name."""
+    if text.is_file():
+        return sha256(text)
+    if not text.is_dir():
+        return str(text)
+    return hashlib.sha256("".join(sha256(p) for p in sorted(text.rglob("*")) if p.is_file()).encode()).hexdigest()

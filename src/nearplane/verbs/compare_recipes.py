@@ -15,7 +15,7 @@ from nearplane.recipe.file_formats import Format
 from nearplane.recipe.recipe import Calibration, Recipe, Way
 from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import GridScheme, RateScheme, fitting_group
-from nearplane.theory.hptq import hptq_recipe
+from nearplane.verbs.hptq import hptq_recipe
 
 WAYS: tuple[Way, ...] = Way.__args__  # type: ignore[attr-defined]
 HUFFMAN: tuple[Way, ...] = ("rtn-huffman", "gptq-huffman")
