@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nearplane.cli.streams import refuse_unread
 from nearplane.errors import printable
-from nearplane.recipe.sizes import size_text, three_places
+from nearplane.system.sizes import size_text, three_places
 
 if TYPE_CHECKING:
     from nearplane.verbs.compare import Row

@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nearplane.errors import ModelError
-from nearplane.recipe.patterns import fault_of
+from nearplane.system.patterns import fault_of
 from nearplane.system.safetensors_files import TensorReader
 
 COUNT = re.compile(r"^(num|n|number)_\w+|layers?$|blocks?$|experts$|heads?$|depths?$|labels$|groups$")

@@ -8,7 +8,6 @@ from difflib import SequenceMatcher
 from html import escape
 from pathlib import Path
 
-from nearplane.recipe.sizes import counted, size_text, three_places
 from nearplane.record.report.drawing import (
     NO_VALUE,
     along,
@@ -24,6 +23,7 @@ from nearplane.record.report.drawing import (
 )
 from nearplane.record.report.page import framed
 from nearplane.system.files import write_whole
+from nearplane.system.sizes import counted, size_text, three_places
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
 from nearplane.verbs.compare_recipes import WAYS
 from nearplane.verbs.early_checks import check_page
