@@ -22,7 +22,7 @@ from nearplane.lattice.superblock import on_one_level
 from nearplane.number_formats import InputRounding, NumberFormat, integers
 from nearplane.recipe.scheme import Scheme
 from nearplane.system.files import read_object
-from nearplane.system.model_files import CONFIG, TIED
+from nearplane.system.paths import CONFIG, TIED
 from nearplane.system.patterns import fault_of, has_match
 
 INPUT_SCALE = "input_global_scale"  # suffix of the tensor with the number by which steps of rounded inputs are divided

@@ -21,7 +21,7 @@ from nearplane.recipe.schemes import BlockScheme
 from nearplane.record.from_json import annotated
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.arguments import ComputeDtype
-from nearplane.system.file_hashes import digest_of
+from nearplane.system.files import digest_of
 from nearplane.system.matmul_choice import Products
 from nearplane.system.paths import INCOMPLETE, RECORD, refuse_adapter, unfinished_run
 

@@ -30,8 +30,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from nearplane.calibration.text_files import content_of
-from nearplane.calibration.text_mixes import texts_of
+from nearplane.calibration.text_files import content_of, texts_of
 from nearplane.errors import FormatError, NearplaneError, RecipeError
 from nearplane.formats.find_record import sound_record
 from nearplane.formats.journal_pages import run_inputs

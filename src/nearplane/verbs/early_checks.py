@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
-from nearplane.calibration.named_texts import is_cropped
-from nearplane.calibration.text_files import check_named
-from nearplane.calibration.text_mixes import check_shares, texts_of
+from nearplane.calibration.mix import check_shares
+from nearplane.calibration.text_files import check_named, is_cropped, texts_of
 from nearplane.errors import INSTALL, CalibrationError, ModelError, RecipeError
 from nearplane.evaluation.evaluate_request import PLAIN_WINDOWS, Protocol
 from nearplane.recipe.file_formats import FILE_FORMATS
@@ -102,8 +101,8 @@ def check_quantize(
         check_path("--like", recipe.like)
         if not Path(recipe.like).is_file():
             raise RecipeError(f"--like {recipe.like} is not a file. Pass a GGUF by llama.cpp's convert_hf_to_gguf.py.")
-    if recipe.calibration.samples is not None:  # else the model decides
-        check_shares(texts_of(recipe.calibration.calibration), recipe.calibration.samples)
+    if (samples := recipe.calibration.samples) is not None and (texts := texts_of(recipe.calibration.calibration)):
+        check_shares(texts, samples)  # else the model decides
     Unfinished(Path(out), overwrite=overwrite, sources=_folders(model))
     return limits
 
