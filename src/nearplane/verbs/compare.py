@@ -1,20 +1,8 @@
 """compare(): a table of several methods that quantize the same models to the same bits; `compare_figure.py` draws it.
 
 A row is one run of `quantize` and one of `evaluate`. No format holds Huffman codes: their rows take one walk through the
-network in memory and one run of `evaluate` (`hptq.py`). The methods use the same calibration tokens:
-
-    rtn-mse         weights rounded to nearest, b-bit symmetric groups, steps of least p-norm error; no calibration
-    gptq-mse        the same grids, GPTQ in its natural order, no corrected targets
-    rtn-huffman     weights rounded to nearest with one step per matrix and no limits; one Huffman code per matrix
-    gptq-huffman    the same coder, GPTQ in its natural order, no corrected targets (HPTQ)
-    nearplane-grid  the grids of the first two, with all defaults of nearplane
-    nearplane       entropy-coded, with all defaults: steps by water-filling, rates of layers by equal slope
-
-The first four are the rows of Table 1 in Chen et al., "The Geometry of LLM Quantization: GPTQ as Babai's Nearest Plane
-Algorithm" (2025). Order and damping, which it does not state for them, are GPTQ's own defaults.
-
-4.125 bits on a grid mean codes of 4 bits and a 16-bit step for every 128 weights. Groups that do not divide the layers are
-made smaller, and models in float32 get 32-bit steps. Every row has the true rate, from all bytes of the layers' tensors.
+network in memory (`hptq.py`). All methods, which `compare_recipes.py` describes, use the same calibration tokens. Every row
+has the true rate, from all bytes of the layers' tensors.
 """
 
 from __future__ import annotations
@@ -53,7 +41,6 @@ ORIGINAL_METHOD = "original"
 ROWS_FILE = "rows.json"
 LOCK_FILE = f"{ROWS_FILE}.lock"
 PROMPT_TOKENS = 100  # that are written behind a prompt
-Key = tuple[str, str, float | None]  # of a row: model, method, bits
 MAX_RATE_ERROR = 0.005  # relative deviation from the requested bits that needs no note
 
 
@@ -113,7 +100,7 @@ def compare(
 
     Args:
         models: Local folders of safetensors, or hub ids.
-        bits: Bits per weight, for example 4.125, 3.125, 2.125; their meaning on fixed grids is at the top of this file.
+        bits: Bits per weight, for example 4.125, 3.125, 2.125; their meaning on fixed grids is at the top of `compare_recipes.py`.
         text: Text to measure on, see `evaluate`.
         calibration: Calibration tokens.
         methods: Methods to compare, from `WAYS`.
@@ -146,21 +133,20 @@ def compare(
     if prompt is not None:
         for network in opened.values():
             check_prompt(network, prompt)
-    seqlen = seqlen or calibration.seqlen
+    seqlen, folder = seqlen or calibration.seqlen, None if keep is None else Path(keep)
     options = {"device": device, "trust_remote_code": trust_remote_code, "progress": progress}
-    measure = _Measure(text=text, samples=samples, seqlen=seqlen, prompt=prompt, options=options)
-    folder, inputs = None if keep is None else Path(keep), dict[str, Any]()
+    measure = _Measure(text=text, samples=samples, seqlen=seqlen, keep=folder, prompt=prompt, options=options)
+    inputs: dict[str, Any] = {}
     if folder is not None:
-        inputs = measure.run_inputs(
-            {name: each.folder for name, each in zip(names, opened.values(), strict=True)}, calibration
-        )
+        folders = {name: each.folder for name, each in zip(names, opened.values(), strict=True)}
+        inputs = measure.run_inputs(folders, calibration)
         _earlier(folder, inputs)
         check_writable(folder)
-    return _rows(opened, recipes, measure, folder, inputs)
+    return _rows(opened, recipes, measure, inputs)
 
 
-def _earlier(folder: Path, inputs: Mapping[str, Any]) -> dict[Key, Row]:
-    """Return the rows that a comparison with the same inputs has left in a folder; a folder without any is new or empty.
+def _earlier(folder: Path, inputs: Mapping[str, Any]) -> dict[tuple[str, str, float | None], Row]:
+    """Return the rows, by model, method and bits, that a comparison with the same inputs has left in a folder, if any.
 
     Rows of other bits and methods are added to them; a row of a method that failed is kept with its reason, and is measured
     anew by the next command.
@@ -201,43 +187,41 @@ class _Measure:
     """What is measured for every row: a text, and what is written behind a prompt.
 
     Args:
-        text, samples, seqlen, prompt: Arguments of `compare`.
+        text, samples, seqlen, keep, prompt: Arguments of `compare`.
         options: Options that `quantize` and `evaluate` share.
     """
 
     text: str | Path
     samples: int | None
     seqlen: int | None
+    keep: Path | None
     prompt: str | None
     options: dict[str, Any]
 
     def run_inputs(self, folders: Mapping[str, Path], calibration: Calibration) -> dict[str, Any]:
         """Return all that rows depend on except their method and bits; `folders` are those of the models."""
-        settings: dict[str, Any] = {"calibration": asdict(calibration)}
-        settings |= {"samples": self.samples, "seqlen": self.seqlen}
+        settings: dict[str, Any] = {"calibration": asdict(calibration), "samples": self.samples, "seqlen": self.seqlen}
         if self.prompt is not None:
             settings["prompt"] = self.prompt
         given = calibration.calibration
-        mix = [each.name for each in texts_of(given)]
-        texts = [self.text, *(mix or filter(None, [given]))]
+        texts = [self.text, *([each.name for each in texts_of(given)] or filter(None, [given]))]
         digest = " ".join(content_of(Path(text)) for text in texts)
         return run_inputs(settings, folders, digest, versions(), Device.named(self.options["device"])).values
 
     def original(self, model: str, opened: Model) -> Row:
         """Return the row of the original model."""
         size = sum(path.stat().st_size for path in opened.folder.glob("*.safetensors"))
-        bits = 8.0 * opened.dtype.itemsize
-        row = Row(model=model, method=ORIGINAL_METHOD, rate=bits, bytes=size, folder=opened.folder)
+        row = Row(
+            model=model, method=ORIGINAL_METHOD, rate=8.0 * opened.dtype.itemsize, bytes=size, folder=opened.folder
+        )
         return replace(self._measured(row, model), kl=0.0)
 
     def quantized(self, row: Row, recipe: Recipe, note: str, opened: Model, out: Path, kept: RunRecord | None) -> Row:
         """Quantize the model of a row in memory, or into `out` unless it was kept there, and complete the row."""
         if row.method in HUFFMAN:
-            coded = huffman_coded(row.model, opened, recipe, **self.options)
-            row = replace(
-                row, rate=coded.rate, bytes=coded.bytes, seconds=coded.seconds, note=_rate_note(row, coded.rate)
-            )
-            return self._measured(row, coded.network, against=row.model, tokenizer=coded.tokenizer)
+            made = huffman_coded(row.model, opened, recipe, **self.options)
+            row = replace(row, rate=made.rate, bytes=made.bytes, seconds=made.seconds, note=_rate_note(row, made.rate))
+            return self._measured(row, made.network, against=row.model, tokenizer=made.tokenizer)
         record = kept or quantize(row.model, out, recipe, **self.options)
         notes = "; ".join(filter(None, (note, record.missed or _rate_note(row, record.rate))))
         row = replace(row, rate=record.rate, bytes=record.bytes, seconds=record.seconds, folder=out, note=notes)
@@ -262,12 +246,9 @@ def _rate_note(row: Row, rate: float) -> str:
 
 
 def _rows(
-    opened: Mapping[str, Model],
-    recipes: Mapping[str, Recipes],
-    measure: _Measure,
-    keep: Path | None,
-    inputs: Mapping[str, Any],
+    opened: Mapping[str, Model], recipes: Mapping[str, Recipes], measure: _Measure, inputs: Mapping[str, Any]
 ) -> Iterator[Row]:
+    keep = measure.keep
     busy = f"{keep} is being written by another comparison. Wait for it, or choose another folder with --keep."
     locked = nullcontext() if keep is None else exclusive_lock(keep / LOCK_FILE, busy)
     with locked, tempfile.TemporaryDirectory(prefix="nearplane-") as temporary:
