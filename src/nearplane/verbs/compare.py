@@ -38,8 +38,7 @@ from nearplane.verbs.hptq import huffman_coded
 from nearplane.verbs.quantize_api import quantize
 
 ORIGINAL_METHOD = "original"
-ROWS_FILE = "rows.json"
-LOCK_FILE = f"{ROWS_FILE}.lock"
+ROWS_FILE, LOCK_FILE = "rows.json", "rows.json.lock"
 PROMPT_TOKENS = 100  # that are written behind a prompt
 MAX_RATE_ERROR = 0.005  # relative deviation from the requested bits that needs no note
 
