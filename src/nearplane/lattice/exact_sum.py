@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.exact_sum_torch import LOW, rows_at_once
 from nearplane.lattice.kernels import kernels_of
+from nearplane.lattice.kernels_torch import LOW
 
+AT_ONCE, GPU_AT_ONCE = 1 << 16, 1 << 22  # numbers that are handled at once: on a CPU they stay in its cache
 HIGH = 24  # bits between h and the unit of high integers
 UNKNOWN = 12  # h is 2^12 where the first batch is zero
 MAX_EXPONENT = 400  # of h: float64 holds its products with the numbers above
@@ -149,3 +150,9 @@ class ExactSum:
         mirrored = self._padded - at  # as many columns are free in these rows
         low = self._low if at == 0 else self._high[mirrored:]
         return high[at : at + rows, at:], low[:rows, :columns]
+
+
+def rows_at_once(x: Tensor) -> list[slice]:
+    """Return the rows of a matrix in parts that are handled at once."""
+    rows = max(1, (AT_ONCE if x.device.type == "cpu" else GPU_AT_ONCE) // max(1, x.shape[1]))
+    return [slice(a, a + rows) for a in range(0, len(x), rows)]

@@ -28,7 +28,7 @@ class Kernels:
         search: Selection of the best candidate step for every group.
         beam: Pass of several candidates per row through a block of columns.
         blocks: Search for the steps of blocks, which `superblocks_torch.py` has in torch.
-        add_exactly: Addition of a product to an exact sum, which `exact_sum_torch.py` has in torch.
+        add_exactly: Addition of a product to an exact sum.
         solve_pass: Nearest plane through all columns as one kernel; None: column blocks by `sweep`.
         descend_pass: A pass of coordinate descent as one kernel; None: column blocks by `sweep`.
         beam_bytes: Limit in bytes for the targets and codes of a beam.
@@ -52,14 +52,14 @@ class Kernels:
 
 @cache
 def _numba() -> Kernels:
-    from nearplane.lattice import beam_cpu, exact_sum_cpu, kernels_cpu, superblocks_cpu
+    from nearplane.lattice import beam_cpu, kernels_cpu, superblocks_cpu
 
     return Kernels(
         sweep=kernels_cpu.sweep_block,
         search=kernels_cpu.best_candidate,
         beam=beam_cpu.beam_paths,
         blocks=superblocks_cpu.search,
-        add_exactly=exact_sum_cpu.add_exactly,
+        add_exactly=kernels_cpu.add_exactly,
         beam_bytes=beam_cpu.BEAM_BYTES,
         lanes=beam_cpu.LANES,
     )
@@ -68,15 +68,15 @@ def _numba() -> Kernels:
 @cache
 def torch_kernels() -> Kernels:
     """Return the torch forms, which run on every device."""
-    from nearplane.lattice import exact_sum_torch, superblocks_torch
     from nearplane.lattice import kernels_torch as forms
+    from nearplane.lattice import superblocks_torch
 
     return Kernels(
         sweep=forms.sweep_block,
         search=forms.best_candidate,
         beam=forms.beam_paths,
         blocks=superblocks_torch.search,
-        add_exactly=exact_sum_torch.add_exactly,
+        add_exactly=forms.add_exactly,
         beam_bytes=forms.BEAM_BYTES,
     )
 
@@ -91,7 +91,6 @@ def _triton() -> Kernels:
         _check_triton()
     from nearplane.lattice import (
         beam_triton,
-        exact_sum_triton,
         kernels_triton,
         passes_triton,
         superblocks_triton,
@@ -106,7 +105,7 @@ def _triton() -> Kernels:
         descend_pass=passes_triton.descend_pass,
         beam=beam_triton.beam_paths,
         blocks=superblocks_triton.search,
-        add_exactly=exact_sum_triton.add_exactly,
+        add_exactly=kernels_triton.add_exactly,
         beam_block=beam_triton.BLOCK,
         fit_columns=superfit_triton.fit_columns,
     )

@@ -19,7 +19,7 @@ from nearplane.calibration.states_on_host import pinned_bytes
 from nearplane.calibration.windows import extra_batch
 from nearplane.lattice import kernels_torch
 from nearplane.lattice.bounds import BLOCK_COLUMNS
-from nearplane.lattice.exact_sum_torch import GPU_AT_ONCE
+from nearplane.lattice.exact_sum import GPU_AT_ONCE
 from nearplane.lattice.factor import GPU_NUMBERS_AT_ONCE
 from nearplane.lattice.moments import GPU_SPAN, SPAN
 from nearplane.planning.probe import COMPARED_LOGITS, Extent

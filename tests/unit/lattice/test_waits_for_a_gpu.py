@@ -16,16 +16,14 @@ from nearplane.errors import NumericalError
 from nearplane.lattice import bounds, factor, polish
 from nearplane.lattice.beam import k_best
 from nearplane.lattice.bounds import certify, limit, losses_on_extra
-from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.factor import Factor, factorize, pivoted_order
-from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import Codebook, ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Extra, trust
 from nearplane.lattice.octaves import OctaveFit, octaves
 from nearplane.lattice.polish import Fit, PlainFit, descend
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import Solution, nearest_plane, round_to_nearest, sweep_planes
-from nearplane.lattice.superblock_fit import SuperFit
-from nearplane.lattice.superblock_search import fit_blocks
+from nearplane.lattice.superblock_fit import SuperFit, fit_blocks
 from nearplane.matrix.to_rate import scaled
 from nearplane.number_formats import MXFP4, NVFP4, TYPES, BlockType, integers
 from pretended import Gpu, Pretend, pretended
