@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.kernels import kernels_of
+from nearplane.lattice.kernels import kernels_of, tiling_of
 from nearplane.lattice.kernels_torch import LOW
 
-AT_ONCE, GPU_AT_ONCE = 1 << 16, 1 << 22  # numbers that are handled at once: on a CPU they stay in its cache
 HIGH = 24  # bits between h and the unit of high integers
 UNKNOWN = 12  # h is 2^12 where the first batch is zero
 MAX_EXPONENT = 400  # of h: float64 holds its products with the numbers above
@@ -132,11 +131,13 @@ class ExactSum:
 
         Of a symmetric matrix the blocks below the diagonal are zero.
         """
-        values = self._high.view(torch.float64)
+        values, at_once = self._high.view(torch.float64), tiling_of(self.unit.device).summed
         for at in range(0, self.shape[0], self.span or self.shape[0]):
             high, low = self._limbs(at)
             block = self._limbs(at, values)[0]
-            for rows in rows_at_once(high):
+            step = max(1, at_once // max(1, high.shape[1]))
+            for a in range(0, len(high), step):
+                rows = slice(a, a + step)
                 block[rows] = high[rows].double().add_(low[rows], alpha=2.0**-LOW).div_(self.unit)
             low.zero_()
         return values[: self.shape[0]]
@@ -150,9 +151,3 @@ class ExactSum:
         mirrored = self._padded - at  # as many columns are free in these rows
         low = self._low if at == 0 else self._high[mirrored:]
         return high[at : at + rows, at:], low[:rows, :columns]
-
-
-def rows_at_once(x: Tensor) -> list[slice]:
-    """Return the rows of a matrix in parts that are handled at once."""
-    rows = max(1, (AT_ONCE if x.device.type == "cpu" else GPU_AT_ONCE) // max(1, x.shape[1]))
-    return [slice(a, a + rows) for a in range(0, len(x), rows)]

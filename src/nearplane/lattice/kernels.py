@@ -50,6 +50,42 @@ class Kernels:
     fit_columns: Callable[..., None] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """Sizes of the pieces that a device computes at once: a CPU has caches, a GPU takes long to start an operation.
+
+    Args:
+        strip_rows: Rows of a layer that are solved together; the last strip may have fewer.
+        numbers: Numbers of the rows that are handled at once, if these are more than those asked for.
+        span: Columns of a block of `X^T X`, of which only blocks on and above the diagonal are formed.
+        summed: Numbers of an exact sum that are converted at once.
+        cholesky: Columns that are factored at once.
+        triangle: Rows of a triangular system that are solved at once, by one thread; None: all, by the device's own solver.
+        products: Most products by which rows are multiplied with a triangle; None: one for every 512 columns.
+        waits: Whether a number that is read from the device waits for all that it has begun.
+    """
+
+    strip_rows: int
+    numbers: int
+    span: int
+    summed: int
+    cholesky: int
+    triangle: int | None
+    products: int | None
+    waits: bool
+
+
+CPU = Tiling(strip_rows=512, numbers=0, span=256, summed=1 << 16, cholesky=192, triangle=96, products=None, waits=False)
+GPU = Tiling(
+    strip_rows=4096, numbers=1 << 24, span=1024, summed=1 << 22, cholesky=4096, triangle=None, products=4, waits=True
+)
+
+
+def tiling_of(device: torch.device) -> Tiling:
+    """Return the sizes of a device, which need none of its kernels."""
+    return CPU if device.type == "cpu" else GPU
+
+
 @cache
 def _numba() -> Kernels:
     from nearplane.lattice import beam_cpu, kernels_cpu, superblocks_cpu

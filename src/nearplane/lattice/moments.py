@@ -15,9 +15,7 @@ from torch import Tensor
 
 from nearplane.lattice.exact_sum import ExactSum, unit_of
 from nearplane.lattice.factor import Factor, read, strips, total
-
-# columns of a block of `X^T X`; only blocks on and above the diagonal are formed; a GPU takes long to start a product
-SPAN, GPU_SPAN = 256, 1024
+from nearplane.lattice.kernels import tiling_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +115,7 @@ class MomentSums:
             return
         self.tokens, self.dtype = self.tokens + len(X_hat), sum_dtype(X_hat)
         unit = self.unit = unit_of(X_hat) if self.unit is None else self.unit
-        n, span = X_hat.shape[1], span_of(X_hat.device)
+        n, span = X_hat.shape[1], tiling_of(X_hat.device).span
         self.H = self.H or ExactSum(unit, (n, n), span)
         for a in range(0, n, span):
             self.H.add(cross_product(X_hat[:, a : a + span], X_hat[:, a:]), a)
@@ -279,11 +277,6 @@ def weighted_difference(whole: Tensor, tokens: int, part: Tensor, part_tokens: i
     return (whole * (tokens / remaining)).sub_(part, alpha=part_tokens / remaining)
 
 
-def span_of(device: torch.device) -> int:
-    """Return the columns of a block of `X^T X` on a device."""
-    return SPAN if device.type == "cpu" else GPU_SPAN
-
-
 def sum_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the dtype in which products of tensors are summed: float32, or float64 if one has that dtype."""
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
@@ -337,7 +330,7 @@ def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _mirrored(H: Tensor) -> Tensor:
     """Fill in the blocks below the diagonal in place."""
-    span = span_of(H.device)
+    span = tiling_of(H.device).span
     for a in range(0, len(H), span):
         H[a + span :, a : a + span] = H[a : a + span, a + span :].T
     return H

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice import bounds, factor, polish
+from nearplane.lattice import bounds, kernels, polish
 from nearplane.lattice.beam import k_best
 from nearplane.lattice.bounds import certify, limit, losses_on_extra
 from nearplane.lattice.factor import Factor, factorize, pivoted_order
@@ -34,11 +34,10 @@ PASSES = 3
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    monkeypatch.setattr(factor, "CHOLESKY_BLOCK", 8)
-    monkeypatch.setattr(factor, "GPU_CHOLESKY_BLOCK", 8)
+    monkeypatch.setattr(kernels, "CPU", replace(kernels.CPU, cholesky=8))
+    monkeypatch.setattr(kernels, "GPU", replace(kernels.GPU, cholesky=8, numbers=0))
     monkeypatch.setattr(polish, "SPAN", 8)
     monkeypatch.setattr(bounds, "MEASURED_ROWS", 4)
-    monkeypatch.setattr(factor, "GPU_NUMBERS_AT_ONCE", 0)
     with pretended() as opened:
         yield opened
 
