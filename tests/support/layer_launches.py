@@ -44,10 +44,10 @@ def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tal
     codes.copy_(swept)
 
 
-def descend_pass(state: State, W: Tensor | None, spans: Spans, rounding: Rounding | None) -> None:
+def descend_pass(state: State, W: Tensor, spans: Spans, rounding: Rounding | None, *, begins: bool) -> None:
     """Take a pass of coordinate descent on the CPU."""
     starts, firsts, group = spans.starts.tolist(), spans.firsts.tolist(), state.grid.group
-    if W is not None:
+    if begins:
         state.E.copy_(W.T - polish.in_steps(state, 0, len(state.E)) * state.scale[group])
     fit = None if rounding is None else Rounded(rounding)
     for a, b in pairwise(starts[i] for i in firsts):

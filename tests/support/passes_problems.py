@@ -161,17 +161,17 @@ def swept(case: Case) -> dict[str, Any]:
 def descended(case: Case) -> dict[str, Any]:
     """Descend from random codes; return how far codes, E, steps and losses are from the formulas."""
     found = {"wrong_values": 0, "off_boundary": 0.0, "far": 0, "loss": 0.0, "wrong_steps": 0}
-    passes, weights = 0, case.W
+    passes = 0
     book, H = case.grid.codebook, case.H.to(case.dtype)
 
-    def replayed(state: State, W: Tensor | None, spans: Spans, rounding: Rounding | None) -> None:
+    def replayed(state: State, W: Tensor, spans: Spans, rounding: Rounding | None, *, begins: bool) -> None:
         names = ("H", "diagonal", "scale", "zero", "codes", "E", "gained", "fitted")
         before = {name: getattr(state, name).held.clone() for name in names}
-        nonlocal passes, weights
-        passes, weights = passes + 1, weights if W is None else W.held.clone()
-        before |= {"W": weights, "group": state.grid.group.held}
+        nonlocal passes
+        passes += 1
+        before |= {"W": W.held, "group": state.grid.group.held}
         before |= {"starts": spans.starts.held, "spans": spans.firsts.held}
-        passes_triton.descend_pass(state, W, spans, rounding)
+        passes_triton.descend_pass(state, W, spans, rounding, begins=begins)
         after = {name: getattr(state, name).held for name in names}
         for name, value in replay(before, after, bool(state.moved.held), book, rounding).items():
             found[name] = max(found[name], value)

@@ -53,30 +53,30 @@ def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tal
         )  # fmt: skip
 
 
-def descend_pass(state: State, W: Tensor | None, spans: Spans, rounding: Rounding | None) -> None:
+def descend_pass(state: State, W: Tensor, spans: Spans, rounding: Rounding | None, *, begins: bool) -> None:
     """Descend once over all columns: fit the steps of a span if a rounding is given, then move its codes.
 
     Args:
         state: State of the descent, updated.
-        W: (out, in) weights, of any strides, if E is yet to be written; None: E is that of the state.
+        W: (out, in) weights, of any strides.
         spans: Column ranges.
         rounding: Rounding of fitted steps; None: steps stay.
+        begins: Whether E is yet to be written.
     """
     scale, zero, codes, E, H = state.scale, state.zero, state.codes, state.E, state.H.contiguous()
-    n, out = E.shape
-    weights = E.T if W is None else W
-    levels, middles = levels_on(state.codebook, E)
-    sums, before = torch.empty(2, spans.longest, out, dtype=E.dtype, device=E.device)
-    strides = *weights.stride(), H.stride(0), codes.stride(0), E.stride(0), scale.stride(0), zero.stride(0)
+    out, n = W.shape
+    levels, middles = levels_on(state.codebook, W)
+    sums, before = torch.empty(2, spans.longest, out, dtype=W.dtype, device=W.device)
+    strides = *W.stride(), H.stride(0), codes.stride(0), E.stride(0), scale.stride(0), zero.stride(0)
     mantissa, *numbers = rounding or (-1, 1.0, 1.0, 1.0)
     sizes = _sizes(out, tries=mantissa == 0)
-    with device_of(E):
+    with device_of(W):
         _descend[(triton.cdiv(out, sizes["R"]),)](
-            weights, scale, zero, state.grid.group, H, state.diagonal, spans.starts, spans.firsts, codes, E, sums, before,
+            W, scale, zero, state.grid.group, H, state.diagonal, spans.starts, spans.firsts, codes, E, sums, before,
             state.gained, state.fitted, state.moved.view(torch.int8), levels, middles, len(middles), out, n,
             len(spans.firsts) - 1, *strides, *code_limits(state.codebook), *numbers,
-            BITS=len(middles).bit_length(), MANTISSA=mantissa, fits=rounding is not None, begins=W is not None,
-            T=TILE, **sizes, OFFSET=_offset_type(weights, H),
+            BITS=len(middles).bit_length(), MANTISSA=mantissa, fits=rounding is not None, begins=begins,
+            T=TILE, **sizes, OFFSET=_offset_type(W, H),
             num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 

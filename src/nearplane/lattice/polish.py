@@ -230,7 +230,7 @@ def descend(
             for a, b in spans:
                 _pass(state, a, b, fit, block)
         else:
-            descend_pass(state, W if left == sweeps - 1 else None, ranges, rounding)
+            descend_pass(state, W, ranges, rounding, begins=left == sweeps - 1)
         if not left or not bool(state.moved):
             break
         state.moved.zero_()
