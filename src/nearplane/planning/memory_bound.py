@@ -20,7 +20,7 @@ from nearplane.calibration.windows import extra_batch
 from nearplane.lattice import kernels, kernels_torch
 from nearplane.lattice.bounds import BLOCK_COLUMNS
 from nearplane.planning.probe import COMPARED_LOGITS, Extent
-from nearplane.record.record import MAX_CERTIFIED_INPUTS
+from nearplane.recipe.thresholds import MAX_CERTIFIED_INPUTS
 
 ALLOCATOR_FACTOR = 1.3  # factor for memory that allocators keep between live tensors, and for buffers of libraries
 SINGLE, DOUBLE = 4, 8  # bytes of a float32 and of a float64 number
