@@ -13,5 +13,5 @@ def test_the_stub_names_the_same_homes() -> None:
     homes = {
         alias.asname: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert nearplane.HOMES == homes
+    assert homes == nearplane.HOMES
     assert nearplane.__all__ == [*homes]
