@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -65,13 +65,23 @@ class Rounded(polish.PlainFit):
 def one_launch(kernel: Callable[..., Any], name: str, launches: Counter[str]) -> Callable[..., Any]:
     """Return a kernel of the CPU that takes tensors on the card, as one launch."""
 
-    def launched(*args: Any) -> Any:
+    def launched(*args: Any, **options: Any) -> Any:
         here().launches += 1
         launches[name] += 1
-        found = kernel(*tree_map_only(Pretend, lambda each: each.held, args))
+        found = kernel(*map(held, args), **options)
         return tree_map_only(Tensor, lambda each: Pretend(each, 0), found)
 
     return launched
+
+
+def held(argument: Any) -> Any:
+    """Return an argument of a kernel with the tensors that the card holds, in their memory."""
+    if isinstance(argument, State):
+        return replace(argument, **{each.name: held(getattr(argument, each.name)) for each in fields(State)})
+    if isinstance(argument, Grid):
+        parts = argument.with_parts({name: held(part) for name, part in argument.parts.items()})
+        return replace(parts, group=held(argument.group))
+    return tree_map_only(Pretend, lambda each: each.held, argument)
 
 
 @contextmanager
