@@ -138,8 +138,9 @@ def _passed_on(
         k = (other + tl.arange(0, K)).to(OFFSET)
         m = tl.load(
             M + columns.to(OFFSET)[:, None] * M_stride + k[None, :] * M_column_stride,
-            mask=(columns < limit)[:, None] & (k < end)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=(columns < limit)[:, None] & (k < end)[None, :],
+            other=0.0,
+        )
         e = tl.load(E + k[:, None] * E_stride + r[None, :], mask=(k < end)[:, None] & here[None, :], other=0.0)
         sums = _product(m, e, sums)
     return sums
@@ -409,8 +410,9 @@ def _descend(
                             k = (other + tl.arange(0, K)).to(OFFSET)
                             h = tl.load(
                                 H + columns[:, None] * H_stride + k[None, :],
-                                mask=inside[:, None] & (k < b)[None, :], other=0.0,
-                            )  # fmt: skip
+                                mask=inside[:, None] & (k < b)[None, :],
+                                other=0.0,
+                            )
                             _, others = _steps(codes, scale, zero, group, levels, k, k < b, r, here,
                                                codes_stride, scale_stride, zero_stride, BITS, OFFSET)  # fmt: skip
                             vH = _product(h, tl.where((k < b)[:, None], others, 0.0), vH)
