@@ -109,7 +109,7 @@ def quantizing(models, way, out, text):
 
 
 CASES = [(way, world) for way in WAYS for world in (2, 3, 4)]
-SHORT = [("grid", 2), ("rate, embeddings and head", 3)]
+SHORT = [("grid", 2), ("experts", 2), ("rate, embeddings and head", 3)]
 
 
 @pytest.mark.parametrize("case", daily(CASES, SHORT), ids=str)

@@ -24,7 +24,6 @@ from nearplane.planning.request import resolved
 from nearplane.recipe.recipe import Recipe
 from nearplane.system.device import Device
 from pretended import pretended
-from pretended_kernels import compiled
 
 GRID = dict(bits=4, group_size=32, rounds=0, polish=0)
 FEW = {"intermediate_size": 512}  # few tokens for so many inputs: solving takes most
@@ -56,7 +55,7 @@ def counted(folder, planned, windows, seqlen, config, dtype=torch.float32, **opt
     model = random_model(config_of("llama", num_hidden_layers=1, **(sizes | config)))
     model.to(dtype).save_pretrained(folder / "model")
     tokens = torch.randint(96, (windows, seqlen), generator=torch.Generator().manual_seed(0))
-    with pretended() as gpu, compiled():
+    with pretended() as gpu:
         nearplane.quantize(folder / "model", folder / "out", calibration=tokens, device="pretend:0", **options)
     return gpu.peak, planned[0].bounds[0]
 
