@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bare_blocks import both
 from model_types import save_type, tiny_config
 from nearplane.calibration.activations import Stream, skeleton
+from nearplane.calibration.rows import RoutedRows
 from nearplane.calibration.second_moments import Observed, observe, sum_moments
-from nearplane.calibration.watch import RoutedRows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.models.experts import ExpertLayer, Routed, by_expert, is_stack, make_observable
 from nearplane.models.model import Model, open_model
