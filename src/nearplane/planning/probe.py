@@ -32,7 +32,14 @@ from nearplane.models.kinds import (
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.planning.allocate import Curve, sum_of
-from nearplane.planning.perturb import Change, Perturbations, corrected_losses, measured_blocks, relative_energy, within
+from nearplane.planning.perturb import (
+    Change,
+    Perturbations,
+    corrected_losses,
+    measured_blocks,
+    name_in_block,
+    relative_energy,
+)
 from nearplane.system.matmul_choice import Library
 from nearplane.system.matmul_library import library_in_use, using_library
 from nearplane.system.memory import release
@@ -210,7 +217,7 @@ def probe(
     every = [next(one for one in same if one is not None) for same in zip(*ranks.gather(travellers), strict=True)]
     if not deep:
         return _curves(model, every, [one.loss for one in every if one.loss is not None], tied=perturbations.together)
-    names = {layer.name: within(layer.name, block.name) for block in model.blocks for layer in block.layers}
+    names = {layer.name: name_in_block(layer.name, block.name) for block in model.blocks for layer in block.layers}
     changes = [Change(one.block, tuple(names[layer] for layer in one.layers), one.expected, one.loss) for one in every]
     return _curves(model, every, corrected_losses(changes), tied=perturbations.together)
 
