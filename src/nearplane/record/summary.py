@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from nearplane.recipe.sizes import size_text, three_places
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.words import (
     NOT_FITTED,
@@ -18,6 +17,7 @@ from nearplane.record.words import (
     next_commands,
     remarks,
 )
+from nearplane.system.sizes import size_text, three_places
 
 LEGEND = {  # of the columns of `layer_table`
     "bits/weight": "size of the layer in the file, per weight",
