@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream
+from nearplane.calibration.rows import ExpertRows, InParts, RoutedRows, Rows
 from nearplane.calibration.stages import rows_by_batch, unreached
 from nearplane.calibration.sums_of_ranks import add_up, collect
-from nearplane.calibration.watch import ExpertRows, InParts, RoutedRows, Rows
 from nearplane.calibration.windows import EXTRA_TOKENS
 from nearplane.errors import CalibrationError, RankError
 from nearplane.lattice.exact_sum import unit_of

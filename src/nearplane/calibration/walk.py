@@ -228,7 +228,7 @@ class _Walk:
         for index, block in enumerate(model.in_turn(model.blocks[done:], place), done):
             with (
                 block.on(place, dtype, original=recipe.scheme.correct and stream is not None),
-                rounding.within(block.quantized_layers()) if rounding is not None else nullcontext(),
+                rounding.applied(block.quantized_layers()) if rounding is not None else nullcontext(),
             ):
                 unquantized = model.unquantized(index)
                 onward = index + 1 < last

@@ -183,7 +183,7 @@ class Change(NamedTuple):
     loss: float | None
 
 
-def within(layer: str, block: str) -> str:
+def name_in_block(layer: str, block: str) -> str:
     """Return the name of a layer within its block."""
     return layer.removeprefix(f"{block}.")
 
@@ -199,7 +199,9 @@ def measured_blocks(blocks: Sequence[Block], most: int) -> frozenset[int]:
     kinds: dict[tuple[str, ...], list[int]] = {}
     for number, block in enumerate(blocks):
         if block.layers:
-            kinds.setdefault(tuple(sorted(within(layer.name, block.name) for layer in block.layers)), []).append(number)
+            kinds.setdefault(tuple(sorted(name_in_block(layer.name, block.name) for layer in block.layers)), []).append(
+                number
+            )
     chosen: set[int] = set()
     for numbers in kinds.values():
         count = max(min(2, len(numbers)), most * len(numbers) // len(blocks))
