@@ -37,12 +37,9 @@ SCHEMES: dict[str, AnyScheme] = {
 }
 
 
-def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally) -> None:
-    """Sweep all columns on the CPU; E is used as targets and is not filled."""
-    E.copy_(columns.W)
-    swept = torch.empty_like(codes)
-    solvers._sweep_blocks(columns, U, E, swept, tally, 128)
-    codes.copy_(swept)
+def solve_pass(columns: Columns, U: Tensor, tally: Tally) -> tuple[Tensor, Tensor]:
+    """Sweep all columns on the CPU; the errors are not filled."""
+    return solvers._sweep_blocks(columns, U, tally, 128), torch.empty_like(columns.W)
 
 
 def descend_pass(descent: Descent) -> None:

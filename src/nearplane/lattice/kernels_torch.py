@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.codebook import Codebook
-from nearplane.lattice.grid import Weights
+from nearplane.lattice.grid import Grid, Weights
 
 NORM = 2.5  # exponent in the search for steps; 2.4 in GPTQ, here a square times a square root
 BEAM_BYTES = 1 << 30  # targets and codes of the rows in a beam at a time: enough to keep a GPU busy
@@ -29,6 +29,15 @@ class Columns(NamedTuple):
     zero: Tensor
     group: Tensor
     codebook: Codebook
+
+    @classmethod
+    def of(cls, W: Tensor, grid: Grid, order: Tensor) -> Columns:
+        """Return copies of all columns of weights (out, in) in an order, with their grid in the dtype of the weights."""
+        scale, zero = (
+            part.to(W.dtype).expand(len(W), -1).T.clone(memory_format=torch.contiguous_format)
+            for part in (grid.scale, grid.zero)
+        )
+        return cls(W.T.contiguous().index_select(0, order), scale, zero, grid.group[order], grid.codebook)
 
 
 class Tally(NamedTuple):
