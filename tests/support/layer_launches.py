@@ -24,7 +24,8 @@ from nearplane.lattice.grid import Grid
 from nearplane.lattice.kernels_torch import Columns, Descent, Tally
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.inputs import LayerInput, corrected
+from nearplane.matrix.on_grid import joined
 from nearplane.matrix.solve_layer import Task, solve_layer
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
 from pretended import Gpu, Pretend, pretended
@@ -131,10 +132,11 @@ def count(out: int, columns: int, scheme: AnyScheme) -> Gpu:
     """Solve a layer on a pretended GPU, the first of its stage, and send it to the CPU; return what was counted."""
     W = torch.randn(out, columns, generator=torch.Generator().manual_seed(1)) / columns**0.5
     with pretended(memory=1 << 45) as gpu:
-        inputs = Inputs(statistics(columns, True))
-        task = Task(name="a layer", W=Pretend(W, 0), inputs=inputs, scheme=scheme, storage=StepStorage(torch.float16))
+        inputs, there = LayerInput.of(statistics(columns, True)), Pretend(W, 0)
         gpu.forget()
-        solve_layer(task)[0].to("cpu")
+        target, storage = corrected(there, inputs, scheme), StepStorage(torch.float16)
+        task = Task(name="a layer", W=there, target=target, inputs=inputs, scheme=scheme, storage=storage)
+        joined([solve_layer(task)], inputs, scheme, name="a layer")[0].to("cpu")
     return gpu
 
 
