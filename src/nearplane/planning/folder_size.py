@@ -20,8 +20,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from nearplane.errors import RecipeError
-from nearplane.formats.beside import Beside
-from nearplane.formats.card_file import origin_of
+from nearplane.formats.beside import Beside, origin_of
 from nearplane.formats.container import Container
 from nearplane.formats.gguf.architecture import rope_factors
 from nearplane.formats.gguf.gguf_container import planned_tensors
@@ -46,8 +45,7 @@ from nearplane.record.record import (
     row_groups,
 )
 from nearplane.system.matmul_choice import Library
-from nearplane.system.model_files import CONFIG
-from nearplane.system.paths import MAX_FILE
+from nearplane.system.paths import CONFIG, MAX_FILE
 from nearplane.system.safetensors_files import INDEX, index_text, shard_size
 from nearplane.system.shard_writer import file_names
 
@@ -136,7 +134,7 @@ def check_disk(out: Path, model: Model, recipe: Recipe, *, copies: int = 1) -> N
     """
     size = getattr(recipe.scheme, "size", None)
     size = forecast_bytes(model, recipe) if size is None else bytes_in(size)
-    check_room(out, copies * size, joined=0 if recipe.files.for_llama_cpp else size)
+    check_room(out, copies * size, joined=0 if recipe.files.one_file else size)
 
 
 def forecast_bytes(model: Model, recipe: Recipe) -> int:
@@ -156,7 +154,7 @@ def forecast_bytes(model: Model, recipe: Recipe) -> int:
         size += TENSORS_OF_LAYER * _of_tensor(f"{name}.weight_packed", "BF16", layer.shape, nbytes, file)
         size += _of_layer(layer) + RECORD_OF_LAYER + 2 * len(name)  # the config may name every layer
     copied = _beside(model).size()
-    if recipe.files.for_llama_cpp:  # the tokenizer is in the GGUF as well as beside it
+    if recipe.files.one_file:  # the tokenizer is in the GGUF as well as beside it
         copied += copied + TOKEN_BYTES * len(model.network.get_input_embeddings().weight)
     return math.ceil(sum(stored.values()) + size + copied + FIXED_BYTES + (len(model.blocks) + 1) * SHARD_BYTES)
 
@@ -182,7 +180,7 @@ def tensor_bytes(model: Model, recipe: Recipe) -> int:
         RecipeError: A GGUF cannot hold a tensor, or the package gguf is not installed.
     """
     reader, layers = model.reader, FORMATS[str(recipe.format)].layers
-    if recipe.files.for_llama_cpp:
+    if recipe.files.one_file:
         types = {
             layer.written(model.weights): recipe.scheme_of(layer.name).number_format.name for layer in model.layers
         }

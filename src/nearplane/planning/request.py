@@ -175,7 +175,7 @@ def _check_left_out(model: Model, recipe: Recipe) -> None:
     Raises:
         RecipeError: There is such a tensor; the message names it.
     """
-    if not (recipe.files.for_llama_cpp or recipe.files.for_mlx):
+    if not recipe.files.every_tensor:
         return
     matrices = model.matrices()
     for name, target in model.weights.unused.items():
@@ -189,7 +189,7 @@ def _check_left_out(model: Model, recipe: Recipe) -> None:
 
 def _inconsistent_fusions(model: Model, recipe: Recipe) -> dict[str, list[str]]:
     """Return the modules whose layers runtimes fuse although their grids differ or some are unquantized, by the difference."""
-    if recipe.files.for_llama_cpp or recipe.files.for_mlx or recipe.files.by_nearplane:
+    if not recipe.files.fuses:
         return {}
     grids = {layer.name: recipe.scheme_of(layer.name).number_format.name for layer in model.layers}
     fused: dict[tuple[str, str], dict[str, dict[str, None]]] = {}  # grids of each part, by module and fused layer
@@ -218,7 +218,7 @@ def rehearse(model: Model, recipe: Recipe, windows: Windows, device: Device) -> 
         ModelError, RecipeError: The run cannot succeed; the message names the block or layer and an alternative.
     """
     looks = {} if windows.fitted is None else try_blocks(model, windows.fitted, device)
-    if recipe.files.by_gptqmodel and (recipe.layers or recipe.allocate == "slope"):
+    if recipe.files.plain_readers and (recipe.layers or recipe.allocate == "slope"):
         logger.warning(
             "Only GPTQModel, vLLM and SGLang read GPTQ checkpoints whose layers have different grids; transformers alone does not."
         )

@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
-from nearplane.calibration.named_texts import is_cropped
-from nearplane.calibration.text_files import check_named
-from nearplane.calibration.text_mixes import check_shares, texts_of
+from nearplane.calibration.mix import check_shares
+from nearplane.calibration.text_files import check_named, is_cropped, texts_of
 from nearplane.errors import INSTALL, CalibrationError, ModelError, RecipeError
 from nearplane.recipe.evaluate_request import PLAIN_WINDOWS, Protocol
 from nearplane.recipe.file_formats import FILE_FORMATS
@@ -102,8 +101,8 @@ def check_quantize(
         check_path("--like", recipe.like)
         if not Path(recipe.like).is_file():
             raise RecipeError(f"--like {recipe.like} is not a file. Pass a GGUF by llama.cpp's convert_hf_to_gguf.py.")
-    if recipe.calibration.samples is not None:  # else the model decides
-        check_shares(texts_of(recipe.calibration.calibration), recipe.calibration.samples)
+    if (samples := recipe.calibration.samples) is not None and (texts := texts_of(recipe.calibration.calibration)):
+        check_shares(texts, samples)  # else the model decides
     Unfinished(Path(out), overwrite=overwrite, sources=_folders(model))
     return limits
 
@@ -145,7 +144,7 @@ def check_tune(
     check_recipe(record.recipe, str(source))
     check_named(against, calibration=_path(calibration))
     Unfinished(Path(out), overwrite=overwrite, sources=(Path(source), *_folders(against)))
-    check_room(Path(out), record.folder, joined=0 if record.recipe.files.for_llama_cpp else record.bytes)
+    check_room(Path(out), record.folder, joined=0 if record.recipe.files.one_file else record.bytes)
     return record
 
 
@@ -211,7 +210,7 @@ def check_verify(out: str | Path, *, against: Any, calibration: Any, tolerance: 
 
 def check_export(source: str | Path, out: str | Path, format: str, dtype: str | None) -> None:
     """Refuse arguments of `export`."""
-    known = [DENSE, *(name for name, files in FILE_FORMATS.items() if name is not None and not files.by_nearplane)]
+    known = [DENSE, *(name for name, files in FILE_FORMATS.items() if name is not None and not files.entropy_coded)]
     if format not in known:
         raise RecipeError(f"--format is {format!r}, which export does not write; expected {', '.join(known)}.")
     if dtype is not None and format != DENSE:
