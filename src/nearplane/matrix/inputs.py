@@ -252,7 +252,7 @@ def corrected(W: Tensor, inputs: LayerInput, scheme: Scheme, rows: slice = slice
     Args:
         W: (out, in) weights of all rows.
         inputs, scheme: Statistics of the inputs, and whether and how to correct.
-        rows: Rows of the target, from the first row of a strip on; see `strip_rows`.
+        rows: Rows of the target, from the first row of a strip on; see `solved_strips`.
     """
     began, moments = time.perf_counter(), inputs.moments
     if inputs.corrects and not moments.corrects:
