@@ -49,7 +49,8 @@ from nearplane.lattice.kernels import KERNELS, torch_kernels
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
 from nearplane.matrix import certificate, to_rate
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.inputs import LayerInput, corrected
+from nearplane.matrix.on_grid import joined
 from nearplane.matrix.solve_layer import Task, solve_layer
 from nearplane.planning.forecast import shapes_of
 from nearplane.planning.memory_bound import bound, choose, multiplications, settings, waits
@@ -220,10 +221,12 @@ def of_layer(mode: str, state: str, out: int, columns: int) -> tuple[list[dict[s
     kernels = STATES[state].kernels if state in STATES else compiled
     with pretended() as gpu, kernels(), divided() if state == "divided" else nullcontext():
         W, statistics = problem(out, columns)
-        inputs = Inputs(statistics)
-        for each in (inputs, inputs.of(statistics)):
+        inputs, storage = LayerInput.of(statistics), StepStorage(torch.float16)
+        for _ in range(2):
             with Sections(clock_of(gpu)) as sections:
-                solve_layer(Task(name="a layer", W=W, inputs=each, scheme=scheme, storage=StepStorage(torch.float16)))
+                target = corrected(W, inputs, scheme)
+                task = Task(name="a layer", W=W, target=target, inputs=inputs, scheme=scheme, storage=storage)
+                joined([solve_layer(task)], inputs, scheme, name="a layer")
             found.append(sections.spent)
     return found, sections.calls
 

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from nearplane.coding.blob import Contents, size
-from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import ProductGrid
 from nearplane.lattice.scale import StepStorage
-from nearplane.matrix.inputs import Inputs, lattice_problem
-from nearplane.matrix.on_grid import SolvedRows, quantize_matrix, solve_rows
-from nearplane.matrix.to_rate import quantize_matrix_to_rate
+from nearplane.matrix.inputs import LayerInput, Target
+from nearplane.matrix.on_grid import SolvedRows, check_rows, quantize_matrix, solve_rows
+from nearplane.matrix.to_rate import solve_to_rate
 from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
-from nearplane.record.record import LayerRecord
 
 ROWS, COLUMNS = 128, 512  # shape of the layer that loads the libraries
 
@@ -31,36 +30,41 @@ class Task:
     Args:
         name: Full name of the layer, for the record and for error messages.
         W: (out, in) weights.
-        inputs: Statistics of the layer's inputs, shared by layers of the same input; if `used_once`, solve only once.
+        target: Target of the layer, or of some rows.
+        inputs: Statistics of the layer's inputs, shared by layers of the same input.
         scheme: The layer's own scheme, with a whole number of bits.
         rate: Rate of entropy-coded weights in bits per weight; None: the rate of the scheme.
         storage: How steps of grids are stored.
         sensitivity: (out,) sensitivity of the network to errors of each output; None: equal.
         max_loss: Upper limit of the relative loss of entropy-coded weights.
         together: (rows, rows) moments of gradients for each run of rows, see `solve_joined`; empty: not measured.
+        rows: The rows to solve, whole strips.
     """
 
     name: str
     W: Tensor
-    inputs: Inputs
+    target: Target
+    inputs: LayerInput
     scheme: AnyScheme
     storage: StepStorage
     rate: float | None = None
     sensitivity: Tensor | None = None
     max_loss: float | None = None
     together: tuple[Tensor, ...] = ()
+    rows: slice = slice(None)
 
 
-def solve_layer(task: Task) -> tuple[QuantizedMatrix, LayerRecord]:
-    """Quantize one layer by its scheme, deterministically. `Inputs` keep factors for the layers that share them.
+def solve_layer(task: Task) -> SolvedRows:
+    """Quantize a layer, or whole strips of its rows, by its scheme, deterministically; `joined` makes the layer of all rows.
 
     Raises:
         NumericalError: A weight is not finite, or the Hessian is not positive definite.
     """
     match task.scheme:
         case RateScheme():
-            return quantize_matrix_to_rate(
+            return solve_to_rate(
                 task.W,
+                task.target,
                 task.inputs,
                 task.scheme,
                 task.rate,
@@ -69,20 +73,17 @@ def solve_layer(task: Task) -> tuple[QuantizedMatrix, LayerRecord]:
                 name=task.name,
             )
         case GridScheme() | BlockScheme():
-            return quantize_matrix(
-                task.W, task.inputs, task.scheme, storage=task.storage, name=task.name, together=task.together
+            storage = check_rows(task.W, task.scheme, task.storage, task.name)
+            return solve_rows(
+                task.W,
+                task.rows,
+                task.target,
+                task.inputs,
+                task.scheme,
+                storage=storage,
+                name=task.name,
+                together=task.together,
             )
-
-
-def solve_some_rows(task: Task, rows: slice) -> SolvedRows:
-    """Quantize whole strips of rows of a layer on a fixed grid; `joined` makes the layer of all rows.
-
-    Raises:
-        NumericalError: As for `solve_layer`.
-    """
-    assert isinstance(task.scheme, GridScheme | BlockScheme), "rows of layers at a rate are not solved apart"
-    W, inputs = lattice_problem(task.W, task.inputs, task.name)
-    return solve_rows(W, rows, inputs, task.scheme, storage=task.storage, name=task.name)
 
 
 @cache

@@ -19,7 +19,7 @@ from nearplane.calibration.stages import rows_by_batch, stages
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.walk import Followed
 from nearplane.errors import CalibrationError
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.inputs import LayerInput
 from nearplane.models.kinds import (
     NOTHING_TO_MEASURE,
     Divergence,
@@ -320,9 +320,9 @@ def _perturbed(
             sides = [(routed[i], [[rows[i]] for rows in shown]) for i in some]
             yield from _experts_perturbed(sides, stream, perturbations, turns)
         del shown
-    inputs: dict[str, Inputs] = {}
+    inputs: dict[str, LayerInput] = {}
     for observed in observe(block, groups, stream, onward=True):
-        shared = Inputs(observed.moments[observed.layers[0].name])
+        shared = LayerInput.of(observed.moments[observed.layers[0].name])
         inputs |= dict.fromkeys((layer.name for layer in observed.layers), shared)
     sets = _sets(groups, block.name) if perturbations.together else [(layer,) for group in groups for layer in group]
     for layers in sets:
@@ -380,7 +380,7 @@ def _experts_perturbed(
         expected = 0.0
         for group, shown in sides:
             for observed in sum_moments([group], shown, stream):
-                inputs = Inputs(observed.moments[observed.layers[0].name])
+                inputs = LayerInput.of(observed.moments[observed.layers[0].name])
                 for layer in observed.layers:
                     W = layer.read()
                     variant = perturbations.of(W, inputs)[point]()

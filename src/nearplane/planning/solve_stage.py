@@ -16,14 +16,14 @@ from torch import Tensor
 
 from nearplane.calibration.walk import Stage
 from nearplane.lattice.factor import solved_strips
-from nearplane.lattice.grid import QuantizedMatrix, narrowed
+from nearplane.lattice.grid import narrowed
 from nearplane.lattice.scale import StepStorage
+from nearplane.matrix.inputs import Target, named
 from nearplane.matrix.on_grid import SolvedRows, joined
-from nearplane.matrix.solve_layer import Task, solve_layer, solve_some_rows
+from nearplane.matrix.solve_layer import Task, solve_layer
 from nearplane.models.layers import Layer
 from nearplane.planning.ledger import Solved
-from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme
-from nearplane.record.record import LayerRecord
+from nearplane.recipe.schemes import AnyScheme
 from nearplane.system.memory import working_on
 from nearplane.system.ranks import current, evened
 
@@ -53,26 +53,33 @@ class Order:
         """Whether ranks may solve some rows of the layer each."""
         return not (self.scheme.entropy_coded or (self.scheme.joins_rows and self.together))
 
-    def solved(self, stage: Stage) -> Found:
+    def solved(self, stage: Stage) -> SolvedRows:
         """Solve the layer, or its rows, with its weights and inputs on this rank."""
-        layer, inputs = stage.layers[self.number], stage.inputs[self.number]
-        task = Task(
+        layer, rows = stage.layers[self.number], self.rows or slice(None)
+        with working_on(layer.name):
+            W = layer.read()
+            with named(layer.name, stage.inputs[self.number].moments.tokens):
+                target = stage.target(self.number, W, self.scheme, rows, again=self.again)
+            found = solve_layer(self._task(stage, W, target, rows))
+        if not self.again:
+            stage.measured(self.number)
+        return found
+
+    def _task(self, stage: Stage, W: Tensor, target: Target, rows: slice) -> Task:
+        layer = stage.layers[self.number]
+        return Task(
             name=layer.name,
-            W=layer.read(),
-            inputs=inputs if self.again else inputs.used_once(),
+            W=W,
+            target=target,
+            inputs=stage.inputs[self.number],
             scheme=self.scheme,
+            rows=rows,
             storage=self.storage,
             rate=self.rate,
             sensitivity=None if self.sensitivity is None else self.sensitivity.to(layer.weight.device),
             max_loss=self.max_loss,
             together=tuple(G.to(layer.weight.device) for G in self.together),
         )
-        with working_on(layer.name):
-            return solve_layer(task) if self.rows is None else solve_some_rows(task, self.rows)
-
-
-Found = tuple[QuantizedMatrix, LayerRecord] | SolvedRows
-"""A solved layer with its record, or some rows of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +92,17 @@ class _Share:
         stage.solved = [order.solved(stage) for order in self.orders[current().rank]]
 
 
-def _results(stage: Stage) -> list[Found]:
+def _results(stage: Stage) -> list[SolvedRows]:
     """Return what this rank has solved of a stage, with matrices on the CPU and narrow codes."""
     found = [_moved(each, torch.device("cpu"), narrowed) for each in stage.solved]
     stage.solved = []
     return found
 
 
-def _moved(found: Found, device: torch.device, codes: Callable[[Tensor], Tensor]) -> Found:
+def _moved(found: SolvedRows, device: torch.device, codes: Callable[[Tensor], Tensor]) -> SolvedRows:
     """Return what was solved on another device, its codes in another dtype."""
-    if isinstance(found, SolvedRows):
-        there, measured = found.matrix.to(device), found.measured.to(device)
-        return replace(found, matrix=replace(there, codes=codes(there.codes)), measured=measured)
-    matrix, record = found[0].to(device), found[1]
-    return replace(matrix, codes=codes(matrix.codes)), record
+    there, measured = found.matrix.to(device), found.measured.to(device)
+    return replace(found, matrix=replace(there, codes=codes(there.codes)), measured=measured)
 
 
 def solve_stage(stage: Stage, orders: Sequence[Order]) -> list[Solved]:
@@ -112,7 +116,7 @@ def solve_stage(stage: Stage, orders: Sequence[Order]) -> list[Solved]:
     share = _Share(dealt(orders, stage.layers, ranks.world))
     ranks.start(share)
     share(stage)
-    found: dict[int, list[Found]] = {order.number: [] for order in orders}
+    found: dict[int, list[SolvedRows]] = {order.number: [] for order in orders}
     for order, each in zip(share.orders[0], stage.solved, strict=True):
         found[order.number].append(each)
     stage.solved = []
@@ -124,16 +128,11 @@ def solve_stage(stage: Stage, orders: Sequence[Order]) -> list[Solved]:
     return [_whole(stage, order, found[order.number]) for order in orders]
 
 
-def _whole(stage: Stage, order: Order, found: list[Found]) -> Solved:
+def _whole(stage: Stage, order: Order, found: list[SolvedRows]) -> Solved:
     """Return a solved layer from what ranks found, in the order of its rows."""
     layer, inputs = stage.layers[order.number], stage.inputs[order.number]
-    rows = [each for each in found if isinstance(each, SolvedRows)]
-    if rows:
-        assert isinstance(order.scheme, GridScheme | BlockScheme), "only layers on a fixed grid are divided"
-        with working_on(layer.name):
-            return Solved(layer, *joined(rows, inputs, order.scheme, name=layer.name))
-    (matrix, record), *_ = (each for each in found if not isinstance(each, SolvedRows))
-    return Solved(layer, matrix, record)
+    with working_on(layer.name):
+        return Solved(layer, *joined(found, inputs, order.scheme, name=layer.name))
 
 
 def dealt(orders: Sequence[Order], layers: Sequence[Layer], ranks: int) -> tuple[tuple[Order, ...], ...]:

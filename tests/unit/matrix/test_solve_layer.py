@@ -11,11 +11,14 @@ from torch import Tensor
 
 from layer_launches import SCHEMES, count, kernels_of_cuda
 from nearplane.lattice import bounds, kernels, polish
+from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.inputs import LayerInput, corrected
+from nearplane.matrix.on_grid import joined
 from nearplane.matrix.solve_layer import Task, solve_layer
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
+from nearplane.record.record import LayerRecord
 from pretended import Gpu, Pretend, pretended
 
 LAYER = 13  # waits of a layer on a grid
@@ -53,9 +56,11 @@ def moments(place: type[Pretend] | None) -> tuple[Tensor, Moments]:
     return put(W), replace(of(slice(None), torch.float64), held_out=held_out, extra=extra)
 
 
-def task(W: Tensor, inputs: Inputs, scheme: AnyScheme) -> Task:
-    storage = StepStorage(torch.float16, 4.0)
-    return Task(name="a layer", W=W, inputs=inputs, scheme=scheme, storage=storage)
+def solved(W: Tensor, inputs: LayerInput, scheme: AnyScheme) -> tuple[QuantizedMatrix, LayerRecord]:
+    """Solve a layer."""
+    target, storage = corrected(W, inputs, scheme), StepStorage(torch.float16, 4.0)
+    task = Task(name="a layer", W=W, target=target, inputs=inputs, scheme=scheme, storage=storage)
+    return joined([solve_layer(task)], inputs, scheme, name="a layer")
 
 
 def waits_of_two_layers(gpu: Gpu, scheme: AnyScheme) -> list[int]:
@@ -63,13 +68,13 @@ def waits_of_two_layers(gpu: Gpu, scheme: AnyScheme) -> list[int]:
     found = []
     W, statistics = moments(None)
     there, statistics_there = moments(Pretend)
-    inputs, inputs_there = Inputs(statistics), Inputs(statistics_there)
-    layers = (1.0, inputs, inputs_there), (1.5, inputs.of(statistics), inputs_there.of(statistics_there))
+    inputs, inputs_there = LayerInput.of(statistics), LayerInput.of(statistics_there)
+    layers = (1.0, inputs, inputs_there), (1.5, inputs, inputs_there)
     for times, of_the_layer, of_the_layer_there in layers:
         gpu.forget()
-        matrix, record = solve_layer(task(there * times, of_the_layer_there, scheme))
+        matrix, record = solved(there * times, of_the_layer_there, scheme)
         found.append(gpu.total.synchronizations + gpu.total.to_host)
-        expected, expected_record = solve_layer(task(W * times, of_the_layer, scheme))
+        expected, expected_record = solved(W * times, of_the_layer, scheme)
         assert torch.equal(matrix.codes.held, expected.codes)
         assert record.relative_loss == pytest.approx(expected_record.relative_loss, rel=1e-6)
         assert record.extra_by_source == pytest.approx(expected_record.extra_by_source, rel=1e-5)
