@@ -38,7 +38,7 @@ class Task:
         sensitivity: (out,) sensitivity of the network to errors of each output; None: equal.
         max_loss: Upper limit of the relative loss of entropy-coded weights.
         together: (rows, rows) moments of gradients for each run of rows, see `solve_joined`; empty: not measured.
-        rows: The rows to solve, whole strips.
+        rows: The rows to solve, whole strips; None: all.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Task:
     sensitivity: Tensor | None = None
     max_loss: float | None = None
     together: tuple[Tensor, ...] = ()
-    rows: slice = slice(None)
+    rows: slice | None = None
 
 
 def solve_layer(task: Task) -> SolvedRows:
@@ -76,7 +76,7 @@ def solve_layer(task: Task) -> SolvedRows:
             storage = check_rows(task.W, task.scheme, task.storage, task.name)
             return solve_rows(
                 task.W,
-                task.rows,
+                task.rows or slice(None),
                 task.target,
                 task.inputs,
                 task.scheme,
