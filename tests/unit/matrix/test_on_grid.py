@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
-from nearplane.formats.gguf.gguf_layers import pack, unpack
+from nearplane.formats.gguf.gguf_layers import packed_blocks, unpack
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.moments import Moments, correction, trust
@@ -345,7 +345,7 @@ def test_blocks_of_llama_cpp_are_solved_like_any_grid(kind: str, generator: torc
     assert record.format == kind
     assert record.worst_case is not None
     assert record.clipped_rows > 0 or record.damped_loss <= record.worst_case
-    back = unpack(TYPES[kind], pack(TYPES[kind], matrix), 256)
+    back = unpack(TYPES[kind], packed_blocks(TYPES[kind], matrix), 256)
     assert back.same_as(matrix)
     E = (W - back.decode()).double()
     assert record.loss == pytest.approx(float(((E @ H.double()) * E).mean(0).sum() / 256), rel=1e-4)
