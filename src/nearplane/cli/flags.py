@@ -106,6 +106,10 @@ def help_of(part: type, name: str) -> str:
     raise AssertionError(f"{part.__name__}.{name} is not explained in its docstring")
 
 
+Flat = Parameter(name="*", negative="")  # of a dataclass whose fields are flags
+Hidden = Parameter(parse=False)  # of a field that is only for Python
+Switch = Annotated[bool, Parameter(negative="")]
+Several = Parameter(consume_multiple=True, negative="")
 DeviceFlag = Annotated[str, Parameter(validator=lambda _, name: check_device(name))]  # refused before torch is loaded
 GridFlags = flags_of(GridScheme, but="grid")  # `scheme_of` accepts the grid for all kinds
 BlockFlags, RateFlags = flags_of(BlockScheme), flags_of(RateScheme)

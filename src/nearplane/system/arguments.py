@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from functools import cache, wraps
+from inspect import cleandoc, signature
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 from nearplane.errors import RecipeError
 from nearplane.system.out_of_memory import device_full, is_out_of_memory, is_refused, system_limit
@@ -18,6 +33,8 @@ from nearplane.system.torch_modes import torch_defaults
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Asked = TypeVar("Asked", contravariant=True)
+Result = TypeVar("Result", covariant=True)
 ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]  # see `Device.compute_dtype`
 MAX_SEED = 2**64 - 1  # of torch
 DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla")  # kinds of devices that torch or its plug-ins know
@@ -52,19 +69,78 @@ def checked(*excepted: str, verb: bool = True) -> Callable[[Callable[P, R]], Cal
             for name, value in (*zip(kinds, args, strict=False), *kwargs.items()):
                 if name not in excepted:
                     check_type(name, value, kinds.get(name, Any))
-            try:
-                with torch_defaults():
-                    return function(*args, **kwargs)
-            except Exception as error:
-                if verb and is_out_of_memory(error):
-                    raise device_full(error) from error
-                if verb and is_refused(error):
-                    raise system_limit(error) from error
-                raise
+            with _attended(verb=verb):
+                return function(*args, **kwargs)
 
         return call
 
     return decorate
+
+
+class Verb(Protocol[P, Asked, Result]):
+    """A function that takes a request, or the arguments from which one is made."""
+
+    @overload
+    def __call__(self, request: Asked, /) -> Result: ...
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result: ...
+
+
+def takes(request: Callable[P, Asked], **kinds: Any) -> Callable[[Callable[[Asked], Result]], Verb[P, Asked, Result]]:
+    """Return a decorator of a verb whose arguments a dataclass describes: their names, types, defaults and meaning.
+
+    The verb is called with a request or with its fields. Both are checked as `checked` does.
+
+    Args:
+        request: The dataclass.
+        kinds: Types of fields whose annotations name classes that need torch, which the dataclass does not import.
+    """
+
+    def decorate(function: Callable[[Asked], Result]) -> Verb[P, Asked, Result]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Result:
+            asked: Any = args[0] if args and isinstance(args[0], cast(type, request)) else None
+            given = dict(zip(hints_of(request), args, strict=False)) | kwargs
+            if asked is not None:
+                given = {each.name: getattr(asked, each.name) for each in fields(asked)}
+            for name, value in given.items():
+                check_type(name, value, (hints_of(request) | kinds).get(name, Any))
+            try:
+                made: Asked = request(*args, **kwargs) if asked is None else asked
+            except TypeError as error:  # one is missing, or unknown
+                init = f"{cast(type, request).__name__}.__init__"
+                raise TypeError(str(error).replace(init, function.__name__)) from None
+            with _attended(verb=True):
+                return function(made)
+
+        asked_for = signature(request)
+        call.__signature__ = asked_for.replace(return_annotation=signature(function).return_annotation)  # type: ignore[attr-defined]
+        call.__doc__ = _with_arguments(function.__doc__ or "", request.__doc__ or "")
+        return cast(Verb[P, Asked, Result], call)
+
+    return decorate
+
+
+def _with_arguments(text: str, described: str) -> str:
+    """Return the docstring of a verb, with the arguments of its request before what it returns and raises."""
+    text = cleandoc(text)
+    arguments = cleandoc(described).partition("\n\nArgs:\n")[2]
+    end = min((place for word in ("Returns", "Raises") if (place := text.find(f"\n\n{word}:")) >= 0), default=len(text))
+    return f"{text[:end]}\n\nArgs:\n{arguments}{text[end:]}"
+
+
+@contextmanager
+def _attended(*, verb: bool) -> Iterator[None]:
+    """A context with torch's default modes; of a verb, what a full device raises becomes an error of nearplane."""
+    try:
+        with torch_defaults():
+            yield
+    except Exception as error:
+        if verb and is_out_of_memory(error):
+            raise device_full(error) from error
+        if verb and is_refused(error):
+            raise system_limit(error) from error
+        raise
 
 
 def check_type(name: str, value: object, kind: Any) -> None:

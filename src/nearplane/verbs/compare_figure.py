@@ -13,8 +13,8 @@ from nearplane.errors import RecipeError
 from nearplane.recipe.recipe import Way
 from nearplane.system.files import write_whole
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
-from nearplane.verbs.compare_recipes import WAYS
-from nearplane.verbs.early_checks import check_plot
+from nearplane.verbs.compare_request import WAYS
+from nearplane.verbs.figure_file import check_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

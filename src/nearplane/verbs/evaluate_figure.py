@@ -11,8 +11,8 @@ import numpy as np
 
 from nearplane.errors import RecipeError
 from nearplane.system.files import write_whole
-from nearplane.verbs.early_checks import check_plot
 from nearplane.verbs.evaluate import Measured
+from nearplane.verbs.figure_file import check_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

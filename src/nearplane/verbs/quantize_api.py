@@ -36,10 +36,11 @@ from nearplane.system.process_group import joined
 from nearplane.system.progress import Progress, say_compiling, silent
 from nearplane.system.ranks import current
 from nearplane.tuning.checkpoint import check_layers, check_tunable
-from nearplane.verbs.early_checks import check_quantize, check_recipe
+from nearplane.verbs.early_checks import check_quantize
 from nearplane.verbs.follow import Follower, files_of, run_on_rank_0
 from nearplane.verbs.quantize import quantize_folder
 from nearplane.verbs.tune import tune
+from nearplane.verbs.tune_request import check_recipe
 
 log = logging.getLogger(__name__)
 

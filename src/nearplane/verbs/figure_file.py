@@ -1,0 +1,44 @@
+"""Checks of the files for figures and pages before any work is done; they need no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nearplane.errors import INSTALL, RecipeError
+from nearplane.system.files import check_writable
+from nearplane.system.paths import check_path
+
+COMPARISON_TAG = b'<meta name="generator" content="nearplane compare">'  # marks a page of a comparison
+
+
+def check_plot(out: str | Path) -> None:
+    """Refuse a figure that cannot be written, before any work is done.
+
+    Raises:
+        RecipeError: matplotlib is not installed, or the file has another suffix or cannot be written.
+    """
+    check_path("--plot", out)
+    if Path(out).suffix not in (".svg", ".png", ".pdf"):
+        raise RecipeError(f"{out} cannot be written as a figure; expected a name that ends in .svg, .png or .pdf.")
+    try:
+        import matplotlib  # noqa: F401  only drawing needs it
+    except ImportError as error:
+        raise RecipeError(f"Figures need matplotlib, which is not installed. Run {INSTALL['figures']}.") from error
+    if Path(out).is_dir():
+        raise RecipeError(f"{out} is a folder; expected the name of a figure file. Choose another name.")
+    check_writable(Path(out).parent)
+
+
+def check_page(out: str | Path) -> None:
+    """Refuse a page of `compare` that cannot be written, before any work is done.
+
+    Raises:
+        RecipeError: The file has another suffix, cannot be written, or exists and is no page of a comparison.
+    """
+    check_path("--html", out)
+    page = Path(out)
+    if page.suffix not in (".html", ".htm") or page.is_dir():
+        raise RecipeError(f"{out} cannot be written as a page; expected the name of a file that ends in .html.")
+    check_writable(page.parent)
+    if page.is_file() and COMPARISON_TAG not in page.read_bytes()[:1000]:
+        raise RecipeError(f"{out} exists and is not a page of nearplane compare. Name another file.")
