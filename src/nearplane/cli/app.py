@@ -15,9 +15,10 @@ from nearplane.cli.checkpoint_commands import card, export, inspect, report, ver
 from nearplane.cli.compare_command import compare
 from nearplane.cli.demo_commands import demo, geometry
 from nearplane.cli.evaluate_command import evaluate
-from nearplane.cli.flags import exactly, refuse_mixed
+from nearplane.cli.flags import exactly
 from nearplane.cli.generate_command import generate
 from nearplane.cli.quantize_command import quantize
+from nearplane.cli.quantize_flags import refuse_mixed
 from nearplane.cli.streams import lasting_streams
 from nearplane.cli.suggest_command import suggest
 from nearplane.cli.terminal import attended, errors_as_sentences, stopping

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache, wraps
-from inspect import cleandoc, signature
+from inspect import Parameter, Signature, cleandoc, signature
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -50,6 +50,7 @@ DESCRIPTIONS: dict[Any, str] = {
     Callable: "a function",
 }
 MAX_SHOWN_LETTERS = 60  # letters of a value that a message quotes
+OPEN: Any = ...  # default of an option whose default is decided elsewhere, where it is checked as well
 hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
@@ -89,42 +90,59 @@ class Verb(Protocol[P, Asked, Result]):
 def takes(request: Callable[P, Asked], **kinds: Any) -> Callable[[Callable[[Asked], Result]], Verb[P, Asked, Result]]:
     """Return a decorator of a verb whose arguments a dataclass describes: their names, types, defaults and meaning.
 
-    The verb is called with a request or with its fields. Both are checked as `checked` does.
+    The verb is called with a request or with its fields. Both are checked as `checked` does, except options that are `OPEN`.
 
     Args:
-        request: The dataclass.
+        request: The dataclass. If it has a field `spellings`, unknown keywords are collected there.
         kinds: Types of fields whose annotations name classes that need torch, which the dataclass does not import.
     """
+    kind, parameters = cast(type, request), signature(request).parameters
+    closed = {name for name, parameter in parameters.items() if parameter.default is not OPEN}
+
+    def made(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the request that was passed, or is made of the arguments of the verb with this name."""
+        asked: Any = args[0] if args and isinstance(args[0], kind) else None
+        if asked is not None:
+            given = {each.name: getattr(asked, each.name) for each in fields(asked)}
+        else:
+            if "spellings" in parameters:
+                known = {word: value for word, value in kwargs.items() if word in parameters}
+                others = {word: value for word, value in kwargs.items() if word not in parameters}
+                kwargs = known | ({"spellings": others} if others else {})
+            given = dict(zip(parameters, args, strict=False)) | kwargs
+        for word, value in given.items():
+            if word in closed:
+                check_type(word, value, (hints_of(request) | kinds)[word])
+        if asked is not None:
+            return asked
+        try:
+            return kind(*args, **kwargs)
+        except TypeError as error:  # an argument is missing or unknown
+            raise TypeError(str(error).replace(f"{kind.__name__}.__init__", name)) from None
 
     def decorate(function: Callable[[Asked], Result]) -> Verb[P, Asked, Result]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Result:
-            asked: Any = args[0] if args and isinstance(args[0], cast(type, request)) else None
-            given = dict(zip(hints_of(request), args, strict=False)) | kwargs
-            if asked is not None:
-                given = {each.name: getattr(asked, each.name) for each in fields(asked)}
-            for name, value in given.items():
-                check_type(name, value, (hints_of(request) | kinds).get(name, Any))
-            try:
-                made: Asked = request(*args, **kwargs) if asked is None else asked
-            except TypeError as error:  # one is missing, or unknown
-                init = f"{cast(type, request).__name__}.__init__"
-                raise TypeError(str(error).replace(init, function.__name__)) from None
+            asked = made(function.__name__, args, kwargs)
             with _attended(verb=True):
-                return function(made)
+                return function(asked)
 
-        asked_for = signature(request)
-        call.__signature__ = asked_for.replace(return_annotation=signature(function).return_annotation)  # type: ignore[attr-defined]
-        call.__doc__ = _with_arguments(function.__doc__ or "", request.__doc__ or "")
+        several = {"spellings": Parameter("spellings", Parameter.VAR_KEYWORD, annotation="Any")}
+        shown = parameters | several if "spellings" in parameters else parameters
+        call.__signature__ = Signature(  # type: ignore[attr-defined]
+            [*shown.values()], return_annotation=signature(function).return_annotation
+        )
+        call.__doc__ = _with_arguments(function.__doc__ or "", kind)
         return cast(Verb[P, Asked, Result], call)
 
     return decorate
 
 
-def _with_arguments(text: str, described: str) -> str:
+def _with_arguments(text: str, request: type) -> str:
     """Return the docstring of a verb, with the arguments of its request before what it returns and raises."""
     text = cleandoc(text)
-    arguments = cleandoc(described).partition("\n\nArgs:\n")[2]
+    described = (cleandoc(each.__doc__ or "").partition("\n\nArgs:\n")[2] for each in request.__mro__[:-1])
+    arguments = "\n".join(filter(None, described))
     end = min((place for word in ("Returns", "Raises") if (place := text.find(f"\n\n{word}:")) >= 0), default=len(text))
     return f"{text[:end]}\n\nArgs:\n{arguments}{text[end:]}"
 

@@ -53,7 +53,7 @@ from nearplane.verbs.compare_recipes import HUFFMAN, Recipes, recipes_for
 from nearplane.verbs.compare_request import CompareRequest
 from nearplane.verbs.evaluate import evaluate, load_dense
 from nearplane.verbs.generate import check_prompt, continued, generate
-from nearplane.verbs.quantize_api import quantize
+from nearplane.verbs.quantize import quantize
 
 ORIGINAL_METHOD = "original"
 ROWS_FILE = "rows.json"
