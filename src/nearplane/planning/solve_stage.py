@@ -24,7 +24,7 @@ from nearplane.models.layers import Layer
 from nearplane.planning.ledger import Solved
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme
 from nearplane.record.record import LayerRecord
-from nearplane.system.out_of_memory import working_on
+from nearplane.system.memory import working_on
 from nearplane.system.ranks import current, evened
 
 

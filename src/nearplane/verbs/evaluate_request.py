@@ -8,8 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from nearplane.calibration.named_texts import is_cropped
-from nearplane.calibration.text_files import check_named
+from nearplane.calibration.text_files import check_named, is_cropped
 from nearplane.errors import INSTALL, CalibrationError, RecipeError
 from nearplane.recipe.protocol_names import PLAIN_WINDOWS, Protocol
 from nearplane.system.arguments import whole

@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nearplane.calibration.text_files import check_named
-from nearplane.calibration.text_mixes import check_shares, texts_of
+from nearplane.calibration.mix import check_shares
+from nearplane.calibration.text_files import check_named, texts_of
 from nearplane.errors import RecipeError
 from nearplane.recipe.file_formats import Format
 from nearplane.recipe.recipe import FirstToken, Rare, Recipe, Tune
@@ -196,8 +196,8 @@ class QuantizeRequest:
                 raise RecipeError(
                     f"--like {recipe.like} is not a file. Pass a GGUF by llama.cpp's convert_hf_to_gguf.py."
                 )
-        if recipe.calibration.samples is not None:  # else the model decides
-            check_shares(texts_of(recipe.calibration.calibration), recipe.calibration.samples)
+        if (samples := recipe.calibration.samples) is not None and (texts := texts_of(recipe.calibration.calibration)):
+            check_shares(texts, samples)  # else the model decides
         Unfinished(Path(self.out), overwrite=self.overwrite, sources=folders_in(self.model))
         return limits
 

@@ -14,7 +14,7 @@ import forgery
 from nearplane.cli import app as cli
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.record.record import read_record
-from nearplane.system.file_hashes import digest_of
+from nearplane.system.files import digest_of
 
 
 def command(monkeypatch, capsys, *words):
