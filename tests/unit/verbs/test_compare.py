@@ -23,7 +23,8 @@ from nearplane.models.model import open_model
 from nearplane.record.record import read_record
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
 from nearplane.verbs.compare_figure import check_plot, draw
-from nearplane.verbs.compare_recipes import WAYS, fixed_grid, recipe_for
+from nearplane.verbs.compare_recipes import fixed_grid, recipe_for
+from nearplane.verbs.compare_request import WAYS
 
 TOKENS = Calibration(calibration=str(CALIBRATION), samples=10, seqlen=64)
 BITS = (3.125, 2.125)
