@@ -59,14 +59,21 @@ class QuantizeFlags(QuantizeRequest):
         return given | ({"layers": options_of_layers(given["layers"])} if "layers" in given else {})
 
 
+class Unvalidated:
+    """Mark of a type with which pydantic, if it is loaded, does not compare a default that is open."""
+
+    def __get_pydantic_core_schema__(self, *_: Any) -> dict[str, str]:
+        return {"type": "any"}
+
+
 def _annotation(name: str, kind: Any) -> Any:
     """Return what cyclopts needs to know of a field: its type and its group, or that it is no flag."""
     if name in ("model", "out"):
         return {"model": str, "out": Path}[name]
     if name not in FLAGS:
-        return Annotated[kind, Hidden]
+        return Annotated[kind, Hidden, Unvalidated()]
     shown = None if FLAGS[name] is RUN_GROUP else False  # defaults of other flags are in their descriptions
-    return Annotated[READ_AS.get(name, kind), Parameter(group=FLAGS[name], show_default=shown)]
+    return Annotated[READ_AS.get(name, kind), Parameter(group=FLAGS[name], show_default=shown), Unvalidated()]
 
 
 QuantizeFlags.__annotations__ = {
