@@ -16,11 +16,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 from torch import Tensor
 
-from nearplane.lattice import exact_sum_torch, exact_sum_triton, kernels_torch, kernels_triton
-from nearplane.lattice.codebook import Codebook
+from nearplane.lattice import kernels_torch, kernels_triton
+from nearplane.lattice.grid import Codebook
 from nearplane.lattice.kernels_torch import Columns, Tally
 from nearplane.number_formats import E2M1
 from pretended_triton import interpreted
+from quick_interpreter import quicken
 
 NEAR = 1e-5  # steps from a boundary between two codes, within which either is right
 BOOKS = {
@@ -119,13 +120,14 @@ def added(asked: dict[str, Any]) -> dict[str, Any]:
     found, unit = wide.clone(), torch.tensor([2.0**20]).double()
     peaks = [
         add(product, sums[0, 3:, 2:-3], sums[1, :-3, 5:], unit)
-        for add, sums in ((exact_sum_triton.add_exactly, found), (exact_sum_torch.add_exactly, wide))
+        for add, sums in ((kernels_triton.add_exactly, found), (kernels_torch.add_exactly, wide))
     ]
     return {"unlike_sums": int((found != wide).sum()) + int(peaks[0] != peaks[1])}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    quicken()
     with interpreted():
         for seed in range(int(sys.argv[1])):
             asked = problem(seed)
