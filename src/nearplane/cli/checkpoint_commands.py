@@ -12,8 +12,8 @@ from cyclopts import Parameter
 from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Several, Switch
 from nearplane.cli.printing import as_json, opening, say, table
 from nearplane.cli.terminal import bar
-from nearplane.recipe.sizes import size_text
 from nearplane.system.progress import Progress
+from nearplane.system.sizes import size_text
 from nearplane.verbs.export_request import DENSE, ExportRequest
 from nearplane.verbs.verify_request import VerifyRequest
 

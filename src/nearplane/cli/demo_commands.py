@@ -9,7 +9,7 @@ from nearplane.cli.flags import Switch
 from nearplane.cli.printing import as_json, opening, table
 from nearplane.cli.terminal import bar, one_line_a_step
 from nearplane.demo.demo_recipes import STEPS, check_folder
-from nearplane.recipe.sizes import size_text
+from nearplane.system.sizes import size_text
 
 
 def geometry(out: Path) -> None:

@@ -14,7 +14,7 @@ from nearplane.cli.printing import as_json, opening, say
 from nearplane.cli.task_flags import TASK_GROUP, TaskFlags, print_scores
 from nearplane.cli.terminal import bar
 from nearplane.errors import RecipeError
-from nearplane.recipe.protocol_names import Protocol  # noqa: F401  cyclopts reads the type of the field
+from nearplane.evaluation.protocol_names import Protocol  # noqa: F401  cyclopts reads the type of the field
 from nearplane.system.launch import launched
 from nearplane.system.progress import Progress
 from nearplane.verbs.evaluate_request import EvaluateRequest

@@ -15,7 +15,7 @@ from nearplane.cli.flags import DeviceFlag, Flat, Hidden
 from nearplane.cli.printing import opening
 from nearplane.cli.streams import refuse_unread
 from nearplane.errors import printable
-from nearplane.recipe.sizes import size_text
+from nearplane.system.sizes import size_text
 from nearplane.verbs.generate_request import GenerateRequest, Say
 
 if TYPE_CHECKING:

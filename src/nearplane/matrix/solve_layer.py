@@ -6,16 +6,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 from torch import Tensor
 
-from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.coding.blob import Contents, size
+from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.inputs import Inputs, lattice_problem
 from nearplane.matrix.on_grid import SolvedRows, quantize_matrix, solve_rows
 from nearplane.matrix.to_rate import quantize_matrix_to_rate
+from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
 from nearplane.record.record import LayerRecord
+
+ROWS, COLUMNS = 128, 512  # shape of the layer that loads the libraries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +83,15 @@ def solve_some_rows(task: Task, rows: slice) -> SolvedRows:
     assert isinstance(task.scheme, GridScheme | BlockScheme), "rows of layers at a rate are not solved apart"
     W, inputs = lattice_problem(task.W, task.inputs, task.name)
     return solve_rows(W, rows, inputs, task.scheme, storage=task.storage, name=task.name)
+
+
+@cache
+def load_libraries(solver: Solver, beam: int | None, *, entropy_coded: bool) -> None:
+    """Solve a small random layer, so that compiled kernels and libraries are part of the resident memory from now on."""
+    generator = torch.Generator().manual_seed(0)
+    W, X = torch.randn(ROWS, COLUMNS, generator=generator), torch.randn(2 * COLUMNS, COLUMNS, generator=generator)
+    matrix, _ = quantize_matrix(W, (X.T @ X / len(X)).double(), GridScheme(solver=solver, beam=beam))
+    if entropy_coded:
+        columns, rows = torch.zeros(COLUMNS, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
+        grid = ProductGrid(base=1.0, columns=columns, column_resolution=1, rows=rows, row_resolution=1)
+        size(Contents.of(matrix.codes, grid))

@@ -19,7 +19,6 @@ from nearplane.formats.gguf.names import UNUSED_NAMES
 from nearplane.formats.gptq import FUSED_NAMES
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS
-from nearplane.loading.rehearsal import check_loads
 from nearplane.models.experts import ExpertLayer
 from nearplane.models.ignored import merged_experts, refuse_unmatched, refuse_unsupported, unquantized_patterns
 from nearplane.models.kinds import has_head, has_two_stacks
@@ -27,6 +26,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
 from nearplane.number_formats import NumberFormat, number_format
 from nearplane.planning.plan import check_budget
+from nearplane.planning.rehearsal import check_loads
 from nearplane.recipe.recipe import LayerScheme, Recipe
 from nearplane.recipe.schemes import BlockScheme
 from nearplane.system.device import Device
@@ -244,7 +244,7 @@ def quantization_config(
         grids=own_grids,
         experts=merged_experts(model, layers),
         routed={name for layer in layers if layer.routed for name in (layer.name, layer.written(model.weights))},
-        layers={  # matrices made of several tensors are refused later, see `loading/rehearsal.py`
+        layers={  # matrices made of several tensors are refused later, see `planning/rehearsal.py`
             layer.written(model.weights): grids[layer.name] for layer in layers if layer.stored_alone(model.weights)
         },
         embeddings=recipe.scheme.dense_ends,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from nearplane.calibration.text_files import check_named, is_cropped
 from nearplane.errors import INSTALL, CalibrationError, RecipeError
-from nearplane.recipe.protocol_names import PLAIN_WINDOWS, Protocol
+from nearplane.evaluation.protocol_names import PLAIN_WINDOWS, Protocol
 from nearplane.system.arguments import whole
 from nearplane.system.paths import check_path, path_in
 from nearplane.system.progress import Progress, silent

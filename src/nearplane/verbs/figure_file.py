@@ -1,12 +1,19 @@
-"""Checks of the files for figures and pages before any work is done; they need no torch."""
+"""Files of figures and pages: checks before any work is done, and figures with equal bytes whenever the same is drawn."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nearplane.errors import INSTALL, RecipeError
-from nearplane.system.files import check_writable
+from nearplane.system.files import check_writable, write_whole
 from nearplane.system.paths import check_path
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COMPARISON_TAG = b'<meta name="generator" content="nearplane compare">'  # marks a page of a comparison
 
@@ -42,3 +49,25 @@ def check_page(out: str | Path) -> None:
     check_writable(page.parent)
     if page.is_file() and COMPARISON_TAG not in page.read_bytes()[:1000]:
         raise RecipeError(f"{out} exists and is not a page of nearplane compare. Name another file.")
+
+
+@contextmanager
+def figure_file(out: str | Path) -> Iterator[Figure]:
+    """Yield an empty figure, and write it when the context ends without an error.
+
+    Args:
+        out: File to write; its name ends in .svg, .png or .pdf.
+
+    Raises:
+        RecipeError: matplotlib is not installed, or `out` has another suffix or cannot be written.
+    """
+    check_plot(out)
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    content, suffix = io.BytesIO(), Path(out).suffix
+    with mpl.rc_context({"svg.hashsalt": "nearplane", "font.size": 10, "savefig.facecolor": "white"}):
+        figure = Figure(layout="constrained")
+        yield figure
+        figure.savefig(content, format=suffix[1:], dpi=160, metadata={"Date": None} if suffix == ".svg" else None)
+    write_whole(Path(out), content.getvalue())

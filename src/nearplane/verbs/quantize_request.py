@@ -14,11 +14,11 @@ from nearplane.recipe.file_formats import Format
 from nearplane.recipe.recipe import FirstToken, Rare, Recipe, Tune
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES, Activations, Allocation, Order, Solver
 from nearplane.recipe.schemes import Ends, GridScheme, Rows, Scale
-from nearplane.recipe.sizes import Limits
 from nearplane.system.arguments import OPEN, ComputeDtype
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_path, folders_in, path_in
 from nearplane.system.progress import Progress, silent
+from nearplane.system.sizes import Limits
 
 if TYPE_CHECKING:
     from torch import Tensor

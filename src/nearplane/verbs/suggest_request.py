@@ -7,8 +7,8 @@ from pathlib import Path
 
 from nearplane.calibration.text_files import check_named
 from nearplane.planning.modes import Runtime
-from nearplane.recipe.sizes import bytes_in
 from nearplane.system.arguments import whole
+from nearplane.system.sizes import bytes_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from nearplane.calibration.text_files import check_named
 from nearplane.errors import RecipeError
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.sizes import check_room
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.arguments import ComputeDtype, whole
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_path, folders_in, path_in
 from nearplane.system.progress import Progress, silent
+from nearplane.system.sizes import check_room
 
 if TYPE_CHECKING:
     from torch import Tensor
