@@ -51,7 +51,12 @@ READER_PATHS = {  # by the main path: what a reader opens to follow a 4-bit run 
         *("formats/__init__.py", "formats/container.py", "formats/folder.py", "formats/unfinished.py"),
     ),
     "verbs/quantize.py": (
-        *("cli/app.py", "cli/quantize_command.py", "verbs/quantize_api.py", "verbs/quantize.py"),
+        *(
+            "cli/app.py",
+            "cli/quantize_command.py",
+            "verbs/quantize.py",
+            "verbs/quantize_request.py|verbs/quantize_api.py",
+        ),
         *("planning/start.py", "planning/run.py|verbs/quantize_run.py", "calibration/walk.py"),
         *("matrix/solve_layer.py", "matrix/on_grid.py", "formats/container.py", "system/output_folder.py"),
     ),

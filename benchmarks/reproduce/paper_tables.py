@@ -11,7 +11,7 @@ from kept_cells import Cell, Key
 
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
 from nearplane.verbs.compare_figure import draw
-from nearplane.verbs.compare_recipes import WAYS
+from nearplane.verbs.compare_request import WAYS
 
 TOLERANCE = 0.02  # relative deviation from the paper's figure above which a figure is marked
 MARK = " !"

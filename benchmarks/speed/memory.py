@@ -40,7 +40,7 @@ STEPS = {  # what a run does before its first block, in order: the function that
     "compiled kernels, LLVM": ("nearplane.planning.forecast", "load_libraries"),
     "freed memory returned": ("nearplane.planning.start", "plan"),
 }
-LIBRARIES = ("numpy", "torch", "transformers.modeling_utils", "numba", "nearplane.verbs.quantize_api")
+LIBRARIES = ("numpy", "torch", "transformers.modeling_utils", "numba", "nearplane.verbs.quantize")
 
 
 class Enough(Exception):  # noqa: N818  (not an error)

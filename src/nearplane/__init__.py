@@ -34,7 +34,7 @@ HOMES = {  # public names, as in the stub beside this file, which type checkers 
     "evaluate_tasks": "nearplane.verbs.evaluate_tasks",
     "export": "nearplane.verbs.export",
     "generate": "nearplane.verbs.generate",
-    "quantize": "nearplane.verbs.quantize_api",
+    "quantize": "nearplane.verbs.quantize",
     "write_report": "nearplane.verbs.report",
     "suggest": "nearplane.verbs.suggest",
     "tune": "nearplane.verbs.tune",

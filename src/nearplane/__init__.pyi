@@ -34,7 +34,7 @@ from nearplane.verbs.evaluate import evaluate as evaluate
 from nearplane.verbs.evaluate_tasks import evaluate_tasks as evaluate_tasks
 from nearplane.verbs.export import export as export
 from nearplane.verbs.generate import generate as generate
-from nearplane.verbs.quantize_api import quantize as quantize
+from nearplane.verbs.quantize import quantize as quantize
 from nearplane.verbs.report import write_report as write_report
 from nearplane.verbs.suggest import suggest as suggest
 from nearplane.verbs.tune import tune as tune

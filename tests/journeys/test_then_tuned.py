@@ -44,7 +44,7 @@ def ended(model, text, tmp_path_factory):
     """Return the folder in which a run that wrote `out` was stopped before it deleted what it had solved."""
     place = tmp_path_factory.mktemp("ended")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nearplane.verbs.quantize_api.shutil.rmtree", only_outside(place / "out.untuned"))
+        patch.setattr("nearplane.verbs.then_tuned.shutil.rmtree", only_outside(place / "out.untuned"))
         with pytest.raises(StoppedError):
             nearplane.quantize(model, place / "out", calibration=str(text), **WORDS)
     assert names(place) == ["out", "out.untuned"]
@@ -141,7 +141,7 @@ def test_overwrite_begins_a_solve_anew_that_was_stopped(place, solved, again, mo
     assert names(place) == ["out.untuned.unfinished"]
     with pytest.raises(RecipeError, match="--overwrite to start again"):
         again()
-    monkeypatch.setattr("nearplane.verbs.quantize_api.tune", stopped)
+    monkeypatch.setattr("nearplane.verbs.then_tuned.tune", stopped)
     with pytest.raises(StoppedError):
         again(overwrite=True)
     assert read_record(solved).recipe.scheme.bits == 4

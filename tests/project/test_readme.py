@@ -13,9 +13,7 @@ import yaml
 import nearplane
 import nearplane.demo
 from checkpoints import save_part_of_the_demo
-from nearplane.cli.app import app
-from nearplane.cli.commands import COMMANDS
-from nearplane.cli.quantize_command import quantize
+from nearplane.cli.app import COMMANDS, app
 
 ROOT = Path(__file__).parents[2]
 QUICK_START = ROOT / "docs" / "quick-start.md"
@@ -72,7 +70,7 @@ def test_every_file_names_the_same_version():
 def test_every_command_in_the_readme_exists(capsys):
     """And every flag that it shows."""
     text = (ROOT / "README.md").read_text()
-    commands = [each.__name__ for each in (quantize, *COMMANDS)]
+    commands = [each.__name__ for each in COMMANDS]
     assert set(re.findall(rf"nearplane ({'|'.join(commands)})\b", text))
     known = "".join(help_of(words, capsys) for words in ([], *([command] for command in commands)))
     shown = set(re.findall(r"--[a-z][a-z-]+", "\n".join(re.findall(r"```console\n(.*?)```", text, re.DOTALL))))

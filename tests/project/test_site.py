@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import nearplane
-from nearplane.cli.commands import COMMANDS
+from nearplane.cli.app import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 GOOD = {

@@ -11,13 +11,22 @@ from pathlib import Path
 
 from cyclopts import App, Parameter
 
-from nearplane.cli.commands import COMMANDS
-from nearplane.cli.flags import exactly, refuse_mixed
+from nearplane.cli.checkpoint_commands import card, export, inspect, report, verify
+from nearplane.cli.compare_command import compare
+from nearplane.cli.demo_commands import demo, geometry
+from nearplane.cli.evaluate_command import evaluate
+from nearplane.cli.flags import exactly
+from nearplane.cli.generate_command import generate
 from nearplane.cli.quantize_command import quantize
+from nearplane.cli.quantize_flags import refuse_mixed
 from nearplane.cli.streams import lasting_streams
+from nearplane.cli.suggest_command import suggest
 from nearplane.cli.terminal import attended, errors_as_sentences, stopping
+from nearplane.cli.tune_command import tune
 from nearplane.errors import FormatError
 from nearplane.system.launch import forget_launch, launched
+
+COMMANDS = (quantize, evaluate, compare, geometry, demo, inspect, verify, report, card, export, tune, generate, suggest)
 
 app = App(
     name="nearplane",
@@ -30,7 +39,7 @@ app = App(
     suppress_keyboard_interrupt=False,  # main() prints what a stopped command left on disk
 )
 app.register_install_completion_command(help="Install Tab completion of commands and options in the shell.")
-for _command in (quantize, *COMMANDS):
+for _command in COMMANDS:
     app.command(_command)
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from nearplane.cli.flags import DeviceFlag
+from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Switch
 from nearplane.cli.printing import as_json, opening, say
-from nearplane.cli.task_flags import TaskFlags, print_scores
+from nearplane.cli.task_flags import TASK_GROUP, TaskFlags, print_scores
 from nearplane.cli.terminal import bar
 from nearplane.errors import RecipeError
-from nearplane.evaluation.evaluate_request import Protocol
+from nearplane.evaluation.protocol_names import Protocol  # noqa: F401  cyclopts reads the type of the field
 from nearplane.system.launch import launched
-from nearplane.verbs.early_checks import check_evaluate, check_plot
+from nearplane.system.progress import Progress
+from nearplane.verbs.evaluate_request import EvaluateRequest
+from nearplane.verbs.figure_file import check_plot
 
 if TYPE_CHECKING:
     from nearplane.evaluation.protocols import LlamaCppFigure
@@ -25,24 +27,39 @@ if TYPE_CHECKING:
     from nearplane.evaluation.task_scores import TaskScore
     from nearplane.verbs.evaluate import Evaluation, Measured
 
-Switch = Annotated[bool, Parameter(negative="")]
-Several = Parameter(consume_multiple=1, negative="")
 NAME_WIDTH, POSITIONS_PER_LINE = 34, 4
 
 
+@dataclass(frozen=True)
+class EvaluateFlags(EvaluateRequest):
+    """Flags of `nearplane evaluate` for texts.
+
+    Args:
+        model: Folder or hub id of a transformers checkpoint, or of one that nearplane wrote, or a .gguf file.
+        text: Texts to measure on, each with figures of its own: a .txt or .jsonl file, a folder of them, wikitext2 or c4.
+    """
+
+    model: str
+    text: Annotated[list[Path], Parameter(consume_multiple=1, show_default=False)] = field(  # type: ignore[assignment]
+        default_factory=list, kw_only=True
+    )  # several, each measured by itself
+    tokenizer: Annotated[Any, Hidden] = field(default=None, kw_only=True)
+    against: str | None = field(default=None, kw_only=True)
+    floor: Annotated[bool, Hidden] = field(default=True, kw_only=True)
+    device: DeviceFlag = field(default="auto", kw_only=True)
+    progress: Annotated[Progress, Hidden] = field(default=bar, kw_only=True)
+
+    @property
+    def texts(self) -> Sequence[Any]:
+        """All texts; none if only tasks are asked."""
+        return self.text
+
+
 def evaluate(
-    model: str,
+    request: Annotated[EvaluateFlags, Flat],
     *,
-    text: Annotated[list[Path] | None, Several] = None,
-    tasks: Annotated[TaskFlags | None, Parameter(name="*")] = None,
-    protocol: Protocol = "nearplane",
-    seqlen: int | None = None,
-    samples: int | None = None,
-    against: str | None = None,
-    activations: Switch = False,
+    tasks: Annotated[TaskFlags | None, Parameter(name="*", negative="", group=TASK_GROUP)] = None,
     plot: Path | None = None,
-    device: DeviceFlag = "auto",
-    trust_remote_code: Switch = False,
     json: Switch = False,
 ) -> None:
     """Measure the perplexity of MODEL on a text, and with --against how far its predictions are from the original's.
@@ -53,69 +70,60 @@ def evaluate(
     For an encoder, the similarity of its embeddings to the original's is measured.
 
     Args:
-        model: Folder or hub id of a transformers checkpoint, or of one that nearplane wrote, or a .gguf file.
-        text: Texts to measure on, each with figures of its own: a .txt or .jsonl file, a folder of them, wikitext2 or c4.
-        protocol: Windows and units: nearplane (windows of 2048, per token), papers (the same without the tokenizer's first
-            token), llama.cpp (as llama-perplexity: windows of 512, of which the second half is scored), or lm-eval
-            (rolling, per word and per byte).
-        seqlen: Tokens per window. Default: 2048, or 512 for llama.cpp, or the model's maximum length if that is shorter.
-        samples: Number of windows, or for lm-eval of documents (a .txt file is one), from the beginning of the text.
-            Default: all.
-        against: The original model. Adds the divergence of the predictions. Encoders need it.
-        activations: Measure a second time as runtimes compute, which round the inputs of layers if MODEL was quantized with
-            --activations. Without this option, the weights alone are measured.
         plot: Figure to draw (.svg, .png or .pdf): KL by position, and a histogram of KL. Needs --against.
-        device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
-        trust_remote_code: Run model code that comes with the checkpoint.
         json: Print the result as JSON; with several texts, a list; with --tasks, both under "texts" and "tasks".
     """
-    counts, texts = {"seqlen": seqlen, "samples": samples}, text or []
+    model, texts = request.model, request.texts
     if not texts and tasks is None:
         raise RecipeError("evaluate needs --text with a text, --tasks with names of lm-eval's tasks, or both.")
-    of_texts = {
-        **counts,
-        "plot": plot,
-        "activations": activations or None,
-        "protocol": None if protocol == "nearplane" else protocol,
-    }
-    if not texts and (given := [name for name, value in of_texts.items() if value is not None]):
-        raise RecipeError(
-            f"--{given[0]} belongs to --text, which is not given. Pass a text, or leave out --{given[0]}."
-        )
-    check_evaluate(model, texts, against=against, protocol=protocol, **counts)
+    if not texts:
+        _refuse_of_texts(request, plot)
+    request.check()
     if plot is not None:
-        if against is None:
+        if request.against is None:
             raise RecipeError("--plot draws the KL to the original. Pass it with --against, or leave out --plot.")
         check_plot(plot)
-    if tasks is not None:
-        tasks.check(model, against)
+    asked = None if tasks is None else tasks.asked(request)
+    if asked is not None:
+        asked.check()
     opening(model)
     prepared = None
     if texts:
-        from nearplane.verbs.evaluate import EvaluationOptions, prepare_texts
+        from nearplane.verbs.evaluate import prepare_texts
 
-        options = EvaluationOptions(
-            protocol=protocol,
-            **counts,
-            against=against,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            floor=True,
-            activations=activations,
-            progress=bar,
-        )
-        prepared = prepare_texts(model, texts, options)
+        prepared = prepare_texts(request)
         if plot is not None and prepared.outlines[0].embeds:
             raise RecipeError(f"--plot draws predictions, which the encoder {model} does not make. Leave it out.")
     measured = [] if prepared is None else prepared.measure()
     if (launch := launched()) is not None and launch.rank > 0:
         return  # rank 0 alone runs tasks, prints and draws
-    scores = [] if tasks is None else tasks.scores(model, against, device=device, trust_remote_code=trust_remote_code)
+    scores = []
+    if asked is not None:
+        from nearplane import evaluate_tasks
+
+        scores = evaluate_tasks(asked)
     _print(measured, scores, json=json)
     if plot is not None:
         from nearplane.verbs.evaluate_figure import draw
 
         draw(measured, plot)
+
+
+def _refuse_of_texts(request: EvaluateFlags, plot: Path | None) -> None:
+    """Refuse an option that only texts have.
+
+    Raises:
+        RecipeError: The message names the option.
+    """
+    of_texts = {
+        "seqlen": request.seqlen is not None,
+        "samples": request.samples is not None,
+        "plot": plot is not None,
+        "activations": request.activations,
+        "protocol": request.protocol != "nearplane",
+    }
+    if given := next((name for name, value in of_texts.items() if value), None):
+        raise RecipeError(f"--{given} belongs to --text, which is not given. Pass a text, or leave out --{given}.")
 
 
 def _print(measured: Sequence[Measured], scores: Sequence[TaskScore], *, json: bool) -> None:

@@ -7,19 +7,15 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearplane.cli.streams import refuse_unread
 from nearplane.errors import printable
-from nearplane.system.sizes import size_text, three_places
+from nearplane.system.sizes import three_places
 
 if TYPE_CHECKING:
     from nearplane.verbs.compare import Row
-    from nearplane.verbs.generate import Continuation
-
-DIFFERENT_LETTERS = 24  # characters quoted of each of two texts from where they differ
 
 
 def say(lines: Iterable[str]) -> None:
@@ -85,39 +81,3 @@ def _finite(data: Any) -> Any:
     if isinstance(data, list | tuple):
         return [_finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
-def print_piece(before: Iterator[str], piece: str) -> None:
-    """Print a piece of generated text at once, with control characters escaped except line ends and tabs.
-
-    Args:
-        before: Text to print before the first piece, as it is.
-        piece: Next piece of the text.
-
-    Raises:
-        Unread: The output is a pipe that nobody reads any more.
-    """
-    escaped = "".join(sign if sign in "\n\t" else printable(sign) for sign in piece)
-    print(next(before, "") + escaped, end="", flush=True)
-    refuse_unread()
-
-
-def log_speed(text: Continuation) -> None:
-    """Log how fast a text was generated, and what its model takes."""
-    rate = text.tokens_per_second
-    logging.getLogger("nearplane").info(
-        "first token after %.2f s%s; weights take %s",
-        text.first_token_seconds,
-        "" if rate is None else f", then {rate:.1f} tokens per second",
-        size_text(text.weight_bytes),
-    )
-
-
-def first_difference(text: str, other: str) -> str:
-    """Return where two generated texts part, with the words that follow there, as a line."""
-    if text == other:
-        return "── both texts are the same"
-    same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
-    word = text.rfind(" ", 0, same) + 1
-    ends = (repr(each[word : same + DIFFERENT_LETTERS]) for each in (text, other))
-    return f"── the same for {same} characters, then {' instead of '.join(ends)}"

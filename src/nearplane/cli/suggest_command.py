@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
-
+from nearplane.cli.flags import Flat, Switch
 from nearplane.cli.printing import as_json, opening, say, table
-from nearplane.planning.modes import Runtime
+from nearplane.planning.modes import Runtime  # noqa: F401  cyclopts reads the type of the field
 from nearplane.system.sizes import size_text
-from nearplane.verbs.early_checks import check_suggest
+from nearplane.verbs.suggest_request import SuggestRequest
 
 if TYPE_CHECKING:
     from nearplane.verbs.suggest import Suggestions
 
-Switch = Annotated[bool, Parameter(negative="")]
+
+@dataclass(frozen=True)
+class SuggestFlags(SuggestRequest):
+    """Flags of `nearplane suggest`."""
+
+    model: str
+    memory: str = field(kw_only=True)
 
 
-def suggest(
-    model: str,
-    *,
-    memory: str,
-    context: int | None = None,
-    runtime: Runtime | None = None,
-    trust_remote_code: Switch = False,
-    json: Switch = False,
-) -> None:
+def suggest(request: Annotated[SuggestFlags, Flat], *, json: Switch = False) -> None:
     """List the ways to quantize MODEL that fit in a memory, those with the least loss first, with their commands.
 
     MODEL's config.json is enough; weights are not fetched, and of those in a local folder the shapes are read. Counted are the
@@ -33,18 +31,13 @@ def suggest(
     Losses are KL as a multiple of that of 4 bits, with the range over the small models on which it was measured.
 
     Args:
-        model: Local folder with config.json, or hub id.
-        memory: Memory of the device that shall run the model, for example 8GB.
-        context: Number of tokens of the sequence. Default: 8192, or the model's maximum length if that is shorter.
-        runtime: Program that shall run the model. Default: any.
-        trust_remote_code: Run model code that comes with the config.
         json: Print the result as JSON, with the ways that do not fit.
     """
-    check_suggest(model, memory, context)
-    opening(model)
+    request.check()
+    opening(request.model)
     from nearplane import suggest as run
 
-    found = run(model, memory, context=context, runtime=runtime, trust_remote_code=trust_remote_code)
+    found = run(request)
     if json:
         print(as_json(found.fields()))
     else:

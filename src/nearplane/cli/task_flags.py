@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Group, Parameter
+from cyclopts import Group
 
+from nearplane.cli.flags import Hidden, Several
 from nearplane.cli.printing import say, table
 from nearplane.errors import RecipeError
-from nearplane.verbs.early_checks import check_evaluate_tasks
+from nearplane.verbs.evaluate_request import EvaluateRequest, TasksRequest
 
 if TYPE_CHECKING:
     from nearplane.evaluation.task_scores import TaskScore
@@ -22,45 +23,35 @@ COLUMNS = ("task", "metric", "shots", "documents", "model", "original", "differe
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskFlags:
-    """Tasks, and how they are asked.
+class TaskFlags(TasksRequest):
+    """Flags of `nearplane evaluate` for tasks; those that it shares with texts are added by `asked`."""
 
-    Args:
-        tasks: Names of tasks or groups, or patterns of names, for example --tasks winogrande,truthfulqa_mc1.
-        task_path: Folder of further tasks, as YAML files of lm-eval. Python files that they name are run.
-        fewshot: Number of solved examples in each prompt. Default: as each task says; tasks that fix 0 keep it.
-        limit: Number of documents of each task, from its beginning. Default: all.
-        batch_size: Number of requests of tasks that pass through the network together.
-    """
+    model: Annotated[Any, Hidden] = ""
+    tasks: Annotated[list[str] | None, Several] = None  # type: ignore[assignment]  # missing
+    tokenizer: Annotated[Any, Hidden] = None
+    against: Annotated[Any, Hidden] = None
+    task_path: Path | None = None
+    device: Annotated[str, Hidden] = "auto"
+    trust_remote_code: Annotated[bool, Hidden] = False
 
-    tasks: Annotated[list[str] | None, Parameter(consume_multiple=True, negative="", group=TASK_GROUP)] = None
-    task_path: Annotated[Path | None, Parameter(group=TASK_GROUP)] = None
-    fewshot: Annotated[int | None, Parameter(group=TASK_GROUP)] = None
-    limit: Annotated[int | None, Parameter(group=TASK_GROUP)] = None
-    batch_size: Annotated[int, Parameter(group=TASK_GROUP)] = 8
+    def asked(self, texts: EvaluateRequest) -> TasksRequest:
+        """Return what is asked of `evaluate_tasks`, with the models and the device of the request for texts.
 
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of `evaluate_tasks`."""
-        return {
-            "tasks": [name.strip() for names in self.tasks or () for name in names.split(",")],
-            "task_path": self.task_path,
-            "fewshot": self.fewshot,
-            "limit": self.limit,
-            "batch_size": self.batch_size,
-        }
-
-    def check(self, model: str, against: str | None) -> None:
-        """Refuse what `evaluate_tasks` would refuse without torch."""
+        Raises:
+            RecipeError: No task is named.
+        """
         if self.tasks is None:
             given = next((each.name for each in fields(self) if getattr(self, each.name) != each.default), "batch_size")
             raise RecipeError(f"--{given.replace('_', '-')} needs --tasks with names of lm-eval's tasks.")
-        check_evaluate_tasks(model, against=against, **self.options())
-
-    def scores(self, model: str, against: str | None, **options: Any) -> list[TaskScore]:
-        """Let the models answer the tasks."""
-        from nearplane import evaluate_tasks
-
-        return evaluate_tasks(model, against=against, **self.options(), **options)
+        names = [name.strip() for several in self.tasks for name in several.split(",")]
+        return replace(
+            self,
+            model=texts.model,
+            tasks=names,
+            against=texts.against,
+            device=texts.device,
+            trust_remote_code=texts.trust_remote_code,
+        )
 
 
 def print_scores(scores: Iterable[TaskScore]) -> None:

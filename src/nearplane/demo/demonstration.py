@@ -15,7 +15,7 @@ from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import ShardReader
 from nearplane.system.sizes import size_text
 from nearplane.verbs.evaluate import evaluate, load_dense
-from nearplane.verbs.quantize_api import quantize
+from nearplane.verbs.quantize import quantize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

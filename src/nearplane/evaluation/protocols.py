@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nearplane.calibration.texts import Frame, frame_of, read_documents, read_windows
 from nearplane.errors import CalibrationError, ModelError
-from nearplane.evaluation.evaluate_request import PLAIN_WINDOWS, Protocol
+from nearplane.evaluation.protocol_names import PLAIN_WINDOWS, Protocol
 from nearplane.evaluation.statistics import TokenScores
 from nearplane.models.pretrained import as_model_error, tokens_before
 

@@ -7,11 +7,25 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from functools import cache, wraps
+from inspect import Parameter, Signature, cleandoc, signature
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 from nearplane.errors import RecipeError
 from nearplane.system.memory import device_full, is_out_of_memory, is_refused, system_limit
@@ -19,6 +33,8 @@ from nearplane.system.paths import check_path
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Asked = TypeVar("Asked", contravariant=True)
+Result = TypeVar("Result", covariant=True)
 ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]  # see `Device.compute_dtype`
 MAX_SEED = 2**64 - 1  # of torch
 DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla")  # kinds of devices that torch or its plug-ins know
@@ -34,6 +50,7 @@ DESCRIPTIONS: dict[Any, str] = {
     Callable: "a function",
 }
 MAX_SHOWN_LETTERS = 60  # letters of a value that a message quotes
+OPEN: Any = ...  # default of an option whose default is decided elsewhere, where it is checked as well
 hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 AUTOCASTS = ("cpu", "cuda", "mps", "xpu")  # kinds of devices with an autocast each
 
@@ -54,19 +71,95 @@ def checked(*excepted: str, verb: bool = True) -> Callable[[Callable[P, R]], Cal
             for name, value in (*zip(kinds, args, strict=False), *kwargs.items()):
                 if name not in excepted:
                     check_type(name, value, kinds.get(name, Any))
-            try:
-                with torch_defaults():
-                    return function(*args, **kwargs)
-            except Exception as error:
-                if verb and is_out_of_memory(error):
-                    raise device_full(error) from error
-                if verb and is_refused(error):
-                    raise system_limit(error) from error
-                raise
+            with _attended(verb=verb):
+                return function(*args, **kwargs)
 
         return call
 
     return decorate
+
+
+class Verb(Protocol[P, Asked, Result]):
+    """A function that takes a request, or the arguments from which one is made."""
+
+    @overload
+    def __call__(self, request: Asked, /) -> Result: ...
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result: ...
+
+
+def takes(request: Callable[P, Asked], **kinds: Any) -> Callable[[Callable[[Asked], Result]], Verb[P, Asked, Result]]:
+    """Return a decorator of a verb whose arguments a dataclass describes: their names, types, defaults and meaning.
+
+    The verb is called with a request or with its fields. Both are checked as `checked` does, except options that are `OPEN`.
+
+    Args:
+        request: The dataclass. If it has a field `spellings`, unknown keywords are collected there.
+        kinds: Types of fields whose annotations name classes that need torch, which the dataclass does not import.
+    """
+    kind, parameters = cast(type, request), signature(request).parameters
+    closed = {name for name, parameter in parameters.items() if parameter.default is not OPEN}
+
+    def made(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the request that was passed, or is made of the arguments of the verb with this name."""
+        asked: Any = args[0] if args and isinstance(args[0], kind) else None
+        if asked is not None:
+            given = {each.name: getattr(asked, each.name) for each in fields(asked)}
+        else:
+            if "spellings" in parameters:
+                known = {word: value for word, value in kwargs.items() if word in parameters}
+                others = {word: value for word, value in kwargs.items() if word not in parameters}
+                kwargs = known | ({"spellings": others} if others else {})
+            given = dict(zip(parameters, args, strict=False)) | kwargs
+        for word, value in given.items():
+            if word in closed:
+                check_type(word, value, (hints_of(request) | kinds)[word])
+        if asked is not None:
+            return asked
+        try:
+            return kind(*args, **kwargs)
+        except TypeError as error:  # an argument is missing or unknown
+            raise TypeError(str(error).replace(f"{kind.__name__}.__init__", name)) from None
+
+    def decorate(function: Callable[[Asked], Result]) -> Verb[P, Asked, Result]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Result:
+            asked = made(function.__name__, args, kwargs)
+            with _attended(verb=True):
+                return function(asked)
+
+        several = {"spellings": Parameter("spellings", Parameter.VAR_KEYWORD, annotation="Any")}
+        shown = parameters | several if "spellings" in parameters else parameters
+        call.__signature__ = Signature(  # type: ignore[attr-defined]
+            [*shown.values()], return_annotation=signature(function).return_annotation
+        )
+        call.__doc__ = _with_arguments(function.__doc__ or "", kind)
+        return cast(Verb[P, Asked, Result], call)
+
+    return decorate
+
+
+def _with_arguments(text: str, request: type) -> str:
+    """Return the docstring of a verb, with the arguments of its request before what it returns and raises."""
+    text = cleandoc(text)
+    described = (cleandoc(each.__doc__ or "").partition("\n\nArgs:\n")[2] for each in request.__mro__[:-1])
+    arguments = "\n".join(filter(None, described))
+    end = min((place for word in ("Returns", "Raises") if (place := text.find(f"\n\n{word}:")) >= 0), default=len(text))
+    return f"{text[:end]}\n\nArgs:\n{arguments}{text[end:]}"
+
+
+@contextmanager
+def _attended(*, verb: bool) -> Iterator[None]:
+    """A context with torch's default modes; of a verb, what a full device raises becomes an error of nearplane."""
+    try:
+        with torch_defaults():
+            yield
+    except Exception as error:
+        if verb and is_out_of_memory(error):
+            raise device_full(error) from error
+        if verb and is_refused(error):
+            raise system_limit(error) from error
+        raise
 
 
 def check_type(name: str, value: object, kind: Any) -> None:

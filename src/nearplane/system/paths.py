@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from nearplane.errors import ModelError, RecipeError
 
@@ -75,6 +76,17 @@ def check_path(name: str, path: str | os.PathLike[str]) -> None:
             fault = "is a link that leads back to itself"
     if fault:
         raise RecipeError(f"{name}: {text[:60]!r} {fault}. Pass the path of a file or folder.")
+
+
+def path_in(value: Any) -> Any:
+    """Return a path; None for None and for an object in place of a file."""
+    return value if isinstance(value, str | os.PathLike) else None
+
+
+def folders_in(model: Any) -> list[Path]:
+    """Return the folder of a model in a list, which is empty for hub ids and model objects."""
+    folder = None if path_in(model) is None else folder_named(model)
+    return [] if folder is None else [folder]
 
 
 def folder_named(source: str | Path) -> Path | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,19 +23,18 @@ from nearplane.errors import FormatError, NearplaneError, RecipeError
 from nearplane.formats.find_record import sound_record
 from nearplane.formats.journal_pages import run_inputs
 from nearplane.models.model import Model, open_model
-from nearplane.recipe.recipe import Calibration, Recipe, Way
+from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.record.record import RunRecord, versions
-from nearplane.system.arguments import checked
+from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.files import check_writable, exclusive_lock, read_object, write_whole
 from nearplane.system.paths import refuse_unfinished
-from nearplane.system.progress import Progress, silent
-from nearplane.verbs.compare_recipes import HUFFMAN, WAYS, Recipes, recipes_for
-from nearplane.verbs.early_checks import check_compare
+from nearplane.verbs.compare_recipes import HUFFMAN, Recipes, recipes_for
+from nearplane.verbs.compare_request import CompareRequest
 from nearplane.verbs.evaluate import evaluate
 from nearplane.verbs.generate import check_prompt, continued, generate
 from nearplane.verbs.hptq import huffman_coded
-from nearplane.verbs.quantize_api import quantize
+from nearplane.verbs.quantize import quantize
 
 ORIGINAL_METHOD = "original"
 ROWS_FILE, LOCK_FILE = "rows.json", "rows.json.lock"
@@ -79,38 +78,12 @@ class Row:
         return self.perplexity is None
 
 
-@checked()
-def compare(
-    models: str | Path | Sequence[str | Path],
-    bits: Sequence[float],
-    *,
-    text: str | Path,
-    calibration: Calibration | None = None,
-    methods: Sequence[Way] = WAYS,
-    samples: int | None = None,
-    seqlen: int | None = None,
-    keep: str | Path | None = None,
-    prompt: str | None = None,
-    device: str = "auto",
-    trust_remote_code: bool = False,
-    progress: Progress = silent,
-) -> Iterator[Row]:
+@takes(CompareRequest)
+def compare(request: CompareRequest) -> Iterator[Row]:
     """Quantize models by every method to every number of bits, and yield a row as soon as it is measured.
 
-    Args:
-        models: Local folders of safetensors, or hub ids.
-        bits: Bits per weight, for example 4.125, 3.125, 2.125; their meaning on fixed grids is at the top of `compare_recipes.py`.
-        text: Text to measure on, see `evaluate`.
-        calibration: Calibration tokens.
-        methods: Methods to compare, from `WAYS`.
-        samples: Number of windows, from the beginning of the text. None: all.
-        seqlen: Tokens per window of the text. None: as in calibration.
-        keep: Folder for the rows and for the checkpoints MODEL/METHOD-BITS, from which a stopped comparison is resumed.
-            None: each checkpoint is deleted once it is measured. Huffman methods write no checkpoint.
-        prompt: Text that the original and every checkpoint continue for up to 100 tokens, see `Row.written`.
-        device: Device to compute on.
-        trust_remote_code: Whether to run model code that comes with the checkpoints.
-        progress: Display that wraps iterators over layers and windows: (items, label, total) -> items.
+    The meaning of bits on fixed grids is at the top of `compare_recipes.py`. Checkpoints are kept in MODEL/METHOD-BITS, if
+    they are; Huffman methods write none. The texts behind a prompt have up to 100 tokens, see `Row.written`.
 
     Returns:
         For each model the row of the original, then one for every method and number of bits. The row of a method that
@@ -121,19 +94,20 @@ def compare(
             comparison writes `keep`.
         NearplaneError: A model or text cannot be read; earlier rows were yielded.
     """
-    models = [models] if isinstance(models, str | Path) else list(models)
-    check_compare(models, bits, methods)
+    request.check()
+    models, keep, prompt, trust = request.several, request.keep, request.prompt, request.trust_remote_code
     names = [Path(model).name for model in models]
     if keep is not None and len(set(names)) < len(names):
         raise RecipeError(f"{keep} has one folder per model ({', '.join(names)}); expected different names.")
-    calibration = calibration or Calibration()
-    opened = {str(model): open_model(str(model), trust_remote_code=trust_remote_code) for model in models}
-    recipes = recipes_for(opened, methods, bits, calibration)
+    calibration = request.calibration or Calibration()
+    opened = {str(model): open_model(str(model), trust_remote_code=trust) for model in models}
+    recipes = recipes_for(opened, request.methods, request.bits, calibration)
     if prompt is not None:
         for network in opened.values():
             check_prompt(network, prompt)
-    seqlen, folder = seqlen or calibration.seqlen, None if keep is None else Path(keep)
-    options = {"device": device, "trust_remote_code": trust_remote_code, "progress": progress}
+    seqlen, folder = request.seqlen or calibration.seqlen, None if keep is None else Path(keep)
+    options = {"device": request.device, "trust_remote_code": trust, "progress": request.progress}
+    text, samples = request.text, request.samples
     measure = _Measure(text=text, samples=samples, seqlen=seqlen, keep=folder, prompt=prompt, options=options)
     inputs: dict[str, Any] = {}
     if folder is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nearplane.errors import RecipeError
 from nearplane.recipe.recipe import Way
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
-from nearplane.verbs.compare_recipes import WAYS
+from nearplane.verbs.compare_request import WAYS
 from nearplane.verbs.figure_file import figure_file
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from nearplane.record.report.page import framed
 from nearplane.system.files import write_whole
 from nearplane.system.sizes import counted, size_text, three_places
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
-from nearplane.verbs.compare_recipes import WAYS
-from nearplane.verbs.early_checks import check_page
+from nearplane.verbs.compare_request import WAYS
+from nearplane.verbs.figure_file import check_page
 
 HEADS = ("model", "method", "asked", "bits/weight", "weight files", "perplexity", "KL to original", "time")
 PARTS = re.compile(r"\s*(?:\w+|[^\w\s])|\s+")  # of a text: words and single signs, with spaces before

@@ -31,7 +31,6 @@ from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import GridScheme, RateScheme, fitting_group
 from nearplane.verbs.hptq import hptq_recipe
 
-WAYS: tuple[Way, ...] = Way.__args__  # type: ignore[attr-defined]
 HUFFMAN: tuple[Way, ...] = ("rtn-huffman", "gptq-huffman")
 GROUPS = (32, 64, 128, 256, 512, 1024)  # powers of two, so that the largest fitting one is a greatest common divisor
 Recipes = dict[tuple[float, Way], tuple[Recipe, str]]  # of one model: (bits, method) -> (recipe, note)

@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.calibration.given import Encoded, Given, refuse_tokenizer
+from nearplane.calibration.given import Given, refuse_tokenizer
 from nearplane.calibration.texts import check_start, check_vocabulary
 from nearplane.calibration.windows import check_padding, digest_of
 from nearplane.errors import CalibrationError, ModelError, RecipeError
-from nearplane.evaluation.evaluate_request import PLAIN_WINDOWS, Protocol
 from nearplane.evaluation.predictions import Network, Outline, batches_here, opened
+from nearplane.evaluation.protocol_names import PLAIN_WINDOWS, Protocol
 from nearplane.evaluation.protocols import (
     LlamaCppFigure,
     LmEvalFigures,
@@ -41,11 +40,11 @@ from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import InputKind
 from nearplane.models.pretrained import tokenizer_of
 from nearplane.models.two_tokenizers import check_same_tokens, decoded
-from nearplane.system.arguments import checked
+from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.progress import Progress, logged, shown, silent
 from nearplane.system.ranks import current
-from nearplane.verbs.early_checks import check_evaluate
+from nearplane.verbs.evaluate_request import EvaluateRequest
 from nearplane.verbs.follow import agree, files_of, on_all_ranks
 
 log = logging.getLogger(__name__)
@@ -108,79 +107,17 @@ class Measured:
     scores: TokenScores | None = None
 
 
-Text = str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor] | Encoded
-
-
-@checked("model", "text", "against")
-def evaluate(
-    model: str | Path | PreTrainedModel,
-    text: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor] | Encoded,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    protocol: Protocol = "nearplane",
-    seqlen: int | None = None,
-    samples: int | None = None,
-    against: str | Path | PreTrainedModel | None = None,
-    floor: bool = False,
-    activations: bool = False,
-    device: str = "auto",
-    trust_remote_code: bool = False,
-    progress: Progress = silent,
-) -> Evaluation:
+@takes(EvaluateRequest, tokenizer=PreTrainedTokenizerBase | None)
+def evaluate(request: EvaluateRequest) -> Evaluation:
     """Measure perplexity, and with `against` the divergence from the original.
 
     Encoders predict no tokens: they need `against`, and the embeddings of both models are compared.
-
-    Args:
-        model: Folder or hub id of a transformers checkpoint or of one that `quantize` wrote, or a .gguf file. Or a model
-            object, which runs in its own dtype and on its own device.
-        text: A .txt or .jsonl file or a folder of them, tokenized whole and cut into windows that do not overlap, each of
-            which begins with the token that the tokenizer sets before a text, if it sets one. Or wikitext2 or c4, a list
-            of texts, token ids (windows, seqlen), what a tokenizer returns (input_ids with their attention_mask; masked
-            positions are left out, and all other tokens packed into windows as long as the rows), pixel values (images,
-            channels, height, width), or sound with transcripts (input_features, token_ids). Windows of encoders begin and
-            end with tokens such as [CLS] and [SEP]. Encoder-decoders predict their own input, or its transcript.
-        tokenizer: Tokenizer of a model object; not needed for token ids.
-        protocol: Windows and units of the perplexity; llama.cpp and lm-eval take texts only.
-        seqlen: Tokens per window. None: 2048, or 512 for llama.cpp, or the model's positions if fewer or for lm-eval.
-        samples: Number of windows, or for lm-eval of documents, from the beginning of the text. None: all.
-        against: The original model.
-        floor: Whether to measure the divergence of the original in its own dtype from itself in float32, too.
-        activations: Whether to measure a second time with inputs rounded as runtimes do; see `quantize`.
 
     Raises:
         CalibrationError: The text is missing, empty or shorter than one window, or the token ids are mostly padding.
         ModelError, FormatError: A model cannot be read, or the two have different vocabularies or tokenizers.
     """
-    options = EvaluationOptions(
-        tokenizer=tokenizer,
-        protocol=protocol,
-        seqlen=seqlen,
-        samples=samples,
-        against=against,
-        floor=floor,
-        activations=activations,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        progress=progress,
-    )
-    return prepare_texts(model, [text], options).measure()[0].evaluation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationOptions:
-    """Options of `prepare_texts`; `evaluate` documents them."""
-
-    tokenizer: PreTrainedTokenizerBase | None = None
-    protocol: Protocol = "nearplane"
-    seqlen: int | None = None
-    samples: int | None = None
-    against: str | Path | PreTrainedModel | None = None
-    floor: bool = False
-    activations: bool = False
-    device: str = "auto"
-    trust_remote_code: bool = False
-    progress: Progress = silent
+    return prepare_texts(request).measure()[0].evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,40 +128,40 @@ class PreparedTexts:
         outlines: The model, and the original if there is one.
         names: Names of the texts.
         scored: Windows of the texts.
-        options: Options of the evaluation.
+        request: What is asked.
         rounded: Layers of the model whose inputs runtimes round; empty unless asked for.
     """
 
     outlines: Sequence[Outline]
     names: Sequence[str]
     scored: Sequence[ScoredText]
-    options: EvaluationOptions
+    request: EvaluateRequest
     rounded: RoundedLayers
 
     @on_all_ranks()
     def measure(self) -> list[Measured]:
         """Read the models, and measure them on each text by itself; the floor is measured on the first."""
-        options, outlines = self.options, self.outlines
+        request, outlines = self.request, self.outlines
         if (ranks := current()).world > 1:
             windows = [digest_of(part.tokens) for part in self.scored]
-            options = options if ranks.leads else replace(options, progress=silent)
+            request = request if ranks.leads else replace(request, progress=silent)
             agree(ranks, {"windows": windows, "model": [each.folder and files_of(each.folder) for each in outlines]})
         for name, part in zip(self.names, self.scored, strict=True):
             log.info("%s windows to evaluate (%s)", f"{len(part.tokens):,}", name)
-        place, trust = Device.named(options.device), options.trust_remote_code
+        place, trust = Device.named(request.device), request.trust_remote_code
         networks = [opened(each, place, trust_remote_code=trust) for each in outlines]
         floors: list[Floor | None] = [None] * len(self.scored)
-        if options.floor and len(networks) > 1 and not outlines[0].embeds:
-            floors[0] = measured_floor(networks[1], self.scored[0], place, trust, options.progress)
+        if request.floor and len(networks) > 1 and not outlines[0].embeds:
+            floors[0] = measured_floor(networks[1], self.scored[0], place, trust, request.progress)
         measured = [
-            _measured(networks, part, name, options.protocol, floor, options.progress)
+            _measured(networks, part, name, request.protocol, floor, request.progress)
             for part, name, floor in zip(self.scored, self.names, floors, strict=True)
         ]
-        if not options.activations:
+        if not request.activations:
             return measured
         networks[0].rounded = self.rounded
         computed = [
-            _measured(networks, part, name, options.protocol, None, options.progress)
+            _measured(networks, part, name, request.protocol, None, request.progress)
             for part, name in zip(self.scored, self.names, strict=True)
         ]
         return [
@@ -233,21 +170,19 @@ class PreparedTexts:
         ]
 
 
-def prepare_texts(
-    model: str | Path | PreTrainedModel, texts: Sequence[Text], options: EvaluationOptions
-) -> PreparedTexts:
-    """Check a model, its original and several texts, and cut these into windows; see `evaluate`."""
-    against, protocol, tokenizer = options.against, options.protocol, options.tokenizer
-    trust = options.trust_remote_code
-    check_evaluate(model, texts, against=against, seqlen=options.seqlen, samples=options.samples, protocol=protocol)
+def prepare_texts(request: EvaluateRequest) -> PreparedTexts:
+    """Check a model, its original and the texts, and cut these into windows; see `evaluate`."""
+    request.check()
+    model, against, texts, protocol = request.model, request.against, request.texts, request.protocol
+    tokenizer, trust = request.tokenizer, request.trust_remote_code
     given = [Given.of(text, "text") for text in texts]
     refuse_tokenizer(model, tokenizer)
-    Device.named(options.device)
+    Device.named(request.device)
     outlines = [Outline.of(each, trust_remote_code=trust) for each in (model, against) if each is not None]
     for each in given:
         _check_taken(outlines, InputKind.TEXT if each is None else each.kind, protocol)
     outline, layers = outlines[0], RoundedLayers()
-    if options.activations:
+    if request.activations:
         if outline.folder is None:
             raise RecipeError(
                 "A model object runs as it is, so activations=True needs the folder of a checkpoint instead."
@@ -255,9 +190,9 @@ def prepare_texts(
         layers = rounded_layers(outline.network, outline.folder)
     if outline.folder is not None and any(each is None or each.tokens is None for each in given):
         tokenizer = tokenizer_of(outline.folder, trust_remote_code=trust)
-    scored = [_scored(outlines, tokenizer, text, each, options) for text, each in zip(texts, given, strict=True)]
+    scored = [_scored(outlines, tokenizer, text, each, request) for text, each in zip(texts, given, strict=True)]
     positions, shortest = _positions(outlines)
-    if options.seqlen is None and scored[0].tokens.shape[1] == positions:
+    if request.seqlen is None and scored[0].tokens.shape[1] == positions:
         log.info("windows have %d tokens, the maximum length of %s", positions, shortest)
     for original in outlines[1:]:
         if any(original.vocabulary and int(part.tokens.max()) >= original.vocabulary for part in scored):
@@ -269,10 +204,10 @@ def prepare_texts(
     if tokenizer is not None and tokenized:
         read = (text for windows in tokenized for text in decoded(tokenizer, windows))
         check_same_tokens(folders, read, trust_remote_code=trust)
-    return PreparedTexts(outlines, [_name(text) for text in texts], scored, options, layers)
+    return PreparedTexts(outlines, [_name(text) for text in texts], scored, request, layers)
 
 
-def _name(text: Text) -> str:
+def _name(text: Any) -> str:
     """Return the name of a text in the output."""
     return str(text) if isinstance(text, str | Path) else "given in Python"
 
@@ -310,10 +245,10 @@ def _scored(
     tokenizer: PreTrainedTokenizerBase | None,
     text: Any,
     given: Given | None,
-    options: EvaluationOptions,
+    request: EvaluateRequest,
 ) -> ScoredText:
     """Return the windows of a text and what is scored of them."""
-    protocol, seqlen, samples = options.protocol, options.seqlen, options.samples
+    protocol, seqlen, samples = request.protocol, request.seqlen, request.samples
     outline, tokens = outlines[0], None if given is None else given.tokens
     positions, shortest = _positions(outlines)
     if tokens is not None:

@@ -27,45 +27,21 @@ from nearplane.evaluation.predictions import Outline
 from nearplane.evaluation.task_scores import RESAMPLES, TaskScore, scores
 from nearplane.models.kinds import InputKind
 from nearplane.models.pretrained import as_model_error, only_token_settings
-from nearplane.system.arguments import checked
+from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import exact_float32
 from nearplane.system.progress import counted, silent
-from nearplane.verbs.early_checks import check_evaluate_tasks
 from nearplane.verbs.evaluate import load_dense
+from nearplane.verbs.evaluate_request import TasksRequest
 
 PYTHON_SEED, SEED = 0, 1234  # of lm-eval's command line: for `random`; for numpy, torch and the choice of examples
 
 log = logging.getLogger(__name__)
 
 
-@checked("model", "against")
-def evaluate_tasks(
-    model: str | Path | PreTrainedModel,
-    tasks: Sequence[str],
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    against: str | Path | PreTrainedModel | None = None,
-    fewshot: int | None = None,
-    limit: int | None = None,
-    task_path: str | Path | None = None,
-    batch_size: int = 8,
-    device: str = "auto",
-    trust_remote_code: bool = False,
-) -> list[TaskScore]:
+@takes(TasksRequest, tokenizer=PreTrainedTokenizerBase | None)
+def evaluate_tasks(request: TasksRequest) -> list[TaskScore]:
     """Let a model, and perhaps its original, answer tasks of lm-eval.
-
-    Args:
-        model: Folder, hub id or .gguf file as for `evaluate`, or a model object.
-        tasks: Names of tasks or groups of lm-eval, or patterns of names such as "mmlu_*".
-        tokenizer: Tokenizer of a model object; that of a folder serves an original given as an object, too.
-        against: The original model. It answers the same documents after the model, so that one is in memory at a time.
-        fewshot: Number of solved examples in each prompt. None: as each task says. Tasks that fix 0 keep it.
-        limit: Number of documents of each task, from its beginning. None: all.
-        task_path: Folder with tasks as YAML files, searched before lm-eval's own. Python files that they name are run.
-        batch_size: Number of requests that pass through the network together.
-        device: Device to compute on.
-        trust_remote_code: Whether to run model code that comes with the checkpoint.
 
     Returns:
         The scores of every task and metric, in lm-eval's order; groups come after their tasks.
@@ -75,25 +51,24 @@ def evaluate_tasks(
         CalibrationError: The documents of a task cannot be loaded.
         ModelError, FormatError: A model cannot be read, or answers no tasks.
     """
-    check_evaluate_tasks(
-        model, tasks, against=against, fewshot=fewshot, limit=limit, task_path=task_path, batch_size=batch_size
-    )
+    request.check()
+    model, tokenizer, trust_remote_code = request.model, request.tokenizer, request.trust_remote_code
     refuse_tokenizer(model, tokenizer)
-    sources = [each for each in (model, against) if each is not None]
+    sources = [each for each in (model, request.against) if each is not None]
     for source in sources:
         _check_answers(Outline.of(source, trust_remote_code=trust_remote_code))
     if tokenizer is None and not isinstance(model, str | Path):
         raise RecipeError("A model object has no tokenizer: pass tokenizer=.")
     with _seeded(), _quiet():
-        chosen = _load_tasks(tasks, task_path)
-    _set_fewshot(chosen, fewshot)
-    place = Device.named(device).place
+        chosen = _load_tasks(request.tasks, request.task_path)
+    _set_fewshot(chosen, request.fewshot)
+    place = Device.named(request.device).place
     results = []
     for source in sources:
         network, tokenizer = _loaded(source, tokenizer, place, trust_remote_code)
         log.info("%s answers %s", model_label(source), first_few(list(chosen["tasks"])))
         with exact_float32():
-            results.append(_answers(network, tokenizer, model_label(source), chosen, limit, batch_size))
+            results.append(_answers(network, tokenizer, model_label(source), chosen, request))
         del network  # before the next one is loaded
     return scores(chosen, results)
 
@@ -215,8 +190,7 @@ def _answers(
     tokenizer: PreTrainedTokenizerBase,
     label: str,
     chosen: dict[str, Any],
-    limit: int | None,
-    batch_size: int,
+    request: TasksRequest,
 ) -> dict[str, Any]:
     """Return lm-eval's results with the scores of each document ("samples")."""
     from lm_eval.evaluator import evaluate
@@ -229,11 +203,11 @@ def _answers(
         _quiet() as warnings,
         ExitStack() as stack,
     ):
-        lm = HFLM(network, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+        lm = HFLM(network, tokenizer=copy.deepcopy(tokenizer), batch_size=request.batch_size)
         lm.set_cache_hook(_Answered(chosen, stack))
         for task in chosen["tasks"].values():
             task.set_fewshot_seed(SEED)
-        answered: dict[str, Any] = evaluate(lm, chosen, limit=limit, bootstrap_iters=RESAMPLES)
+        answered: dict[str, Any] = evaluate(lm, chosen, limit=request.limit, bootstrap_iters=RESAMPLES)
     for line in warnings.lines:
         log.warning("lm-eval: %s", line)
     if warnings.cut:

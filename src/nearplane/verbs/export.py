@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,30 +25,23 @@ from nearplane.models.config_checks import PACKED_NAMES
 from nearplane.models.conversion import as_saved
 from nearplane.models.pretrained import empty_network, vocabulary_of
 from nearplane.record.record import read_record
-from nearplane.system.arguments import checked
+from nearplane.system.arguments import takes
 from nearplane.system.files import check_hashes
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import CONFIG, RECORD
 from nearplane.system.safetensors_files import TensorReader
 from nearplane.system.shard_writer import ShardWriter
 from nearplane.system.sizes import check_room
-from nearplane.verbs.early_checks import DENSE, check_export
 from nearplane.verbs.export_integers import move_integers
+from nearplane.verbs.export_request import DENSE, ExportRequest
 
 log = logging.getLogger("nearplane")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD = 2 * 10**9  # bytes of tensors in memory, at most, unless one tensor is larger
 
 
-@checked()
-def export(
-    source: str | Path,
-    out: str | Path,
-    *,
-    format: str = "safetensors",
-    dtype: Literal["bfloat16", "float16", "float32"] | None = None,
-    trust_remote_code: bool = False,
-) -> int:
+@takes(ExportRequest)
+def export(request: ExportRequest) -> int:
     """Write a quantized checkpoint in another format, with every weight decoded or with equal integers.
 
     The tokenizer and other files are copied. Integers and steps are never rounded: if a layer would change, or readers of
@@ -56,15 +50,6 @@ def export(
 
     A checkpoint of nearplane gets a model card too; for those of other programs nothing is known to write into one.
 
-    Args:
-        source: Folder of a quantized checkpoint, written by nearplane or in another format that it reads.
-        out: New or empty folder. It is written under another name and renamed when complete, see `Unfinished`.
-        format: "safetensors" decodes all weights. "compressed-tensors", "gptq", "gptq_v2", "awq", "mlx" and "gguf" hold equal
-            integers.
-        dtype: Dtype of all floating-point tensors; None: bfloat16 for decoded weights, and every other tensor keeps its own.
-            Only with "safetensors".
-        trust_remote_code: Whether to run model code that comes with the checkpoint, and to copy it.
-
     Returns:
         Size of the weights in bytes.
 
@@ -72,8 +57,9 @@ def export(
         RecipeError: `out` is in use, an option is unknown, or the format cannot hold a layer exactly.
         FormatError, ModelError: The checkpoint cannot be read, or `out` cannot be written.
     """
-    source, out = Path(source).expanduser(), Path(out).expanduser()
-    check_export(source, out, format, dtype)
+    source, out = Path(request.source).expanduser(), Path(request.out).expanduser()
+    replace(request, source=source, out=out).check()
+    trust_remote_code = request.trust_remote_code
     beside = Beside(source=source, trust_remote_code=trust_remote_code, vocabulary=vocabulary_of(source))
     beside.check()
     if quantization_of(source) is None:
@@ -83,11 +69,11 @@ def export(
                 f"{source / CONFIG} has no quantization_config, but {packed} is packed. Fetch the file again."
             )
         raise RecipeError(f"{source} is not quantized: its weights are dense already. Copy the folder instead.")
-    if format != DENSE:
-        return move_integers(source, out, format, trust_remote_code=trust_remote_code)
+    if request.format != DENSE:
+        return move_integers(source, out, request.format, trust_remote_code=trust_remote_code)
     stored, place = Stored(source), Unfinished(out, sources=[source])
-    kept = set(stored.rest()) if dtype is None else set()
-    dtype = dtype or "bfloat16"
+    kept = set(stored.rest()) if request.dtype is None else set()
+    dtype = request.dtype or "bfloat16"
     network = empty_network(source, trust_remote_code=trust_remote_code, reader=stored.reader)
     size = _dense_bytes(network, stored.reader, DTYPES[dtype], kept)
     check_room(out, size, joined=size)

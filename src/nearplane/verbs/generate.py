@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
@@ -30,13 +29,12 @@ from nearplane.models.model import Model, positions_of
 from nearplane.models.pretrained import as_model_error, only_token_settings, tokenizer_of
 from nearplane.models.two_tokenizers import other_tokens
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
-from nearplane.system.arguments import checked
+from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.files import check_hashes
 from nearplane.system.time_limit import time_limit
-from nearplane.verbs.early_checks import check_generate
+from nearplane.verbs.generate_request import GenerateRequest, Say
 
-Say = Callable[[str], object]
 LLAMA = "llama_cpp"  # the module of llama-cpp-python
 UNFINISHED = "\ufffd"  # incomplete bytes of a letter decode to this
 MAX_SPECIAL_TOKENS = 16  # that a tokenizer puts before a prompt, whose own tokens are at most its bytes
@@ -67,34 +65,9 @@ class Continuation(str):
         return made
 
 
-@checked()
-def generate(
-    source: str | Path,
-    prompt: str,
-    *,
-    tokens: int = 200,
-    temperature: float = 0.0,
-    seed: int = 0,
-    ignore_chat_template: bool = False,
-    head: str | None = None,
-    say: Say = lambda piece: None,
-    device: str = "auto",
-    trust_remote_code: bool = False,
-) -> Continuation:
+@takes(GenerateRequest)
+def generate(request: GenerateRequest) -> Continuation:
     """Continue a text with a model, or let a chat model answer it.
-
-    Args:
-        source: Folder that `quantize` wrote in any format, a .gguf file, or folder or hub id that transformers loads.
-        prompt: What a user says, if the tokenizer has a chat template; else a text to continue, to which the tokenizer
-            adds its special tokens. An encoder with a decoder reads it in the encoder.
-        tokens: Largest number of new tokens; fewer if the model ends or has no positions left.
-        temperature, seed: Sampling temperature and random seed; temperature 0 takes the most likely token each time.
-        ignore_chat_template: Whether to continue the prompt as it is even if there is a chat template.
-        head: "int8" rounds the head to 8 bits on the CPU, see `load`; llama.cpp reads the head of the file.
-        say: Callback for every new piece of text. Once all checks have passed, it first gets what stands between the
-            prompt and the text: nothing, or an empty line if the model answers.
-        device: Device to compute on; llama.cpp chooses its own.
-        trust_remote_code: Whether to run model code that comes with the checkpoint.
 
     Returns:
         The new text, without the prompt.
@@ -103,9 +76,10 @@ def generate(
         RecipeError: A number is out of range, or the prompt is empty or too long.
         ModelError, FormatError: The model, its tokenizer or its chat template cannot be used.
     """
-    check_generate(tokens, temperature, seed)
-    folder = source_folder(source, trust_remote_code=trust_remote_code)
-    if (in_llama_cpp := runs_in_llama_cpp(folder)) and head is not None:
+    request.check()
+    trust_remote_code = request.trust_remote_code
+    folder = source_folder(request.source, trust_remote_code=trust_remote_code)
+    if (in_llama_cpp := runs_in_llama_cpp(folder)) and request.head is not None:
         raise RecipeError(f"{folder} runs in llama.cpp, which reads the head of the file. Leave --head out.")
     if in_llama_cpp:
         check_hashes(folder, weights=False)
@@ -113,12 +87,12 @@ def generate(
         for name in reader.names():
             reader.read([name])  # compares hashes, which llama.cpp does not
     else:
-        model = _language_model(folder, device, head, trust_remote_code)
+        model = _language_model(folder, request)
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
-    chat = not ignore_chat_template and has_chat_template(tokenizer)
-    text = _chat(folder, tokenizer, prompt) if chat else prompt
-    ask = _Request(text=text, chat=chat, tokens=tokens, temperature=temperature, seed=seed)
-    say = of_caller()(say)
+    chat = not request.ignore_chat_template and has_chat_template(tokenizer)
+    text = _chat(folder, tokenizer, request.prompt) if chat else request.prompt
+    ask = _Prompt(text=text, chat=chat, tokens=request.tokens, temperature=request.temperature, seed=request.seed)
+    say = of_caller()(request.say)
     if in_llama_cpp:
         return _by_llama_cpp(folder, ask, say)
     with as_model_error(f"{folder} does not generate text"):
@@ -151,7 +125,7 @@ def continued(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt
     name, chat = Path(str(model.config.name_or_path)), has_chat_template(tokenizer)
     text = _chat(name, tokenizer, prompt) if chat else prompt
     with as_model_error(f"{name} does not generate text"):
-        ask = _Request(text=text, chat=chat, tokens=tokens, temperature=0.0, seed=0)
+        ask = _Prompt(text=text, chat=chat, tokens=tokens, temperature=0.0, seed=0)
         return _by_transformers(model, tokenizer, ask, lambda piece: None)
 
 
@@ -176,7 +150,7 @@ def runs_in_llama_cpp(folder: Path) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
+class _Prompt:
     """What a model is asked for: the text that it reads, whether that is a chat, and the arguments of `generate`."""
 
     text: str
@@ -186,14 +160,14 @@ class _Request:
     seed: int
 
 
-def _language_model(folder: Path, device: str, head: str | None, trust_remote_code: bool) -> PreTrainedModel:
+def _language_model(folder: Path, request: GenerateRequest) -> PreTrainedModel:
     """Load a model that writes text behind text.
 
     Raises:
         RecipeError: It takes something else, or predicts no tokens.
     """
-    place = Device.named(device, in_float64=False).place
-    model = load(folder, device=place, head=head, trust_remote_code=trust_remote_code)
+    place = Device.named(request.device, in_float64=False).place
+    model = load(folder, device=place, head=request.head, trust_remote_code=request.trust_remote_code)
     _refuse_other_kinds(model, folder)
     return model
 
@@ -213,7 +187,7 @@ def _chat(folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
 
 
 def _by_transformers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ask: _Request, say: Say
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ask: _Prompt, say: Say
 ) -> Continuation:
     """Let a loaded model go on; keys and values of earlier tokens are kept even if its files say `use_cache: false`."""
     encoded = tokenizer(ask.text, add_special_tokens=not ask.chat)["input_ids"]
@@ -294,7 +268,7 @@ def _room(prompt: int, positions: int | None, tokens: int) -> int:
     return tokens if positions is None else min(tokens, positions - prompt)
 
 
-def _by_llama_cpp(folder: Path, ask: _Request, say: Say) -> Continuation:
+def _by_llama_cpp(folder: Path, ask: _Prompt, say: Say) -> Continuation:
     """Let the GGUF go on in llama.cpp."""
     import llama_cpp
 

@@ -3,26 +3,44 @@
 A model is quantized one block at a time. Its weights stay on disk. Hidden states of the original and of the quantized
 network pass through the block that is in memory, and each layer is written as soon as it is solved.
 
-The public function `quantize` is in `quantize_api.py`. A run uses these files, in this order: `planning/start.py` opens
+`quantize` checks what it is asked and calls `quantize_folder`. A run uses these files, in this order: `planning/start.py` opens
 the model and plans the run, `calibration/walk.py` yields the stages, `solve_stage.py` solves their layers,
 `run.py` passes it to the checkpoint, and `formats/container.py` writes the files and renames the folder to OUT.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nearplane.calibration.given import as_folder, model_label, split_calibration
+from nearplane.calibration.text_files import check_text
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import calibration_windows, check_tokens
+from nearplane.errors import RecipeError
+from nearplane.models.model import Model
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.journal import Journal
 from nearplane.planning.ledger import check_limit
+from nearplane.planning.like import with_like
 from nearplane.planning.run import start_run
 from nearplane.planning.solve_stage import solve_stage
 from nearplane.planning.start import Job, Options, container_for, open_resolved
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord
+from nearplane.system.arguments import takes
+from nearplane.system.device import Device
+from nearplane.system.memory import return_large_blocks
+from nearplane.system.progress import say_compiling
+from nearplane.system.ranks import current
+from nearplane.verbs.follow import Follower, files_of, on_all_ranks, run_on_rank_0
+from nearplane.verbs.quantize_request import QuantizeRequest
+from nearplane.verbs.then_tuned import then_tuned
 
 
 def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:
@@ -58,3 +76,69 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
                 run.add(stage, solved)  # to the run record; at the end of a block also weights and journal
                 del solved  # frees the codes before the next stage
         return run.finished()  # leaving the container renames its folder to OUT
+
+
+@takes(QuantizeRequest, tokenizer=PreTrainedTokenizerBase | None)
+@on_all_ranks()
+def quantize(request: QuantizeRequest) -> RunRecord:
+    """Quantize a language model into a checkpoint that other programs load.
+
+    The options of the run are keywords, for example `bits=4, group_size=128`, also by the names of GPTQModel,
+    llm-compressor and auto-round, or one `recipe`. A model may be an object, which is saved to a temporary folder first.
+
+    Instead of a text file, `calibration` may be a list of texts, token ids (windows, seqlen), what a tokenizer returns
+    (input_ids with their attention_mask; masked positions are left out, and all other tokens packed into windows as long
+    as the rows), for vision models pixel values (images, channels, height, width), or for speech recognition
+    (input_features, token_ids): sound (windows, mel bins, frames) from Whisper's feature extractor, and transcripts
+    (windows, seqlen) as for `labels=`, with tokens such as <|en|> but without the one that starts the decoder.
+
+    Returns:
+        The run record, which is also written to `out/nearplane.json`.
+
+    Raises:
+        NearplaneError: A subclass names the cause. `out` is then unchanged, and files written so far are in
+            `out.unfinished`, see `system/output_folder.py`.
+    """
+    say_compiling()
+    given, keywords = split_calibration(request.options())
+    model, recipe, trust = request.model, request.asked(keywords), request.trust_remote_code
+    place = Device.named(request.device, request.compute_dtype)
+    if place.on_cpu and request.device_memory is not None:
+        raise RecipeError(
+            f"--device-memory limits the memory on a GPU, but this run computes on {place}. Use --memory."
+        )
+    options = Options(
+        name=model_label(model),
+        given=given,
+        device=place,
+        overwrite=request.overwrite,
+        trust_remote_code=trust,
+        progress=request.progress,
+        limits=request.check(recipe),
+    )
+    calibrates_on_text = (given is None or given.tokens is None) and recipe.scheme.calibrated
+    if calibrates_on_text and request.tokenizer is None and isinstance(model, torch.nn.Module):
+        raise RecipeError(
+            "A model object has no tokenizer: pass tokenizer=, or token ids (windows, seqlen) as calibration."
+        )
+    return_large_blocks()
+    if given is None and recipe.scheme.calibrated and recipe.calibration.calibration is not None:
+        check_text(recipe.calibration.calibration)
+    with as_folder(model, request.tokenizer) as folder:
+        recipe = recipe if given is None else given.recorded(recipe)
+        if recipe.tune != "none" and current().world > 1:
+            raise RecipeError(
+                "--tune network trains in one process: a step needs the one before. Quantize with several processes, then run "
+                "nearplane tune with one."
+            )
+        recipe, like = with_like(folder, recipe, trust_remote_code=trust)
+        options = replace(options, like=like)
+        quantizes = quantize_folder if recipe.tune == "none" else partial(then_tuned, quantize_folder)
+        follower = Follower(partial(_opened, folder, recipe, trust), place)
+        options_of = {f"recipe ({name})": value for name, value in asdict(recipe).items()}
+        same = {"model": files_of(Path(folder))} | options_of
+        return run_on_rank_0(partial(quantizes, folder, Path(request.out), recipe, options), follower, same)
+
+
+def _opened(folder: str, recipe: Recipe, trust_remote_code: bool) -> Model:
+    return open_resolved(folder, recipe, trust_remote_code=trust_remote_code)[0]

@@ -6,7 +6,6 @@ import math
 from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from nearplane.errors import RecipeError
@@ -19,9 +18,9 @@ from nearplane.planning.rehearsal import check_readers
 from nearplane.planning.request import check_request, resolved
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.uses import typed
-from nearplane.system.arguments import checked
+from nearplane.system.arguments import takes
 from nearplane.system.sizes import SIZE_UNITS, size_text
-from nearplane.verbs.early_checks import check_suggest
+from nearplane.verbs.suggest_request import SuggestRequest
 
 DEFAULT_CONTEXT = 8192
 NO_EXPERTS = "Experts in GPTQ are read by GPTQModel, but not by transformers alone."
@@ -82,32 +81,18 @@ class Suggestions:
         return asdict(self) | {"rows": [asdict(row) | {"loss": row.loss._asdict()} for row in self.rows]}
 
 
-@checked()
-def suggest(
-    model: str | Path,
-    memory: str | int,
-    *,
-    context: int | None = None,
-    runtime: Runtime | None = None,
-    trust_remote_code: bool = False,
-) -> Suggestions:
+@takes(SuggestRequest)
+def suggest(request: SuggestRequest) -> Suggestions:
     """Return the ways to quantize a model, with their sizes, and whether they fit in a memory. No weights are needed.
 
     Counted are the weights and the cache of one sequence; what a runtime needs besides is not.
-
-    Args:
-        model: Local folder with a config.json, or hub id, of which config.json alone is fetched.
-        memory: The memory, in bytes or as "8GB".
-        context: Number of tokens of the cache. None: 8,192, or the model's maximum length if that is shorter.
-        runtime: Program that shall run the model. None: any.
-        trust_remote_code: Whether to run model code that comes with the config.
 
     Raises:
         RecipeError: `memory` is no size, or `context` is longer than the model's maximum length.
         ModelError: config.json is missing, or transformers cannot build a network from it.
     """
-    limit = check_suggest(model, memory, context)
-    described = open_described(str(model), trust_remote_code=trust_remote_code)
+    limit, model, context = request.check(), request.model, request.context
+    described = open_described(str(model), trust_remote_code=request.trust_remote_code)
     positions = described.positions
     if context is not None and positions is not None and context > positions:
         raise RecipeError(
@@ -115,10 +100,11 @@ def suggest(
         )
     context = context or min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT)
     cache = cache_bytes(described, context)
-    request = _Request(
+    runtime = request.runtime
+    sizes = _Sizes(
         name=str(model), variants={(False, False): described}, cache=cache or 0, limit=limit, runtime=runtime
     )
-    rows = [request.row(mode) for mode in MODES if runtime is None or runtime in mode.runtimes]
+    rows = [sizes.row(mode) for mode in MODES if runtime is None or runtime in mode.runtimes]
     rows.sort(key=lambda row: (row.loss.mean, row.memory or 0))
     return Suggestions(
         parameters=sum(math.prod(described.reader.shape(name)) for name in described.reader.names()),
@@ -131,7 +117,7 @@ def suggest(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
+class _Sizes:
     """The model and the memory that it shall fit in.
 
     Args:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nearplane.calibration.given import Encoded, Given, with_calibration_path
+from nearplane.calibration.given import Given, with_calibration_path
 from nearplane.calibration.texts import DEFAULT_DATASET
 from nearplane.calibration.walk import Stage
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
@@ -38,10 +38,10 @@ from nearplane.planning.start import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.record.record import LayerRecord, RunRecord, versions
 from nearplane.record.tuning_record import KL_TOLERANCE, Solved, Tuning
-from nearplane.system.arguments import ComputeDtype, checked
+from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import recorded_library
-from nearplane.system.progress import Progress, silent
+from nearplane.system.progress import Progress
 from nearplane.tuning.checkpoint import (
     Checkpoint,
     Room,
@@ -55,45 +55,16 @@ from nearplane.tuning.loop import Outcome, TrainingJournal, mean_kl, train
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split, split
-from nearplane.verbs.early_checks import check_tune
+from nearplane.verbs.tune_request import TuneRequest
 from nearplane.verbs.verify_losses import along_both_networks, remeasured, tuned_norms
 
 
-@checked("calibration")
-def tune(
-    source: str | Path,
-    out: str | Path,
-    *,
-    against: str | Path,
-    calibration: str | Path | Sequence[str] | Tensor | Encoded | None = None,
-    samples: int | None = None,
-    seqlen: int | None = None,
-    steps: int | None = None,
-    device: str = "auto",
-    compute_dtype: ComputeDtype = "auto",
-    overwrite: bool = False,
-    trust_remote_code: bool = False,
-    progress: Progress = silent,
-) -> RunRecord:
+@takes(TuneRequest)
+def tune(request: TuneRequest) -> RunRecord:
     """Train steps, norms and codes (of 2 or 3 bits, or entropy-coded) of a checkpoint on its divergence from the original.
 
     Format, widths and groups stay the same, so nothing changes for readers. A fifth of the windows is held out; the state
     that is best on them is written, which may be the initial one.
-
-    Args:
-        source: Folder that `quantize` wrote with bits, grid or rate; not with a size, nor with coded embeddings or head.
-        out: Folder to write.
-        against: The original model.
-        calibration: The calibration text of `source`, in any form that `quantize` accepts, or token ids that begin with its
-            own. None: the text in its recipe.
-        samples: Number of windows. None: five times the default of `quantize`, or fewer if the text is shorter.
-        seqlen: Tokens per window. None: as in calibration.
-        steps: Number of optimizer steps. None: each training window is used once, or several times if there are few.
-        device: Device to compute on. Training is in float32.
-        compute_dtype: Dtype in which losses are measured again; see `quantize`.
-        overwrite: Whether to replace a checkpoint in `out`, once the new one is complete.
-        trust_remote_code: Whether to run model code that comes with the original.
-        progress: Display that wraps the iterators over steps and layers.
 
     If the same call is repeated after it was stopped, it resumes at the last saved step, see `tuning/loop.py`.
 
@@ -103,24 +74,24 @@ def tune(
     Raises:
         NearplaneError: A subclass names the cause. Unsuitable checkpoints, texts and folders are refused before any work.
     """
-    counts = {"samples": samples, "seqlen": seqlen, "steps": steps}
-    record = check_tune(source, out, against=against, calibration=calibration, overwrite=overwrite, **counts)
-    began, folder, given = time.perf_counter(), Path(source), Given.of(calibration)
-    where = Device.named(device, compute_dtype)
+    record = request.check()
+    against, calibration, trust = request.against, request.calibration, request.trust_remote_code
+    began, folder, given = time.perf_counter(), Path(request.source), Given.of(calibration)
+    where = Device.named(request.device, request.compute_dtype)
     sound_record(folder)
     stored = Stored(folder)
-    model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)
+    model = open_original(against, record.recipe, trust_remote_code=trust)
     check_model(model, record, stored)
-    check_same_tokens({str(source): folder, str(against): model.folder}, trust_remote_code=trust_remote_code)
+    check_same_tokens({str(request.source): folder, str(against): model.folder}, trust_remote_code=trust)
     container = container_for(
-        model, record.recipe, Path(out), stored.config, overwrite=overwrite, trust_remote_code=trust_remote_code
+        model, record.recipe, Path(request.out), stored.config, overwrite=request.overwrite, trust_remote_code=trust
     )
     recipe = with_calibration_path(resolved(model, record.recipe), calibration)
     solved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
     windows = _windows_of_the_run(solved)
     check_tokens_in_file(container, model, windows)
-    samples = samples or samples_to_tune_on(model, record, seqlen)
-    cut = split(solved.windows, record, samples=samples, seqlen=seqlen, steps=steps)
+    samples = request.samples or samples_to_tune_on(model, record, request.seqlen)
+    cut = split(solved.windows, record, samples=samples, seqlen=request.seqlen, steps=request.steps)
     codes = sum(layer.out_features * layer.in_features for layer in solved.of_blocks() if trains_codes(layer))
     room = fits(model, cut, codes, where)
     matrices = solved.matrices(codes=True)
@@ -131,11 +102,11 @@ def tune(
         if (sealed := kept.completed()) is not None:  # all layers were written
             return sealed
         trained = Trained(solved, cut, matrices, solved.vectors(matrices))
-        tuning, layers = _tuned(trained, container, room, kept=kept, progress=progress)
+        tuning, layers = _tuned(trained, container, room, kept=kept, progress=request.progress)
         read = Stored(container.folder, unfinished=container.config)
         model.tuned = tuned_norms(read, model, tuning)
         retuned = replace(solved, record=replace(record, layers=layers), stored=read)
-        layers = tuple(along_both_networks(retuned, windows, progress, partial(_certified, retuned)))
+        layers = tuple(along_both_networks(retuned, windows, request.progress, partial(_certified, retuned)))
         record = replace(record, layers=layers, tuning=tuning, versions=versions(), products=products)
         return kept.seal(replace(record, device=where.model(), compute_dtype=where.recorded_dtype(model.dtype)))
 

@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from nearplane.calibration.given import Encoded, Given, with_calibration_path
+from nearplane.calibration.given import Given, with_calibration_path
 from nearplane.calibration.windows import Windows, calibration_windows
 from nearplane.errors import CalibrationError, FormatError, ModelError, RecipeError
 from nearplane.formats.beside import Beside
@@ -37,19 +36,18 @@ from nearplane.planning.request import open_original, quantization_config, resol
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, Source
 from nearplane.record.tuning_record import Tuning
-from nearplane.system.arguments import checked
+from nearplane.system.arguments import takes
 from nearplane.system.device import Device, without_number
 from nearplane.system.files import sha256, unordered
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.paths import CONFIG, GPTQ_CONFIG, RECORD, TIED
-from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
-from nearplane.verbs.early_checks import check_verify
 from nearplane.verbs.follow import Follower, on_all_ranks, run_on_rank_0
 from nearplane.verbs.verify_files import Fault, names, shard, sound_files
 from nearplane.verbs.verify_losses import MAX_NAMED, Agreement, losses_again, tuned_norms
+from nearplane.verbs.verify_request import VerifyRequest
 
 MAX_CHANGED_SHARE = 0.5  # of the tensors; if more differ from the original, it is another model
 QUANTIZATIONS = ("quantization_config", QUANTIZATION)  # entries of config.json
@@ -90,62 +88,34 @@ class Verified:
         return f"{checked}: {faults}; {measured}{self.agreement}"
 
 
-@checked("calibration")
+@takes(VerifyRequest)
 @on_all_ranks()
-def verify(
-    out: str | Path,
-    *,
-    against: str | Path | None = None,
-    calibration: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor] | Encoded | None = None,
-    tolerance: float | None = None,
-    device: str = "auto",
-    trust_remote_code: bool = False,
-    progress: Progress = silent,
-) -> Verified:
+def verify(request: VerifyRequest) -> Verified:
     """Check a checkpoint against its run record.
-
-    Args:
-        out: Folder that `quantize` wrote.
-        against: The original model. If given, every loss is measured again.
-        calibration: The calibration text, in any form that `quantize` accepts. None: the text named in the recipe.
-        tolerance: Largest relative deviation of a figure that is measured again. None: 1e-6, and 0.01 on another device
-            than that of the run, or 0.5 if its blocks ran in 16 bits.
-        device: Device to compute on, in the dtype of the run. "auto": one like that of the run, if there is one.
-        trust_remote_code: Whether to run model code that comes with the original.
-        progress: Display that wraps the iterators over files, over layers to check and over layers to measure.
 
     Raises:
         NearplaneError: There is no run record, or the original or the text cannot be read.
     """
-    record = check_verify(out, against=against, calibration=calibration, tolerance=tolerance)
-    measured_on = _device(record, device)
+    record = request.check()
+    measured_on = _device(record, request.device)
+    trust = request.trust_remote_code
     follower = Follower(
-        partial(open_original, str(against), record.recipe, trust_remote_code=trust_remote_code), measured_on
+        partial(open_original, str(request.against), record.recipe, trust_remote_code=trust), measured_on
     )
-    run = partial(
-        _verified, record, Path(out), measured_on, against, calibration, tolerance, trust_remote_code, progress
-    )
-    return run_on_rank_0(run, follower, {"record": record.text})
+    return run_on_rank_0(partial(_verified, record, request, measured_on), follower, {"record": record.text})
 
 
-def _verified(
-    record: RunRecord,
-    folder: Path,
-    where: Device,
-    against: str | Path | None,
-    calibration: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor] | Encoded | None,
-    tolerance: float | None,
-    trust_remote_code: bool,
-    progress: Progress,
-) -> Verified:
+def _verified(record: RunRecord, request: VerifyRequest, where: Device) -> Verified:
     """Check a checkpoint on a device; see `verify`."""
-    given, faults = Given.of(calibration), list[Fault]()
+    folder, against, trust_remote_code = Path(request.out), request.against, request.trust_remote_code
+    progress = request.progress
+    given, faults = Given.of(request.calibration), list[Fault]()
     stored, measured = sound_files(folder, record, progress, faults), False
     agreement = Agreement()
     if against is not None and stored is not None:
         return_large_blocks()
         model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)
-        agreement = Agreement.on(where, record, model.dtype, tolerance)
+        agreement = Agreement.on(where, record, model.dtype, request.tolerance)
         differing, same = _unlike(folder, record, stored, model)
         faults += differing
         if same:
@@ -159,7 +129,7 @@ def _verified(
                 check_same_tokens(folders, trust_remote_code=trust_remote_code)
             except ModelError as error:
                 faults.append(Fault(where=TOKENIZER, what=str(error)))
-            recipe = with_calibration_path(recipe, calibration)
+            recipe = with_calibration_path(recipe, request.calibration)
             saved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
             windows = _windows(saved, faults)
             if windows is not None:

@@ -12,7 +12,6 @@ import pytest
 
 import forgery
 from nearplane.cli import app as cli
-from nearplane.cli.flags import scheme_from
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.record.record import read_record
 from nearplane.system.files import digest_of
@@ -115,7 +114,7 @@ def test_a_mistyped_command_line_ends_with_2_and_one_sentence(monkeypatch, capsy
 @pytest.mark.parametrize(("flag", "bits"), [("3.5", 3.5), ("2.25", 2.25), ("4", 4), ("3.0", 3)])
 def test_bits_of_the_command_line_are_those_that_were_typed(flag, bits):
     _, bound, _ = cli.app.parse_args(["quantize", "model", "out", "--bits", flag])
-    found = scheme_from(bound.arguments["scheme"]).bits
+    found = bound.arguments["request"].asked().scheme.bits
     assert found == bits
     assert isinstance(found, int) == (bits == int(bits))
 
@@ -127,8 +126,9 @@ def test_bits_of_the_command_line_are_those_that_were_typed(flag, bits):
 )
 def test_several_patterns_may_be_ignored(words):
     _, bound, _ = cli.app.parse_args(["quantize", "model", "out", *words, "--bits", "3"])
-    assert bound.arguments["ignore"] == ("up_proj", "layers.0")
-    assert scheme_from(bound.arguments["scheme"]).bits == 3
+    recipe = bound.arguments["request"].asked()
+    assert recipe.ignore == ("up_proj", "layers.0")
+    assert recipe.scheme.bits == 3
 
 
 def test_the_shell_can_complete_commands_and_options(tmp_path):

@@ -3,15 +3,19 @@
 import re
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from cyclopts import CycloptsError
 
-from nearplane import BlockScheme, GridScheme, RateScheme, RecipeError
+from nearplane import BlockScheme, GridScheme, RateScheme, Recipe, RecipeError
 from nearplane.cli import app as cli
-from nearplane.cli.flags import GROUPS, BlockFlags, GridFlags, RateFlags, layer_schemes, refuse_mixed, scheme_from
+from nearplane.cli.quantize_flags import FLAGS, options_of_layers, refuse_mixed
 from nearplane.recipe.recipe import Calibration
 from nearplane.recipe.scheme import names_of
+from nearplane.recipe.schemes import scheme_of
+from nearplane.system.arguments import OPEN
+from nearplane.verbs.quantize_request import QuantizeRequest
 
 SHOWN = (  # groups in the order of the help, and their flags
     ("Everyday", ("bits", "group-size", "symmetric", "grid", "embeddings", "format", "activations")),
@@ -25,7 +29,7 @@ SHOWN = (  # groups in the order of the help, and their flags
     ),
     (
         "Running",
-        ("device", "compute-dtype", "overwrite", "memory", "device-memory", "processes", "trust-remote-code", "json"),
+        ("device", "compute-dtype", "overwrite", "memory", "device-memory", "trust-remote-code", "processes", "json"),
     ),
 )
 
@@ -48,15 +52,17 @@ def test_help_shows_at_most_38_flags_in_groups():
     assert sum(len(flags) for flags in found.values()) <= 38
 
 
-def test_every_flag_is_a_field_and_explained():
-    assert set(GROUPS) <= names_of(GridScheme) | names_of(BlockScheme) | names_of(RateScheme) | names_of(Calibration)
-    assert all(
-        field.type.__metadata__[0].help for part in (GridFlags, BlockFlags, RateFlags) for field in fields_of(part)
-    )
+def test_every_flag_is_a_field_and_every_option_one_of_a_scheme_or_recipe():
+    parts = (GridScheme, BlockScheme, RateScheme, Calibration, Recipe)
+    options = {each.name for each in fields(QuantizeRequest) if each.default is OPEN}
+    assert set().union(*map(names_of, parts)) - {"scheme", "calibration"} == options - {"calibration"}
+    assert set(FLAGS) <= names_of(QuantizeRequest)
 
 
-def fields_of(part):
-    return part.__dataclass_fields__.values()
+def test_every_field_is_explained():
+    text = QuantizeRequest.__doc__.split("Args:")[1]
+    explained = re.findall(r"^        ([a-z_, ]+): ", text, re.MULTILINE)
+    assert {name for names in explained for name in names.split(", ")} == names_of(QuantizeRequest)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +85,7 @@ def fields_of(part):
     ids=str,
 )  # fmt: skip
 def test_flags_are_a_scheme(words, scheme):
-    assert scheme_from(bound(*words).get("scheme")) == scheme
+    assert scheme_of(**bound(*words)["request"].options()) == scheme
 
 
 @pytest.mark.parametrize(
@@ -93,12 +99,12 @@ def test_flags_are_a_scheme(words, scheme):
     ids=str,
 )
 def test_flags_of_a_gguf_are_a_scheme(words, scheme):
-    flags = bound(*words, "--format", "gguf")
-    assert scheme_from(flags["scheme"], format=flags["format"]) == scheme
+    assert bound(*words, "--format", "gguf")["request"].asked().scheme == scheme
 
 
 def test_layers_of_a_size_have_types():
-    (own,) = layer_schemes(("v_proj=grid:q6_k",), bound("--size", "1GB")["scheme"], format="gguf")
+    words = ("--size", "1GB", "--format", "gguf", "--layer", "v_proj=grid:q6_k")
+    (own,) = bound(*words)["request"].asked().layers
     assert own.scheme == BlockScheme("q6_k", size="1GB")
 
 
@@ -147,13 +153,13 @@ def test_flags_of_both_kinds_are_refused(words, said):
     ],
 )
 def test_schemes_of_layers_change_what_the_flags_say(texts, expected):
-    flags = bound("--bits", "3")["scheme"]
-    assert [(own.pattern, own.scheme) for own in layer_schemes(texts, flags)] == expected
+    words = [word for text in texts for word in ("--layer", text)]
+    layers = bound("--bits", "3", *words)["request"].asked().layers
+    assert [(own.pattern, own.scheme) for own in layers] == expected
 
 
 def test_layers_of_a_rate_have_rates():
-    flags = bound("--rate", "2.5", "--beam", "4")["scheme"]
-    (own,) = layer_schemes(("v_proj=rate:5",), flags)
+    (own,) = bound("--rate", "2.5", "--beam", "4", "--layer", "v_proj=rate:5")["request"].asked().layers
     assert own.scheme == RateScheme(rate=5, beam=4)
 
 
@@ -178,12 +184,13 @@ def test_layers_of_a_rate_have_rates():
 )
 def test_what_is_no_scheme_for_layers_is_refused(text, said):
     with pytest.raises(RecipeError, match=said):
-        layer_schemes((text,), None)
+        Recipe.from_spellings(layers=options_of_layers((text,)))
 
 
 def test_layer_may_be_given_several_times():
-    words = ("--layer", "a=bits:3", "--layer", "b=bits:2")
-    assert bound(*words)["layer"] == ("a=bits:3", "b=bits:2")
+    words = ("--layer", "a=bits:3", "--layer", "b=bits:2", "--layer", "a=bits:5")
+    layers = bound(*words)["request"].asked().layers
+    assert [(own.pattern, own.scheme.bits) for own in layers] == [("a", 3), ("b", 2)]  # the first match counts
 
 
 @pytest.mark.parametrize(
@@ -207,4 +214,4 @@ def test_numbers_are_not_rounded_and_nothing_is_no_folder(words):
 
 
 def test_a_whole_number_may_have_a_point():
-    assert bound("--samples", "8.0")["tokens"].samples == 8
+    assert bound("--samples", "8.0")["request"].samples == 8

@@ -63,6 +63,6 @@ def test_mcnemar_is_exact(lost, won, p):
 )
 def test_bad_arguments_are_refused_without_lm_eval(monkeypatch, options, said):
     installed = object() if options.pop("installed", False) else None
-    monkeypatch.setattr("nearplane.verbs.early_checks.find_spec", lambda name: installed)
+    monkeypatch.setattr("nearplane.verbs.evaluate_request.find_spec", lambda name: installed)
     with pytest.raises(nearplane.RecipeError, match=said):
         nearplane.evaluate_tasks(MODEL, **{"tasks": ["winogrande"]} | options)

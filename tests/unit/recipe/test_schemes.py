@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearplane import BlockScheme, GridScheme, LayerScheme, RateScheme, Recipe, RecipeError
-from nearplane.cli.flags import layer_schemes
+from nearplane.cli.quantize_flags import options_of_layers
 from nearplane.number_formats import TYPES, number_format
 from nearplane.recipe.scheme import SWEEP_DAMP, names_of
 from nearplane.recipe.schemes import scheme_of
@@ -325,7 +325,8 @@ def test_a_number_format_is_asked_for_by_its_name(name):
     assert Recipe.from_json(other.to_json()) == other
     both = Recipe.from_spellings(grid="int5-g32", layers={"down_proj": {"grid": name}})
     assert both.scheme_of("mlp.down_proj").number_format.name == name
-    assert layer_schemes([f"down_proj=grid:{name}"], None)[0].scheme == replace(scheme, order="activation")
+    changed = Recipe.from_spellings(layers=options_of_layers([f"down_proj=grid:{name}"]))
+    assert changed.layers[0].scheme == replace(scheme, order="activation")
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,9 @@ from nearplane.models.model import open_model
 from nearplane.record.record import read_record
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
 from nearplane.verbs.compare_figure import draw
-from nearplane.verbs.compare_recipes import WAYS, fixed_grid, recipe_for
-from nearplane.verbs.early_checks import check_plot
+from nearplane.verbs.compare_recipes import fixed_grid, recipe_for
+from nearplane.verbs.compare_request import WAYS
+from nearplane.verbs.figure_file import check_plot
 
 TOKENS = Calibration(calibration=str(CALIBRATION), samples=10, seqlen=64)
 BITS = (3.125, 2.125)

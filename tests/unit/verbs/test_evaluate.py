@@ -11,10 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import nearplane
 from families import FAMILIES, config_of, random_model
+from nearplane.cli.evaluate_command import EvaluateFlags
 from nearplane.demo import HELD_OUT, MODEL
 from nearplane.evaluation.predictions import Held, Outline
 from nearplane.models.kinds import divergence
-from nearplane.verbs.evaluate import EvaluationOptions, prepare_texts
+from nearplane.system.progress import silent
+from nearplane.verbs.evaluate import prepare_texts
+from nearplane.verbs.evaluate_request import EvaluateRequest
 
 ASSETS = Path(os.environ.get("ASSETS", "../shared/assets"))
 
@@ -88,8 +91,9 @@ def test_statistics_in_parts_are_those_of_all_logits(coarse, logits, monkeypatch
     monkeypatch.setattr("nearplane.evaluation.scoring.POSITIONS", 2)
     monkeypatch.setattr("nearplane.evaluation.predictions.BATCH_TOKENS", 96)
     with caplog.at_level(logging.INFO, "nearplane"):
-        options = EvaluationOptions(seqlen=32, samples=7, against=MODEL, floor=True)
-        first, second = prepare_texts(coarse, [HELD_OUT, ["A list. " * 40]], options).measure()
+        texts = [HELD_OUT, ["A list. " * 40]]
+        request = EvaluateFlags(coarse, text=texts, seqlen=32, samples=7, against=MODEL, progress=silent)
+        first, second = prepare_texts(request).measure()
     assert "at once" not in caplog.text
     found = first.evaluation
     ids = AutoTokenizer.from_pretrained(MODEL)(HELD_OUT.read_text()[:9000], add_special_tokens=False)["input_ids"]
@@ -118,7 +122,7 @@ def test_statistics_in_parts_are_those_of_all_logits(coarse, logits, monkeypatch
 
 def test_the_number_of_windows_is_said_before_they_run(coarse, caplog, monkeypatch):
     monkeypatch.setattr("nearplane.verbs.evaluate.opened", lambda *_, **__: pytest.fail("stopped here"))
-    prepared = prepare_texts(coarse, [[HELD_OUT.read_text()]], EvaluationOptions(protocol="llama.cpp", seqlen=3))
+    prepared = prepare_texts(EvaluateRequest(coarse, [HELD_OUT.read_text()], protocol="llama.cpp", seqlen=3))
     with caplog.at_level(logging.INFO, "nearplane"), pytest.raises(pytest.fail.Exception, match="stopped here"):
         prepared.measure()
     assert f"{len(prepared.scored[0].tokens):,} windows to evaluate (given in Python)" in caplog.text
@@ -158,9 +162,10 @@ def test_a_short_text_is_refused_before_weights_are_read(coarse, monkeypatch):
 
     monkeypatch.setattr("nearplane.verbs.evaluate.opened", read)
     for protocol, said in (("papers", "but a window has 512"), ("llama.cpp", "needs two windows of 512")):
-        options = EvaluationOptions(protocol=protocol, against=MODEL, samples=1, seqlen=512)
+        texts = [HELD_OUT, ["Short."]]
+        request = EvaluateFlags(coarse, text=texts, protocol=protocol, against=MODEL, samples=1, seqlen=512)
         with pytest.raises(nearplane.CalibrationError, match=said):
-            prepare_texts(coarse, [HELD_OUT, ["Short."]], options)
+            prepare_texts(request)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -22,7 +22,7 @@ from children import Child, command
 from families import config_of, random_model
 from nearplane import ModelError, NearplaneError, RecipeError
 from nearplane.cli.app import app, main
-from nearplane.cli.printing import first_difference
+from nearplane.cli.generate_command import first_difference
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.models.pretrained import tokenizer_of
 from nearplane.verbs import generate as module

@@ -1,4 +1,4 @@
-"""What is asked of `evaluate`: the names of its protocols. Needs no torch."""
+"""Names of the protocols of `evaluate`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,138 @@
+"""The commands that read a checkpoint: `nearplane inspect`, `verify`, `report`, `card` and `export`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Several, Switch
+from nearplane.cli.printing import as_json, opening, say, table
+from nearplane.cli.terminal import bar
+from nearplane.system.progress import Progress
+from nearplane.system.sizes import size_text
+from nearplane.verbs.export_request import DENSE, ExportRequest
+from nearplane.verbs.verify_request import VerifyRequest
+
+
+def inspect(out: Path, *, json: Switch = False) -> None:
+    """Show layers, grids, losses and sizes of a checkpoint from its run record, without reading weights.
+
+    Args:
+        out: Folder of a checkpoint that nearplane wrote, or a .gguf file.
+            For a .gguf file of another program, its tensors are shown.
+        json: Print the run record as JSON.
+    """
+    from nearplane.formats.find_record import find_record, foreign_tensors
+    from nearplane.record.summary import layer_table
+
+    if (tensors := foreign_tensors(out)) is not None:
+        names = ("tensor", "type", "shape", "bytes")
+        print(as_json([dict(zip(names, row, strict=True)) for row in tensors])) if json else table(names, tensors)
+        return
+    record = find_record(out)
+    if json:
+        print(record.to_json())
+        return
+    before, columns, rows, after = layer_table(record)
+    say(before)
+    table(columns, rows)
+    say(after)
+
+
+class VerifyFlags(VerifyRequest):
+    """Flags of `nearplane verify`."""
+
+    out: Path
+    against: str | None
+    calibration: Path | None
+    device: DeviceFlag
+    progress: Annotated[Progress, Hidden]
+
+
+def verify(request: Annotated[VerifyFlags, Flat], *, json: Switch = False) -> None:
+    """Check the files of a checkpoint against its run record; with --against, also measure every loss again.
+
+    Prints one line for each fault in a layer or file, and then ends with exit code 3.
+
+    Args:
+        json: Print the result as JSON.
+    """
+    request.check()
+    opening(request.out)
+    from nearplane import verify as run
+
+    verified = run(replace(request, progress=bar))
+    if json:
+        print(
+            as_json(
+                {
+                    "faults": [asdict(fault) for fault in verified.faults],
+                    "asked": verified.asked,
+                    "measured": verified.measured,
+                }
+            )
+        )
+    else:
+        for fault in verified.faults:
+            print(f"{fault.where}: {fault.what}")
+        print(verified.summary())
+    if verified.faults:
+        sys.exit(3)
+
+
+def report(out: Path, page: Path | None = None, /, *, overwrite: Switch = False) -> None:
+    """Write an HTML page with figures and tables from the run record of a checkpoint.
+
+    The page opens from disk and needs no network.
+
+    Args:
+        out: Folder of a checkpoint that nearplane wrote.
+        page: File to write. Default: OUT-report.html next to the folder; an old report there is replaced.
+        overwrite: Replace any existing file.
+    """
+    from nearplane.verbs.report import write_report
+
+    print(write_report(out, page, overwrite=overwrite))
+
+
+def card(out: Path, *, evaluation: Annotated[list[Path] | None, Several] = None, overwrite: Switch = False) -> None:
+    """Write the model card of the checkpoint in OUT again, with the results of evaluations.
+
+    A card that was changed since nearplane wrote it is not replaced. The license, languages, datasets and tags in its
+    metadata are kept.
+
+    Args:
+        out: Folder of a checkpoint that nearplane wrote.
+        evaluation: Files with what nearplane evaluate OUT --json printed, for tables in the card.
+        overwrite: Replace any existing card.
+    """
+    from nearplane.verbs.card import card as run
+
+    print(run(out, evaluation=evaluation or (), overwrite=overwrite))
+
+
+class ExportFlags(ExportRequest):
+    """Flags of `nearplane export`."""
+
+    source: Annotated[Path, Parameter(name="out")]
+    out: Annotated[Path, Parameter(name="folder")]
+
+
+def export(request: Annotated[ExportFlags, Flat]) -> None:
+    """Write the checkpoint in OUT to FOLDER in another format: all weights decoded, or with the same integers.
+
+    Integers and steps are never rounded. If the format cannot hold a layer exactly, the command names the layer and writes
+    nothing. What is written is read back and compared.
+    """
+    request.check()
+    opening(request.source)
+    from nearplane import export as run
+
+    size = run(request)
+    dense = request.format == DENSE
+    how = f"decoded to {request.dtype or 'bfloat16'}" if dense else f"moved to {request.format} unchanged"
+    print(f"weights {how}, {size_text(size)}: {request.out}")

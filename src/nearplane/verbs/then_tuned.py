@@ -1,0 +1,117 @@
+"""Quantization with tuning: two verbs run one after the other.
+
+`quantize` writes an ordinary checkpoint OUT.untuned, `tune` reads it and writes OUT, and OUT.untuned is deleted. If the
+command is stopped and repeated, either verb is resumed.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from nearplane.calibration.windows import calibration_windows
+from nearplane.errors import NearplaneError, RecipeError
+from nearplane.models.pretrained import find_folder
+from nearplane.planning.folder_size import check_disk
+from nearplane.planning.start import Job, Options, open_resolved
+from nearplane.recipe.recipe import Recipe
+from nearplane.record.record import RunRecord, read_record
+from nearplane.system.output_folder import Unfinished
+from nearplane.system.paths import refuse_unfinished
+from nearplane.tuning.checkpoint import check_layers, check_tunable
+from nearplane.verbs.tune import tune
+from nearplane.verbs.tune_request import check_recipe
+
+log = logging.getLogger(__name__)
+
+
+def then_tuned(
+    quantizes: Callable[[str, Path, Recipe, Options], RunRecord],
+    folder: str,
+    out: Path,
+    recipe: Recipe,
+    options: Options,
+) -> RunRecord:
+    """Quantize into OUT.untuned, tune that checkpoint into `out`, and delete it.
+
+    Args:
+        quantizes: Function that quantizes a folder, see `quantize_folder`.
+        folder: Folder or hub id of the model.
+        out: Folder to write.
+        recipe: Recipe with tuning.
+        options: Options of the run.
+
+    Raises:
+        RecipeError: OUT.untuned exists and is not from this command. It is left unchanged.
+        NearplaneError: A subclass names the cause.
+    """
+    solved, given = Path(f"{out.resolve()}.untuned"), options.given
+    model = find_folder(folder, trust_remote_code=options.trust_remote_code)
+    place = Unfinished(
+        out, overwrite=options.overwrite, sources=[model]
+    )  # raises now what tuning would raise after the solve
+    if not solved.is_symlink() and (not solved.exists() or (solved.is_dir() and not any(solved.iterdir()))):
+        place.refuse_stopped()  # not of this command, whose tuning begins later
+        _check_tunable(folder, out, recipe, options)
+        quantizes(folder, solved, recipe, options)
+    elif difference := _differing(solved, recipe, options):
+        raise RecipeError(
+            f"{solved}, where the checkpoint to tune is written, is not from this command: {difference} Delete that folder, or "
+            f"tune it with nearplane tune."
+        )
+    else:
+        log.info("resuming with tuning: a stopped run left %s", solved)
+    hint = f"The quantized checkpoint is in {solved}. Repeat the command to tune it."
+    try:
+        record = tune(
+            solved,
+            out,
+            against=folder,
+            calibration=None if given is None else given.tokens if given.texts is None else given.texts,
+            device=str(options.device),
+            compute_dtype=options.device.asked_dtype,
+            overwrite=options.overwrite,
+            trust_remote_code=options.trust_remote_code,
+            progress=options.progress,
+        )
+    except NearplaneError as error:
+        raise type(error)(f"{error} {hint}") from error
+    except BaseException as error:  # stopped by a signal, or out of memory
+        error.add_note(hint)
+        raise
+    try:
+        shutil.rmtree(solved)
+    except OSError as error:
+        log.warning("%s was tuned into %s but could not be deleted (%s). Delete that folder.", solved, out, error)
+    return record
+
+
+def _check_tunable(folder: str, out: Path, recipe: Recipe, options: Options) -> None:
+    """Raise before the solve the errors that `tune` would raise after it."""
+    model, settled = open_resolved(folder, recipe, trust_remote_code=options.trust_remote_code)
+    check_recipe(settled, "This run")
+    check_disk(out, model, settled, copies=2)  # OUT.untuned is kept until OUT is complete
+    check_layers(model, "This run")
+    windows = calibration_windows(model, settled, options.given)
+    job = Job(model=model, asked=recipe, recipe=settled, windows=windows, options=options)
+    check_tunable(model, settled, options.given, job.record(), options.device)
+
+
+def _differing(solved: Path, recipe: Recipe, options: Options) -> str:
+    """Return a sentence on how a folder differs from the output of this command; empty if it does not."""
+    try:
+        refuse_unfinished(solved)
+        record = read_record(solved)
+    except NearplaneError as error:
+        return str(error)
+    if record.tuning is not None:
+        return "it is tuned already."
+    asked, ran_in = options.device.asked_dtype, record.compute_dtype.replace("auto", "float32")
+    samples = recipe.calibration.samples or record.recipe.calibration.samples  # the default is a number in the record
+    recipe = replace(recipe, calibration=replace(recipe.calibration, samples=samples))
+    if (record.source, record.recipe) != (options.name, recipe) or asked not in ("auto", ran_in):
+        return "its model or options differ."
+    return ""
