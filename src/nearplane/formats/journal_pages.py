@@ -40,7 +40,7 @@ from nearplane.system.output_folder import STATE, readable_errors
 from nearplane.system.paths import JOURNAL
 from nearplane.system.safetensors_files import INDEX, read_index
 
-VERSION = 6  # of the journal; journals of other versions are refused
+VERSION = 7  # of the journal; journals of other versions are refused
 # suffixes of a model's files that are run inputs
 HASHED_SUFFIXES = {".safetensors", ".gguf", ".json", ".model", ".txt", ".jinja", ".py"}
 MAX_JOURNAL_SHARE = 0.05  # fraction of a run's time for writing pages; after quick blocks none is written

@@ -149,14 +149,14 @@ def _at_widths(
     return [partial(_on_grid, W, inputs, float(scheme.bits), scheme, storage) for scheme in schemes]
 
 
-def to_types(names: Sequence[str], scheme: BlockScheme) -> Perturbations:
+def to_types(names: Sequence[str], scheme: AnyScheme) -> Perturbations:
     """Return perturbations like weights in blocks of llama.cpp's types, with the types' rates; nothing is refined."""
     return Perturbations(of=partial(_at_types, names, replace(scheme, polish=0, rounds=0)), points=len(names))
 
 
-def _at_types(names: Sequence[str], scheme: BlockScheme, W: Tensor, inputs: Inputs) -> list[Callable[[], Perturbed]]:
+def _at_types(names: Sequence[str], scheme: AnyScheme, W: Tensor, inputs: Inputs) -> list[Callable[[], Perturbed]]:
     kinds = sorted({fitting(name, W.shape[1]) for name in names}, key=lambda kind: kind.rate)
-    return [partial(_on_grid, W, inputs, kind.rate, scheme.storing(kind), torch.float16) for kind in kinds]
+    return [partial(_on_grid, W, inputs, kind.rate, scheme.stored_in(kind), torch.float16) for kind in kinds]
 
 
 def _on_grid(

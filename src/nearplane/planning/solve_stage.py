@@ -18,11 +18,13 @@ from nearplane.calibration.walk import Stage
 from nearplane.lattice.factor import solved_strips
 from nearplane.lattice.grid import QuantizedMatrix, narrowed
 from nearplane.lattice.scale import StepStorage
-from nearplane.matrix.on_grid import SolvedRows, joined
-from nearplane.matrix.solve_layer import Task, solve_layer, solve_some_rows
+from nearplane.matrix.inputs import Inputs, lattice_problem
+from nearplane.matrix.on_grid import SolvedRows, joined, quantize_matrix, solve_rows
+from nearplane.matrix.to_rate import quantize_matrix_to_rate
 from nearplane.models.layers import Layer
 from nearplane.planning.ledger import Solved
-from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme
+from nearplane.recipe.layer_plan import LayerPlan
+from nearplane.recipe.schemes import RateScheme
 from nearplane.record.record import LayerRecord
 from nearplane.system.out_of_memory import working_on
 from nearplane.system.ranks import current, evened
@@ -30,45 +32,55 @@ from nearplane.system.ranks import current, evened
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """How a layer is to be solved, without its weights and inputs; see `Task` for the other fields.
+    """A layer to solve, without its weights and inputs.
 
     Args:
         number: Number of the layer in its stage.
         again: Whether it may be solved once more, so that its inputs are kept.
+        plan: What is decided of the layer.
+        storage: How steps of grids are stored.
         rows: The rows to solve; None: the whole layer.
     """
 
     number: int
     again: bool
-    scheme: AnyScheme
+    plan: LayerPlan
     storage: StepStorage
-    rate: float | None
-    sensitivity: Tensor | None
-    max_loss: float | None
-    together: tuple[Tensor, ...]
     rows: slice | None = None
 
     @property
     def divides(self) -> bool:
         """Whether ranks may solve some rows of the layer each."""
-        return not (self.scheme.entropy_coded or (self.scheme.joins_rows and self.together))
+        scheme = self.plan.scheme
+        return not (scheme.entropy_coded or (scheme.joins_rows and self.plan.together))
 
     def solved(self, stage: Stage) -> Found:
         """Solve the layer, or its rows, with its weights and inputs on this rank."""
         layer, inputs = stage.layers[self.number], stage.inputs[self.number]
-        task = Task(
-            name=layer.name,
-            W=layer.read(),
-            inputs=inputs if self.again else inputs.used_once(),
-            scheme=self.scheme,
-            storage=self.storage,
-            rate=self.rate,
-            sensitivity=None if self.sensitivity is None else self.sensitivity.to(layer.weight.device),
-            max_loss=self.max_loss,
-            together=tuple(G.to(layer.weight.device) for G in self.together),
-        )
+        inputs = inputs if self.again else inputs.used_once()
         with working_on(layer.name):
-            return solve_layer(task) if self.rows is None else solve_some_rows(task, self.rows)
+            if self.rows is None:
+                return solve_layer(layer.name, layer.read(), inputs, self.plan, self.storage)
+            W, inputs = lattice_problem(layer.read(), inputs, layer.name)
+            scheme = self.plan.scheme
+            return solve_rows(W, self.rows, inputs, scheme, storage=self.storage, name=layer.name)
+
+
+def solve_layer(
+    name: str, W: Tensor, inputs: Inputs, plan: LayerPlan, storage: StepStorage
+) -> tuple[QuantizedMatrix, LayerRecord]:
+    """Quantize one layer as planned, deterministically. `Inputs` keep factors for the layers that share them.
+
+    Raises:
+        NumericalError: A weight is not finite, or the Hessian is not positive definite.
+    """
+    if isinstance(plan.scheme, RateScheme):
+        sensitivity = None if plan.sensitivity is None else plan.sensitivity.to(W.device)
+        return quantize_matrix_to_rate(
+            W, inputs, plan.scheme, plan.rate, sensitivity=sensitivity, max_loss=plan.max_loss, name=name
+        )
+    together = tuple(G.to(W.device) for G in plan.together)
+    return quantize_matrix(W, inputs, plan.scheme, storage=storage, name=name, together=together)
 
 
 Found = tuple[QuantizedMatrix, LayerRecord] | SolvedRows
@@ -129,9 +141,8 @@ def _whole(stage: Stage, order: Order, found: list[Found]) -> Solved:
     layer, inputs = stage.layers[order.number], stage.inputs[order.number]
     rows = [each for each in found if isinstance(each, SolvedRows)]
     if rows:
-        assert isinstance(order.scheme, GridScheme | BlockScheme), "only layers on a fixed grid are divided"
         with working_on(layer.name):
-            return Solved(layer, *joined(rows, inputs, order.scheme, name=layer.name))
+            return Solved(layer, *joined(rows, inputs, order.plan.scheme, name=layer.name))
     (matrix, record), *_ = (each for each in found if not isinstance(each, SolvedRows))
     return Solved(layer, matrix, record)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -119,7 +120,7 @@ def _check_number_formats(recipe: Recipe) -> None:
         schemes_of = [scheme.grouped([size]) for size in DEFAULT_GROUP_SIZES]  # equal unless layers decide the size
         if recipe.allocate != "uniform":
             grids = [each for each in schemes_of if isinstance(each, GridScheme)]
-            schemes_of = [each.with_bits(bits) for bits in recipe.files.bits for each in grids] or schemes_of
+            schemes_of = [replace(each, bits=bits) for bits in recipe.files.bits for each in grids] or schemes_of
         formats = [each.number_format for each in schemes_of]
         if all(map(recipe.files.fault, formats)):
             recipe.files.check(name, formats[0])
@@ -165,7 +166,7 @@ def check_recipe(recipe: Recipe, called: str) -> None:
             f"{called} cannot be tuned: runtimes round its activations to {recipe.activations}, which tuning does not. Quantize "
             f"with --activations none."
         )
-    for scheme in (recipe.scheme, *(each.scheme for each in recipe.layers)):
+    for scheme in recipe.schemes:
         if not scheme.tunable:
             raise RecipeError(
                 f"{called} cannot be tuned: it has weights in {scheme.number_format.name}, and 8-bit floats are not trained. "
@@ -173,7 +174,7 @@ def check_recipe(recipe: Recipe, called: str) -> None:
             )
     if recipe.like is not None:
         raise RecipeError(f"{called} cannot be tuned: it was written by --like, which tuning does not support yet.")
-    if getattr(recipe.scheme, "size", None) is not None:
+    if recipe.scheme.limit is not None:
         raise RecipeError(
             f"{called} cannot be tuned: it was quantized with --size, and tuning makes the run record longer. Quantize with "
             f"--rate, or a GGUF with --grid."
