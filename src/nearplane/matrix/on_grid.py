@@ -35,7 +35,7 @@ from nearplane.lattice.solvers import SOLVERS, Problem, Solution
 from nearplane.matrix.certificate import MeasuredRows, SolvedMatrix, measured_rows, record_of
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.recipe.scheme import Scheme
-from nearplane.recipe.schemes import BlockScheme, GridScheme
+from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme
 from nearplane.record.record import LayerRecord
 from nearplane.system.arguments import checked
 from nearplane.system.memory import release
@@ -143,7 +143,7 @@ def solve_rows(
 
 
 def joined(
-    parts: Sequence[SolvedRows], inputs: Inputs, scheme: GridScheme | BlockScheme, *, name: str
+    parts: Sequence[SolvedRows], inputs: Inputs, scheme: AnyScheme, *, name: str
 ) -> tuple[QuantizedMatrix[Grid], LayerRecord]:
     """Return codes and grid of a layer, and its record, from all its rows in their order."""
     began = time.perf_counter()

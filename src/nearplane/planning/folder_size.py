@@ -27,7 +27,7 @@ from nearplane.formats.gguf.architecture import rope_factors
 from nearplane.formats.gguf.gguf_container import planned_tensors
 from nearplane.formats.gguf.gguf_header import ALIGNMENT, FILE, nbytes
 from nearplane.formats.gguf.mixes import fitting
-from nearplane.formats.layer_format import METHOD, GridFormat, LayerFormat, Quantized, config_text
+from nearplane.formats.layer_format import METHOD, GridFormat, Quantized, config_text
 from nearplane.formats.native import Native
 from nearplane.formats.table import FORMATS
 from nearplane.models.layers import Layer
@@ -90,8 +90,8 @@ def budget_of(model: Model, recipe: Recipe) -> float:
         )
         if not MIN_RATE <= rate <= 7:
             raise RecipeError(
-                f"--size {recipe.scheme.size} is {size:,} bytes, of which about {overhead:,} are not quantized. This leaves {rate:.2f} "
-                f"bits for each of {weights:,} weights. Use {smallest:,} to {largest:,} bytes (0.5 to 7 bits per weight)."
+                f"--size {recipe.scheme.size} is {size:,} bytes, of which about {overhead:,} are not quantized. This leaves "
+                f"{rate:.2f} bits for each of {weights:,} weights. Use {smallest:,} to {largest:,} bytes (0.5 to 7 bits per weight)."
             )
     least = 8 * sum(16 + 3 * layer.shape[1] / 8 for layer in layers) / weights  # header, and exponents of steps
     if rate < least:

@@ -25,7 +25,7 @@ from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import solve
 from nearplane.models.model import Block
 from nearplane.recipe.scheme import Scheme
-from nearplane.recipe.schemes import BlockScheme, GridScheme
+from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme
 
 COUNTED_COLUMNS = 256  # columns whose codes are counted at a time
 

@@ -44,6 +44,8 @@ from nearplane.system.progress import Progress
 POINTS = 3  # widths or types that are measured of each layer, about
 Measure = Callable[[Perturbations], list[Curve]]
 """Function like `probe`, applied to the model and tokens of the run."""
+
+
 def plan(
     model: Model,
     settled: Plan,
@@ -95,9 +97,7 @@ def _completed(
 ) -> Plan:
     """Return a plan with what was measured, by name of the layer."""
     layers = {
-        name: replace(
-            each, rate=rates.get(name), sensitivity=rows.get(name), together=tuple(together.get(name, ()))
-        )
+        name: replace(each, rate=rates.get(name), sensitivity=rows.get(name), together=tuple(together.get(name, ())))
         for name, each in settled.layers.items()
     }
     return replace(settled, layers=layers, moments=moments)
@@ -155,9 +155,7 @@ def joined_layers(model: Model, settled: Plan) -> set[str]:
     return {name for name in names if settled.layers[name].scheme.joins_rows}
 
 
-def _rates(
-    model: Model, settled: Plan, rows: Mapping[str, Tensor], measure: Measure | None
-) -> dict[str, float]:
+def _rates(model: Model, settled: Plan, rows: Mapping[str, Tensor], measure: Measure | None) -> dict[str, float]:
     """Return a rate for every layer, `--rate` on average, higher where the network is more sensitive."""
     budget, scheme = budget_of(model, settled.recipe), settled.recipe.scheme
     fixed = {

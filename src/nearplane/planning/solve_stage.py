@@ -59,28 +59,36 @@ class Order:
         layer, inputs = stage.layers[self.number], stage.inputs[self.number]
         inputs = inputs if self.again else inputs.used_once()
         with working_on(layer.name):
-            if self.rows is None:
-                return solve_layer(layer.name, layer.read(), inputs, self.plan, self.storage)
-            W, inputs = lattice_problem(layer.read(), inputs, layer.name)
-            scheme = self.plan.scheme
-            return solve_rows(W, self.rows, inputs, scheme, storage=self.storage, name=layer.name)
+            return solve_layer(layer.name, layer.read(), inputs, self.plan, self.storage, self.rows)
 
 
 def solve_layer(
-    name: str, W: Tensor, inputs: Inputs, plan: LayerPlan, storage: StepStorage
-) -> tuple[QuantizedMatrix, LayerRecord]:
-    """Quantize one layer as planned, deterministically. `Inputs` keep factors for the layers that share them.
+    name: str, W: Tensor, inputs: Inputs, plan: LayerPlan, storage: StepStorage, rows: slice | None = None
+) -> Found:
+    """Quantize one layer as planned, or some of its rows, deterministically.
+
+    Args:
+        name: Full name of the layer, for the record and for error messages.
+        W: (out, in) weights.
+        inputs: Statistics of the layer's inputs, shared by layers of the same input; if `used_once`, solve only once.
+        plan: What is decided of the layer.
+        storage: How steps of grids are stored.
+        rows: Whole strips of rows of a layer on a fixed grid, which `joined` puts together; None: the whole layer.
 
     Raises:
         NumericalError: A weight is not finite, or the Hessian is not positive definite.
     """
-    if isinstance(plan.scheme, RateScheme):
+    scheme = plan.scheme
+    if isinstance(scheme, RateScheme):
         sensitivity = None if plan.sensitivity is None else plan.sensitivity.to(W.device)
         return quantize_matrix_to_rate(
-            W, inputs, plan.scheme, plan.rate, sensitivity=sensitivity, max_loss=plan.max_loss, name=name
+            W, inputs, scheme, plan.rate, sensitivity=sensitivity, max_loss=plan.max_loss, name=name
         )
+    if rows is not None:
+        W, inputs = lattice_problem(W, inputs, name)
+        return solve_rows(W, rows, inputs, scheme, storage=storage, name=name)
     together = tuple(G.to(W.device) for G in plan.together)
-    return quantize_matrix(W, inputs, plan.scheme, storage=storage, name=name, together=together)
+    return quantize_matrix(W, inputs, scheme, storage=storage, name=name, together=together)
 
 
 Found = tuple[QuantizedMatrix, LayerRecord] | SolvedRows

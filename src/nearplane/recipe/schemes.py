@@ -25,7 +25,6 @@ from nearplane.number_formats import (
 from nearplane.recipe.file_formats import FILE_FORMATS, Format
 from nearplane.recipe.scheme import (
     DEFAULT_GROUP_SIZES,
-    Allocation,
     Scheme,
     Solver,
     contradiction,
@@ -309,7 +308,6 @@ class RateScheme(Scheme):
             object.__setattr__(self, "size", str(self.size))
             bytes_in(self.size)
         check_fields(self, "include_head", "include_embeddings", "rows")
-
 
 
 AnyScheme = GridScheme | BlockScheme | RateScheme

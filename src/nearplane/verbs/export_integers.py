@@ -112,9 +112,7 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
             container.record_json = ""
         else:
             peak = record.peak_memory
-            container.seal(
-                _moved_record(record, plan, read), lambda sealed: replace(sealed, peak_memory=peak)
-            )
+            container.seal(_moved_record(record, plan, read), lambda sealed: replace(sealed, peak_memory=peak))
     return container.size
 
 
