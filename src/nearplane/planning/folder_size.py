@@ -91,7 +91,8 @@ def budget_of(model: Model, recipe: Recipe) -> float:
         if not MIN_RATE <= rate <= 7:
             raise RecipeError(
                 f"--size {recipe.scheme.size} is {size:,} bytes, of which about {overhead:,} are not quantized. This leaves "
-                f"{rate:.2f} bits for each of {weights:,} weights. Use {smallest:,} to {largest:,} bytes (0.5 to 7 bits per weight)."
+                f"{rate:.2f} bits for each of {weights:,} weights. Use {smallest:,} to {largest:,} bytes (0.5 to 7 bits per "
+                "weight)."
             )
     least = 8 * sum(16 + 3 * layer.shape[1] / 8 for layer in layers) / weights  # header, and exponents of steps
     if rate < least:
@@ -284,11 +285,13 @@ class Choice:
     """Layers whose types are chosen by measuring.
 
     Args:
+        scheme: Options of their solver.
         layers: Names of these layers, which are in blocks of the network.
         budget: Bits per weight that they get on average, including steps.
         ends: Types of embeddings that follow from the budget, by name.
     """
 
+    scheme: BlockScheme
     layers: frozenset[str]
     budget: float
     ends: dict[str, BlockType] = field(default_factory=dict)
@@ -312,7 +315,7 @@ def measured_choice(model: Model, plan: Plan, container: Container, record: RunR
     free = [layer for block in model.blocks for layer in block.layers if plan.layers[layer.name].measured]
     free_names = frozenset(layer.name for layer in free)
     if (limit := scheme.limit) is None:
-        return Choice(layers=free_names, budget=float(str(scheme.grid)))
+        return Choice(scheme=scheme, layers=free_names, budget=float(str(scheme.grid)))
     ends = []
     if model.embeddings is not None and not model.tied and scheme.embeddings == "auto":
         ends = [layer for layer in model.embeddings.layers if plan.layers[layer.name].measured]
@@ -339,7 +342,7 @@ def measured_choice(model: Model, plan: Plan, container: Container, record: RunR
             f"{budget:.2f} bits for each of their {weights:,} weights. Use {low:,} to {high:,} bytes "
             f"({MEASURED_TYPES[0]} to {MEASURED_TYPES[-1]})."
         )
-    return Choice(layers=free_names, budget=budget, ends=types)
+    return Choice(scheme=scheme, layers=free_names, budget=budget, ends=types)
 
 
 def _bytes(layer: Layer, kind: NumberFormat) -> int:

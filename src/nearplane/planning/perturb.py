@@ -25,7 +25,7 @@ from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import solve
 from nearplane.models.model import Block
 from nearplane.recipe.scheme import Scheme
-from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme
+from nearplane.recipe.schemes import BlockScheme, GridScheme
 
 COUNTED_COLUMNS = 256  # columns whose codes are counted at a time
 
@@ -149,12 +149,12 @@ def _at_widths(
     return [partial(_on_grid, W, inputs, float(scheme.bits), scheme, storage) for scheme in schemes]
 
 
-def to_types(names: Sequence[str], scheme: AnyScheme) -> Perturbations:
+def to_types(names: Sequence[str], scheme: BlockScheme) -> Perturbations:
     """Return perturbations like weights in blocks of llama.cpp's types, with the types' rates; nothing is refined."""
     return Perturbations(of=partial(_at_types, names, replace(scheme, polish=0, rounds=0)), points=len(names))
 
 
-def _at_types(names: Sequence[str], scheme: AnyScheme, W: Tensor, inputs: Inputs) -> list[Callable[[], Perturbed]]:
+def _at_types(names: Sequence[str], scheme: BlockScheme, W: Tensor, inputs: Inputs) -> list[Callable[[], Perturbed]]:
     kinds = sorted({fitting(name, W.shape[1]) for name in names}, key=lambda kind: kind.rate)
     return [partial(_on_grid, W, inputs, kind.rate, scheme.stored_in(kind), torch.float16) for kind in kinds]
 

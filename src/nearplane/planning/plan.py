@@ -37,7 +37,7 @@ from nearplane.planning.probe import Extent, extent, probe
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme
-from nearplane.recipe.schemes import MEASURED_TYPES, AnyScheme, GridScheme
+from nearplane.recipe.schemes import MEASURED_TYPES, GridScheme
 from nearplane.system.device import Device
 from nearplane.system.progress import Progress
 
@@ -78,7 +78,7 @@ def plan(
     if scheme.entropy_coded:
         rates = _rates(model, settled, effect.rows, measure)
     elif free is not None and measure is not None:
-        settled = settled.stored_in(_types(model, scheme, free, measure))
+        settled = settled.stored_in(_types(model, free, measure))
     elif isinstance(scheme, GridScheme) and recipe.allocate == "slope":
         assert measure is not None, "widths are allocated by measuring, which needs tokens"
         settled = settled.stored_in(_widths(model, recipe, scheme, measure))
@@ -260,12 +260,12 @@ def _widths(model: Model, recipe: Recipe, scheme: GridScheme, measure: Measure) 
     return {name: formats[bits] for name, bits in widths.items()}
 
 
-def _types(model: Model, scheme: AnyScheme, free: Choice, measure: Measure) -> dict[str, BlockType]:
+def _types(model: Model, free: Choice, measure: Measure) -> dict[str, BlockType]:
     """Return a type for every layer of `free`, its budget on average, larger where the network is more sensitive."""
     rates = {TYPES[name].rate: name for name in MEASURED_TYPES}
     probed = probed_widths(free.budget, list(rates))
     columns = {layer.name: layer.shape[1] for layer in model.layers}
-    curves = measure(to_types([rates[rate] for rate in probed], scheme))
+    curves = measure(to_types([rates[rate] for rate in probed], free.scheme))
     curves = [curve for curve in curves if free.layers.issuperset(curve.layers)]
     names = [rates[rate] for rate in rates if rate >= probed[0]]
     usable = [[fitting(name, columns[curve.layers[0]]) for name in names] for curve in curves]
