@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
-from functools import cache
-from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-
-from nearplane.recipe.schemes import AnyScheme
 
 settings.register_profile(
     "default", max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -31,23 +26,6 @@ def pytest_collection_finish() -> None:
     """Leave what was imported out of every later garbage collection: it is a million objects, and none of them goes."""
     gc.collect()
     gc.freeze()
-    forecast = sys.modules.get("nearplane.planning.forecast")
-    if forecast is not None:
-        measure_once(forecast)
-
-
-def measure_once(forecast: ModuleType) -> None:
-    """Let the first run of all tests alone time a product and solve a small layer, as every run does before it begins."""
-    load, known = forecast.load_libraries, set()
-
-    def load_once(scheme: AnyScheme) -> None:
-        kind = (scheme.solver, scheme.beam, scheme.entropy_coded)
-        if kind not in known:
-            known.add(kind)
-            load(scheme)
-
-    forecast.load_libraries = load_once
-    forecast.seconds_of_a_multiplication = cache(forecast.seconds_of_a_multiplication)
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@
         --list WORD                          # also the places behind the figures whose name has the word
         --explain                            # also what each figure counts
         --compare OTHER                      # a markdown table and nothing else: FOLDER beside OTHER
-        --traced                             # also the files that a 4-bit run of the demo enters (20 seconds); needs
-                                             # torch: in this Python, or in the .venv of FOLDER or of this checkout
+        --traced                             # also the files that a 4-bit run of the demo enters (20 seconds), and their lines;
+                                             # needs torch: in this Python, or in the .venv of FOLDER or of this checkout
 
 Definitions stand in measures.py and language.py.
 """
@@ -21,7 +21,7 @@ import language
 import measures
 from measures import LONG_LINE, MAX_BODY, MAX_PARAMETERS, Checkout, Figure
 
-SMELLS = {  # name: (what a line of the package holds, files that are allowed to)
+SMELLS = {  # name: (what a line of the package holds, files and folders that are allowed to)
     "places that ask which mode": (
         r"\.wanted\b|isinstance\(.*(GridScheme|RateScheme)|case RateScheme\(\)",
         (),
@@ -34,6 +34,11 @@ SMELLS = {  # name: (what a line of the package holds, files that are allowed to
         r"np\.rint\(position|np\.rint\(.*\+|position\.round\(|"
         r"/ \w*s\w*(\[.*\])? \+ z\w*(\[.*\])?\)\.round|add_\(zero.*\)\.round",
         (),
+    ),
+    "lines with scheme_of(": (r"scheme_of\(", ()),
+    "names of readers outside formats/ and recipe/": (
+        r"\b(for_mlx|for_llama_cpp|by_gptqmodel|by_nearplane)\b",
+        ("formats/", "recipe/"),
     ),
     "fmt: skip": (r"#\s*fmt: skip", ()),
 }
@@ -54,6 +59,8 @@ FIGURES: dict[str, Callable[[Checkout], Figure]] = {
     "comparisons with a format's name outside formats/": measures.format_comparisons,
     "type tests of grids": measures.grid_tests,
     "type tests of grids outside lattice/": measures.grid_tests_outside,
+    "isinstance on schemes outside recipe/": measures.scheme_tests,
+    "class patterns on schemes outside recipe/": measures.scheme_patterns,
     f"functions with more than {MAX_PARAMETERS} parameters": measures.all_many_parameters,
     f"functions with more than {MAX_PARAMETERS}, no cli, verb or kernel": measures.many_parameters,
     f"function bodies over {MAX_BODY} lines, no kernel": measures.long_bodies,
@@ -68,7 +75,10 @@ FIGURES: dict[str, Callable[[Checkout], Figure]] = {
     "sentences in README and docs": language.all_sentences,
     f"sentences over {language.MAX_SENTENCE} words in README and docs": language.long_sentences,
 }
-TRACED = {"files that a traced run enters": measures.entered_files}
+TRACED = {
+    "files that a traced run enters": measures.entered_files,
+    "lines of the files that a traced run enters": measures.entered_lines,
+}
 
 
 def main() -> None:

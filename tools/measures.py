@@ -1,7 +1,7 @@
 """Figures of a checkout by which its structure is judged; counts.py prints them.
 
 A function that returns a `Figure` has its definition as docstring. The sources are read and never imported, except for
-`entered_files`. Every layout of the package will do: the main path is verbs/quantize.py where there is one, else
+`Checkout.entered`. Every layout of the package will do: the main path is verbs/quantize.py where there is one, else
 quantize.py.
 """
 
@@ -36,6 +36,7 @@ ENDS = (
     "errors",
 )  # no floors: the first two import what they start, everything imports the last
 GRID_CLASS = re.compile(r"Grid|Codebook|Superblock")
+SCHEME_CLASS = re.compile(r"Scheme$")
 KERNEL_DECORATOR = re.compile(r"jit|compiled|kernel|intrinsic")  # numba.njit and triton.jit, also behind a wrapper
 KERNEL_FILE = re.compile(r"_(cpu|gpu|cuda|triton)\.py$")
 CLI = re.compile(r"^(cli/.*|cli|finished|flags)(\.py)?$")
@@ -51,10 +52,10 @@ READER_PATHS = {  # by the main path: what a reader opens to follow a 4-bit run 
     ),
     "verbs/quantize.py": (
         *("cli/app.py", "cli/quantize_command.py", "verbs/quantize_api.py", "verbs/quantize.py"),
-        *("planning/start.py", "planning/run.py", "calibration/walk.py"),
-        *("matrix/solve_layer.py", "matrix/on_grid.py", "formats/container.py", "system/output_folder.py"),
+        *("planning/start.py", "planning/run.py|verbs/quantize_run.py", "calibration/walk.py"),
+        *("planning/solve_stage.py", "matrix/on_grid.py", "formats/container.py", "system/output_folder.py"),
     ),
-}  # keep them true when files or the flow of a run change
+}  # keep them true when files or the flow of a run change; NEW|OLD: a file that has moved
 
 
 class Figure(NamedTuple):
@@ -86,6 +87,13 @@ class Checkout:
         return found[0]
 
     @cached_property
+    def reader_path(self) -> list[str]:
+        """Files of READER_PATHS, each by the first of its names that is there."""
+        files = {module.file for module in self.package}
+        names = [entry.split("|") for entry in READER_PATHS[self.main_path.file]]
+        return [next((name for name in each if name in files), each[0]) for each in names]
+
+    @cached_property
     def members(self) -> dict[str, set[str]]:
         """Graph of the names at the top level, without `ENDS`."""
         return self.package.members(without=ENDS)
@@ -101,6 +109,20 @@ class Checkout:
         lists = [each.value for each in tree.body if isinstance(each, ast.Assign) and "__all__" in names_in(each)]
         names: list[str] = ast.literal_eval(lists[0]) if lists else []
         return {(self.package.homes[name], name) for name in names if name in self.package.homes}
+
+    @cached_property
+    def entered(self) -> list[str]:
+        """Files that a traced run enters, see `entered_files`; the run is made when this is first asked for."""
+        beside = [root / ".venv" / "bin" / "python" for root in (self.root, HERE.parent)]
+        able = [sys.executable] if find_spec("torch") else [str(python) for python in beside if python.exists()]
+        environment = os.environ | {"PYTHONPATH": str(self.root / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [*(able or [sys.executable])[:1], str(HERE / "traced_run.py")]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            message = f"{' '.join(command)} ended with {done.returncode}; the figures without --traced need no run."
+            raise SystemExit(message)
+        files: list[str] = json.loads(done.stdout)
+        return files
 
     def functions(self) -> Iterator[tuple[Module, ast.FunctionDef | ast.AsyncFunctionDef]]:
         """Yield the functions of the package that are no kernels, with the module that each stands in."""
@@ -235,7 +257,7 @@ def reader_files(checkout: Checkout) -> Figure:
     A listed file that is not there is said on standard error and counts, with no lines, until the list is put right.
     """
     lines = {file: lines for lines, file in file_lines(checkout)}
-    listed = READER_PATHS[checkout.main_path.file]
+    listed = checkout.reader_path
     if missing := [file for file in listed if file not in lines]:
         print(f"READER_PATHS in measures.py names what is not there: {', '.join(missing)}", file=sys.stderr)
     return counted(f"{lines[file]:5} {file}" if file in lines else f"missing: {file}" for file in listed)
@@ -243,21 +265,19 @@ def reader_files(checkout: Checkout) -> Figure:
 
 def reader_lines(checkout: Checkout) -> Figure:
     """Lines, blank ones and docstrings included, of the files that a reader opens; a missing file has none."""
-    listed = READER_PATHS[checkout.main_path.file]
-    found = [(lines, file) for lines, file in file_lines(checkout) if file in listed]
+    found = [(lines, file) for lines, file in file_lines(checkout) if file in checkout.reader_path]
     return Figure(sum(lines for lines, _ in found), [f"{lines:5} {file}" for lines, file in found])
 
 
 def entered_files(checkout: Checkout) -> Figure:
     """Files of which a function was called while the demo model was quantized to 4 bits; see traced_run.py."""
-    beside = [root / ".venv" / "bin" / "python" for root in (checkout.root, HERE.parent)]
-    able = [sys.executable] if find_spec("torch") else [str(python) for python in beside if python.exists()]
-    environment = os.environ | {"PYTHONPATH": str(checkout.root / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [*(able or [sys.executable])[:1], str(HERE / "traced_run.py")]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}; the figures without --traced need no run.")
-    return counted(iter(json.loads(done.stdout)))
+    return counted(iter(checkout.entered))
+
+
+def entered_lines(checkout: Checkout) -> Figure:
+    """Lines, blank ones, docstrings and comments included, of the files that a traced run enters."""
+    found = [(lines, file) for lines, file in file_lines(checkout) if file in checkout.entered]
+    return Figure(sum(lines for lines, _ in found), [f"{lines:5} {file}" for lines, file in found])
 
 
 # Places that know too much, and functions that do too much
@@ -306,24 +326,52 @@ def literals(side: ast.AST) -> Iterator[ast.Constant]:
 
 def grid_tests(checkout: Checkout) -> Figure:
     """Tests of a grid's class from lattice/ (Grid, Codebook, ...): isinstance, `type(x) is` or a class pattern."""
-    lattice = [module for module in checkout.package if module.file.startswith("lattice/")]
-    nodes = [node for module in lattice for node in module.nodes if isinstance(node, ast.ClassDef)]
-    grids = {node.name for node in nodes if GRID_CLASS.search(node.name)}
+    return counted(class_tests(checkout, classes_in(checkout, "lattice/", GRID_CLASS)))
+
+
+def classes_in(checkout: Checkout, folder: str, name: re.Pattern[str]) -> set[str]:
+    """Return the classes of a folder whose name matches."""
+    nodes = [node for module in checkout.package if module.file.startswith(folder) for node in module.nodes]
+    return {node.name for node in nodes if isinstance(node, ast.ClassDef) and name.search(node.name)}
+
+
+def class_tests(checkout: Checkout, names: set[str], patterns: bool | None = None) -> Iterator[str]:
+    """Yield the places that test whether something is of some classes.
+
+    Args:
+        checkout: the checkout.
+        names: the classes' names.
+        patterns: True: class patterns of match-case alone; False: isinstance and `type(x) is` alone; None: all.
+    """
 
     def tests(node: ast.AST) -> bool:
         match node:
-            case ast.Call(func=ast.Name(id="isinstance"), args=[_, classes]) | ast.MatchClass(cls=classes):
-                return bool(names_in(classes) & grids)
-            case ast.Compare(left=ast.Call(func=ast.Name(id="type")), comparators=[classes]):
-                return bool(names_in(classes) & grids)
+            case ast.MatchClass(cls=classes) if patterns is not False:
+                return bool(names_in(classes) & names)
+            case ast.Call(func=ast.Name(id="isinstance"), args=[_, classes]) if patterns is not True:
+                return bool(names_in(classes) & names)
+            case ast.Compare(left=ast.Call(func=ast.Name(id="type")), comparators=[classes]) if patterns is not True:
+                return bool(names_in(classes) & names)
         return False
 
-    return counted(at(module, node) for module in checkout.package for node in module.nodes if tests(node))
+    return (at(module, node) for module in checkout.package for node in module.nodes if tests(node))
 
 
 def grid_tests_outside(checkout: Checkout) -> Figure:
     """Tests of a grid's class outside lattice/."""
     return counted(place for place in grid_tests(checkout).places if not place.startswith("lattice/"))
+
+
+def scheme_tests(checkout: Checkout) -> Figure:
+    """Tests of a scheme's class outside recipe/: isinstance and `type(x) is`, asserts included."""
+    places = class_tests(checkout, classes_in(checkout, "recipe/", SCHEME_CLASS), patterns=False)
+    return counted(place for place in places if not place.startswith("recipe/"))
+
+
+def scheme_patterns(checkout: Checkout) -> Figure:
+    """Class patterns on schemes (`case GridScheme()`) outside recipe/; `case A() | B()` are two."""
+    places = class_tests(checkout, classes_in(checkout, "recipe/", SCHEME_CLASS), patterns=True)
+    return counted(place for place in places if not place.startswith("recipe/"))
 
 
 def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -388,12 +436,13 @@ def long_lines(checkout: Checkout) -> Figure:
 
 
 def smell(pattern: str, allowed: tuple[str, ...]) -> Callable[[Checkout], Figure]:
-    """Return a figure: the lines of the package that hold a pattern, outside the files that are allowed to."""
+    """Return a figure: the lines of the package that hold a pattern, outside the files and folders that are allowed to."""
 
     def figure(checkout: Checkout) -> Figure:
         lines = [(each.file, *line) for each in checkout.package for line in enumerate(each.source.splitlines(), 1)]
-        found = [line for line in lines if line[0] not in allowed and re.search(pattern, line[2])]
+        found = [line for line in lines if not line[0].startswith(allowed) and re.search(pattern, line[2])]
         return counted(f"{file}:{number}: {line.strip()}" for file, number, line in found)
 
-    figure.__doc__ = f"Lines of the package that hold {pattern}."
+    outside = f" outside {', '.join(allowed)}" if allowed else ""
+    figure.__doc__ = f"Lines of the package that hold {pattern}{outside}."
     return figure

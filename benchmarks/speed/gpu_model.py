@@ -50,10 +50,11 @@ from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
 from nearplane.matrix import certificate, to_rate
 from nearplane.matrix.inputs import Inputs
-from nearplane.matrix.solve_layer import Task, solve_layer
 from nearplane.planning.forecast import shapes_of
 from nearplane.planning.memory_bound import bound, choose, multiplications, settings, waits
 from nearplane.planning.request import resolved
+from nearplane.planning.solve_stage import solve_layer
+from nearplane.recipe.layer_plan import LayerPlan
 from nearplane.recipe.recipe import Recipe
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -214,7 +215,7 @@ def of_layer(mode: str, state: str, out: int, columns: int) -> tuple[list[dict[s
         inputs = Inputs(statistics)
         for each in (inputs, inputs.of(statistics)):
             with Sections(clock_of(gpu)) as sections:
-                solve_layer(Task(name="a layer", W=W, inputs=each, scheme=scheme, storage=StepStorage(torch.float16)))
+                solve_layer("a layer", W, each, LayerPlan(scheme=scheme), StepStorage(torch.float16))
             found.append(sections.spent)
     return found, sections.calls
 

@@ -24,7 +24,7 @@ import torch
 
 from nearplane.calibration.one_forward import BATCH_TOKENS
 from nearplane.calibration.windows import extra_windows
-from nearplane.record.record import MAX_CERTIFIED_INPUTS
+from nearplane.recipe.thresholds import MAX_CERTIFIED_INPUTS
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES: dict[str, dict[str, Any]] = {"4 bits": {"bits": 4, "group_size": 128}, "rate 3": {"rate": 3.0}}

@@ -20,11 +20,10 @@ import nearplane
 from families import VOCABULARY
 from model_types import save_type
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.formats.mlx import MODEL_TYPES
 from nearplane.formats.stored import Stored, read_matrices
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.loading.dense_network import dense_network
-from nearplane.recipe.file_formats import MLX_BITS, MLX_GROUP_SIZES
+from nearplane.recipe.file_formats import MLX_BITS, MLX_GROUP_SIZES, MLX_MODEL_TYPES
 
 mx = pytest.importorskip("mlx.core", reason="needs mlx")
 mlx_lm = pytest.importorskip("mlx_lm.utils", reason="needs mlx-lm")
@@ -86,7 +85,7 @@ def test_mlx_decodes_our_values(bits: int, dtype: torch.dtype, tmp_path: Path) -
                 assert torch.equal(theirs, matrix.decode())
 
 
-@pytest.mark.parametrize("kind", MODEL_TYPES)
+@pytest.mark.parametrize("kind", MLX_MODEL_TYPES)
 def test_types_of_models_compute_what_our_values_say(kind: str, tmp_path: Path) -> None:
     """In float32: as MLX's dense network with these values, and as transformers'; experts have other bits than the rest."""
     layers = {"num_hidden_layers": 7} if kind == "gemma3_text" else {}  # mlx_lm needs a layer of full attention

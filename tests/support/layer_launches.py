@@ -25,7 +25,8 @@ from nearplane.lattice.kernels_torch import Columns, Descent, Tally
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.inputs import Inputs
-from nearplane.matrix.solve_layer import Task, solve_layer
+from nearplane.planning.solve_stage import solve_layer
+from nearplane.recipe.layer_plan import LayerPlan
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
 from pretended import Gpu, Pretend, pretended
 from pretended_cards import KIND, here
@@ -135,9 +136,11 @@ def count(out: int, columns: int, scheme: AnyScheme) -> Gpu:
     W = torch.randn(out, columns, generator=torch.Generator().manual_seed(1)) / columns**0.5
     with pretended(memory=1 << 45) as gpu:
         inputs = Inputs(statistics(columns, True))
-        task = Task(name="a layer", W=Pretend(W, 0), inputs=inputs, scheme=scheme, storage=StepStorage(torch.float16))
+        plan, storage = LayerPlan(scheme=scheme), StepStorage(torch.float16)
         gpu.forget()
-        solve_layer(task)[0].to("cpu")
+        found = solve_layer("a layer", Pretend(W, 0), inputs, plan, storage)
+        assert isinstance(found, tuple), "the whole layer"
+        found[0].to("cpu")
     return gpu
 
 

@@ -26,7 +26,7 @@ from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
 from nearplane.recipe.recipe import Rare
-from nearplane.record.words import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
+from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
 
 HELD_OUT = 0.2  # fraction of the calibration windows whose moments are also summed separately
 

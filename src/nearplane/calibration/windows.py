@@ -23,8 +23,9 @@ from nearplane.models.model import Model
 from nearplane.models.pretrained import as_model_error
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.schemes import GridScheme
+from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
 from nearplane.record.record import Source
-from nearplane.record.words import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT, shortage
+from nearplane.record.words import shortage
 from nearplane.system.ranks import Ranks
 
 DEFAULT_SEQLEN = 2048

@@ -32,11 +32,6 @@ from nearplane.number_formats import NumberFormat, integers
 from nearplane.recipe.file_formats import FILE_FORMATS, MLX_BITS
 
 KINDS = ("Linear", "Embedding", "Expert")
-MODEL_TYPES = (  # model types that mlx_lm 0.32.2 loads and computes as transformers does, see tests/journeys/test_mlx.py
-    "cohere", "dots1", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_bigcode", "granite", "granitemoe", "helium",
-    "hunyuan_v1_dense", "internlm3", "iquestcoder", "laguna", "llama", "ministral3", "mistral", "mixtral", "nemotron", "olmo2",
-    "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class Formats(UserDict[str, Any]):
 
 FORMATS = Formats(
     {
-        "compressed-tensors": ".compressed_tensors:FORMAT",
+        "compressed-tensors": ".compressed_tensors.compressed_tensors_format:FORMAT",
         "gptq": ".gptq:FORMAT",
         "gptq_v2": ".gptq:FORMAT_V2",
         "awq": ".awq:FORMAT",

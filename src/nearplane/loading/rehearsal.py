@@ -31,7 +31,6 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from nearplane.errors import RecipeError, first_line
 from nearplane.formats.layer_format import GridFormat, LayerFormat
-from nearplane.formats.mlx import MODEL_TYPES
 from nearplane.formats.table import FORMATS, format_of
 from nearplane.loading.gptq_rules import EXPERTS_BY_GPTQMODEL, GPTQMODEL_ONLY_TYPES, RULES, Described
 from nearplane.models.ignored import pattern_of
@@ -75,7 +74,7 @@ def check_loads(model: Model, plan: Plan, configure: Configure) -> None:
     if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat):
         return  # transformers has no reader of this format
     layers = model.layers
-    if recipe.files.by_gptqmodel and any(layer.routed for layer in layers):
+    if recipe.files.plain_readers and any(layer.routed for layer in layers):
         log.warning(
             "Experts in GPTQ have the names that vLLM and SGLang read. GPTQModel reads them; transformers alone does not."
         )
@@ -84,7 +83,7 @@ def check_loads(model: Model, plan: Plan, configure: Configure) -> None:
     if not all_faults:
         return
     why = all_faults[0].why
-    known_to_gptqmodel = recipe.files.by_gptqmodel and model.config.model_type in GPTQMODEL_ONLY_TYPES
+    known_to_gptqmodel = recipe.files.plain_readers and model.config.model_type in GPTQMODEL_ONLY_TYPES
     if known_to_gptqmodel and all(fault.late for fault in all_faults):
         log.warning(
             f"transformers does not load {model.config.model_type} from {recipe.format} ({why}), but GPTQModel.load does."
@@ -111,13 +110,13 @@ def check_readers(model: Model, plan: Plan) -> None:
             f"from others. Leave such layers unquantized with --ignore {patterns}."
         )
     files = plan.recipe.files
-    if files.for_mlx and model.config.model_type not in MODEL_TYPES:
+    if files.model_types and model.config.model_type not in files.model_types:
         raise RecipeError(
-            f"{model.layers[0].name}: mlx_lm was not tried with models of type {model.config.model_type}, but with "
-            f"{', '.join(MODEL_TYPES)}. Use another --format."
+            f"{model.layers[0].name}: {files.readers[0]} was not tried with models of type {model.config.model_type}, but "
+            f"with {', '.join(files.model_types)}. Use another --format."
         )
     _refuse_unlike_experts(model, plan)
-    if files.by_gptqmodel and any(layer.routed for layer in model.layers):
+    if files.plain_readers and any(layer.routed for layer in model.layers):
         _refuse_experts_of_others(model)
 
 
@@ -163,10 +162,10 @@ def _refuse_unlike_experts(model: Model, plan: Plan) -> None:
             f"with --layer 'experts=bits:4', or use --rate {one.bits}, which nearplane.load reads."
         )
     left = {part for name in model.ignored for part in (name, name.rpartition(".")[0].rpartition(".")[0])}
-    if recipe.files.for_mlx and first and (dense := sorted(left & model.stacked())):
+    if recipe.files.all_experts and first and (dense := sorted(left & model.stacked())):
         raise RecipeError(
-            f"The experts in {dense[0]} are left unquantized, wholly or in part, but {next(iter(first.values()))} is not: mlx_lm "
-            f"would not load this. Leave all experts unquantized with --ignore experts, or none."
+            f"The experts in {dense[0]} are left unquantized, wholly or in part, but {next(iter(first.values()))} is not: "
+            f"{recipe.files.readers[0]} would not load this. Leave all experts unquantized with --ignore experts, or none."
         )
 
 

@@ -28,7 +28,8 @@ from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.solvers import SOLVERS, Solution, sweep_planes
 from nearplane.matrix.inputs import Inputs, corrected
 from nearplane.recipe.schemes import AnyScheme
-from nearplane.record.record import MAX_CERTIFIED_INPUTS, LayerRecord, row_groups
+from nearplane.recipe.thresholds import MAX_CERTIFIED_INPUTS
+from nearplane.record.record import LayerRecord, row_groups
 from nearplane.system.memory import release
 
 

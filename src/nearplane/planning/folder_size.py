@@ -137,7 +137,7 @@ def check_disk(out: Path, model: Model, plan: Plan, *, copies: int = 1) -> None:
     """
     size = plan.recipe.scheme.limit
     size = forecast_bytes(model, plan) if size is None else size
-    check_room(out, copies * size, joined=0 if plan.recipe.files.for_llama_cpp else size)
+    check_room(out, copies * size, joined=0 if plan.recipe.files.one_file else size)
 
 
 def forecast_bytes(model: Model, plan: Plan) -> int:
@@ -157,7 +157,7 @@ def forecast_bytes(model: Model, plan: Plan) -> int:
         size += TENSORS_OF_LAYER * _of_tensor(f"{name}.weight_packed", "BF16", layer.shape, nbytes, file)
         size += _of_layer(layer) + RECORD_OF_LAYER + 2 * len(name)  # the config may name every layer
     copied = _beside(model).size()
-    if recipe.files.for_llama_cpp:  # the tokenizer is in the GGUF as well as beside it
+    if recipe.files.one_file:  # the tokenizer is in the GGUF as well as beside it
         copied += copied + TOKEN_BYTES * len(model.network.get_input_embeddings().weight)
     return math.ceil(sum(stored.values()) + size + copied + FIXED_BYTES + (len(model.blocks) + 1) * SHARD_BYTES)
 
@@ -173,7 +173,7 @@ def tensor_bytes(model: Model, plan: Plan) -> int:
         RecipeError: A GGUF cannot hold a tensor, or the package gguf is not installed.
     """
     reader, recipe = model.reader, plan.recipe
-    if recipe.files.for_llama_cpp:
+    if recipe.files.one_file:
         types = {layer.written(model.weights): plan.layers[layer.name].number_format.name for layer in model.layers}
         network = model.config.to_dict()
         planned = planned_tensors(reader, network, {"types": types, "embeddings": recipe.scheme.dense_ends})

@@ -11,6 +11,7 @@ import math
 import timeit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
 from typing import NamedTuple
 
@@ -42,7 +43,8 @@ from nearplane.planning.memory_bound import (
 from nearplane.planning.plan import expected_work
 from nearplane.planning.request import rehearse
 from nearplane.recipe.layer_plan import Plan
-from nearplane.recipe.schemes import AnyScheme, GridScheme
+from nearplane.recipe.scheme import Solver
+from nearplane.recipe.schemes import GridScheme
 from nearplane.recipe.sizes import Limits, size_text
 from nearplane.system.device import Device, divided
 from nearplane.system.memory import free_memory, release_all, resident
@@ -160,7 +162,8 @@ def within_limits(
     shapes = shapes_of(model, plan, windows, looks, device) if looks else None
     if shapes is None:
         return None
-    load_libraries(plan.recipe.scheme)
+    scheme = plan.recipe.scheme
+    load_libraries(scheme.solver, scheme.beam, entropy_coded=scheme.entropy_coded)
     kernels_of(torch.empty(0, device=device.place))  # refused before the run, not at its first layer
     release_all()
     usual, start = MemorySetting.usual(windows.seqlen, device, batch), resident() or 0
@@ -249,19 +252,21 @@ def shapes_of(
     )
 
 
-def load_libraries(scheme: AnyScheme) -> None:
-    """Solve a small random layer, so that compiled kernels and libraries are part of the resident memory."""
+@cache
+def load_libraries(solver: Solver, beam: int | None, *, entropy_coded: bool) -> None:
+    """Solve a small random layer, so that compiled kernels and libraries are part of the resident memory from now on."""
     generator = torch.Generator().manual_seed(0)
     W, X = torch.randn(ROWS, COLUMNS, generator=generator), torch.randn(2 * COLUMNS, COLUMNS, generator=generator)
-    matrix, _ = quantize_matrix(W, (X.T @ X / len(X)).double(), GridScheme(solver=scheme.solver, beam=scheme.beam))
-    if scheme.entropy_coded:
+    matrix, _ = quantize_matrix(W, (X.T @ X / len(X)).double(), GridScheme(solver=solver, beam=beam))
+    if entropy_coded:
         columns, rows = torch.zeros(COLUMNS, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
         grid = ProductGrid(base=1.0, columns=columns, column_resolution=1, rows=rows, row_resolution=1)
         size(Contents.of(matrix.codes, grid))
 
 
+@cache
 def seconds_of_a_multiplication() -> float:
-    """Measure the time of a multiplication in a float32 matrix product."""
+    """Measure the time of a multiplication in a float32 matrix product, once in a process."""
     X = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     return min(timeit.repeat(lambda: X @ X, number=1, repeat=REPEATS)) / SIDE**3
 

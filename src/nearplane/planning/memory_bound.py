@@ -23,7 +23,7 @@ from nearplane.lattice.exact_sum_torch import GPU_AT_ONCE
 from nearplane.lattice.factor import GPU_NUMBERS_AT_ONCE
 from nearplane.lattice.moments import GPU_SPAN, SPAN
 from nearplane.planning.probe import COMPARED_LOGITS, Extent
-from nearplane.record.record import MAX_CERTIFIED_INPUTS
+from nearplane.recipe.thresholds import MAX_CERTIFIED_INPUTS
 
 ALLOCATOR_FACTOR = 1.3  # factor for memory that allocators keep between live tensors, and for buffers of libraries
 SINGLE, DOUBLE = 4, 8  # bytes of a float32 and of a float64 number

@@ -165,7 +165,7 @@ def _check_left_out(model: Model, recipe: Recipe) -> None:
     Raises:
         RecipeError: There is such a tensor; the message names it.
     """
-    if not (recipe.files.for_llama_cpp or recipe.files.for_mlx):
+    if not recipe.files.every_tensor:
         return
     matrices = model.matrices()
     for name, target in model.weights.unused.items():
@@ -179,8 +179,7 @@ def _check_left_out(model: Model, recipe: Recipe) -> None:
 
 def _inconsistent_fusions(model: Model, plan: Plan) -> dict[str, list[str]]:
     """Return the modules whose layers runtimes fuse although their grids differ or some are unquantized, by the difference."""
-    files = plan.recipe.files
-    if files.for_llama_cpp or files.for_mlx or files.by_nearplane:
+    if not plan.recipe.files.fuses:
         return {}
     grids = {name: format.name for name, format in plan.formats.items()}
     fused: dict[tuple[str, str], dict[str, dict[str, None]]] = {}  # grids of each part, by module and fused layer
@@ -209,7 +208,7 @@ def rehearse(model: Model, plan: Plan, windows: Windows, device: Device) -> dict
         ModelError, RecipeError: The run cannot succeed; the message names the block or layer and an alternative.
     """
     looks, recipe = {} if windows.fitted is None else try_blocks(model, windows.fitted, device), plan.recipe
-    if recipe.files.by_gptqmodel and (recipe.layers or recipe.allocate == "slope"):
+    if recipe.files.plain_readers and (recipe.layers or recipe.allocate == "slope"):
         logger.warning(
             "Only GPTQModel, vLLM and SGLang read GPTQ checkpoints whose layers have different grids; transformers alone does not."
         )

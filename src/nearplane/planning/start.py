@@ -156,7 +156,7 @@ def container_for(
         trust_remote_code=trust_remote_code,
         vocabulary=model.vocabulary,
         network=model.config.to_dict(),
-        tokenizer=model.tokenizer_folder() if settled.recipe.files.for_llama_cpp and like is None else None,
+        tokenizer=model.tokenizer_folder() if settled.recipe.files.one_file and like is None else None,
         reader=model.reader,
         resumes=True,
         like=like,

@@ -7,7 +7,7 @@ No format is written here: `formats/table.py` holds the layout of a layer's tens
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nearplane.errors import RecipeError
@@ -20,6 +20,11 @@ GPTQ_BITS_IN_VLLM = (4, 8)  # symmetric; of its version 0.32
 AWQ_BITS = 4
 MLX_BITS = (2, 3, 4, 5, 6, 8)
 MLX_GROUP_SIZES = (32, 64, 128)
+MLX_MODEL_TYPES = (  # model types that mlx_lm 0.32.2 loads and computes as transformers does, see tests/journeys/test_mlx.py
+    "cohere", "dots1", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_bigcode", "granite", "granitemoe", "helium",
+    "hunyuan_v1_dense", "internlm3", "iquestcoder", "laguna", "llama", "ministral3", "mistral", "mixtral", "nemotron", "olmo2",
+    "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
 COMPRESSED_TENSORS_BITS = (2, 3, 4, 5, 6, 7, 8)
 COMPRESSED_TENSORS_FLOATS = (MXFP4, NVFP4, FP8, FP8_BLOCK, MXFP8)
 GGUF_INTEGERS = {
@@ -104,12 +109,17 @@ class FileFormat:
 
     Args:
         any_network: Whether readers accept encoders and encoder-decoder models besides language models.
+        readers: Names of the programs that load such files, the usual one first.
         one_grid_for_experts: Whether readers decode the experts of all blocks by one number format.
-        by_gptqmodel: Whether GPTQModel reads the format, also variants that transformers alone cannot read.
-        for_mlx: Whether MLX is the reader, for which every group has a real-valued minimum, also in embeddings and head.
-        for_llama_cpp: Whether the checkpoint is one file for llama.cpp, with types of blocks, tokenizer and run record in it.
+        all_experts: Whether the experts of a block are one tensor, so that all of them are quantized, or none.
+        plain_readers: Those of the readers that load no experts, and only layers of one number format.
+        model_types: Types of models that the first reader was tried with; empty: it loads what transformers loads.
+        every_tensor: Whether readers load also the tensors that transformers leaves out.
+        minimum: Whether every group has a real-valued minimum, also in embeddings and head.
+        block_types: Whether layers have types of blocks.
+        one_file: Whether a checkpoint is one file, with tokenizer and run record in it, whose other matrices are never float32.
         steps_of_model: Whether steps have the dtype of the model.
-        by_nearplane: Whether nearplane is the only reader.
+        entropy_coded: Whether layers are entropy-coded, as in no other format.
         library: The hub's name of the library that loads the format, for the model card.
         needs: Packages that this library needs besides itself.
         by_vllm: Function from a number format to what vLLM needs to load such files: nothing (""), or a newer one than 0.9
@@ -120,18 +130,28 @@ class FileFormat:
     """
 
     any_network: bool = False
+    readers: tuple[str, ...] = ()
     one_grid_for_experts: bool = False
-    by_gptqmodel: bool = False
-    for_mlx: bool = False
-    for_llama_cpp: bool = False
+    all_experts: bool = False
+    plain_readers: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()
+    every_tensor: bool = False
+    minimum: bool = False
+    block_types: bool = False
+    one_file: bool = False
     steps_of_model: bool = False
-    by_nearplane: bool = False
+    entropy_coded: bool = False
     library: str = "transformers"
     needs: str = ""
     by_vllm: Callable[[NumberFormat], str | None] = lambda _: None
     rounds_inputs: bool = False
     bits: tuple[int, ...] = ()
     fault: Callable[[NumberFormat], str | None] = lambda _: None
+
+    @property
+    def fuses(self) -> bool:
+        """Whether a reader fuses layers of a module, which must then have one number format."""
+        return "vLLM" in self.readers
 
     def check(self, name: str, format: NumberFormat) -> None:
         """Refuse a number format that no layer of a file can have; `name` is the layer, or several, in the error.
@@ -143,9 +163,18 @@ class FileFormat:
             raise RecipeError(f"{name}: {fault}")
 
 
+GPTQ = FileFormat(
+    readers=("vLLM", "transformers", "GPTQModel"),
+    plain_readers=("transformers",),
+    needs="gptqmodel and optimum",
+    by_vllm=_gptq_in_vllm,
+    bits=GPTQ_BITS,
+    fault=_gptq,
+)
 FILE_FORMATS: dict[str | None, FileFormat] = {
     "compressed-tensors": FileFormat(
         any_network=True,
+        readers=("vLLM", "transformers"),
         one_grid_for_experts=True,
         steps_of_model=True,
         rounds_inputs=True,
@@ -154,22 +183,36 @@ FILE_FORMATS: dict[str | None, FileFormat] = {
         bits=COMPRESSED_TENSORS_BITS,
         fault=_compressed_tensors,
     ),
-    "gptq": FileFormat(
-        by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=_gptq_in_vllm, bits=GPTQ_BITS, fault=_gptq
+    "gptq": GPTQ,
+    "gptq_v2": replace(GPTQ, fault=_gptq_v2),
+    "awq": FileFormat(
+        readers=("vLLM", "transformers"),
+        needs="gptqmodel and accelerate",
+        by_vllm=lambda _: "",
+        bits=(AWQ_BITS,),
+        fault=_awq,
     ),
-    "gptq_v2": FileFormat(
-        by_gptqmodel=True, needs="gptqmodel and optimum", by_vllm=_gptq_in_vllm, bits=GPTQ_BITS, fault=_gptq_v2
-    ),
-    "awq": FileFormat(needs="gptqmodel and accelerate", by_vllm=lambda _: "", bits=(AWQ_BITS,), fault=_awq),
     "mlx": FileFormat(
-        for_mlx=True, one_grid_for_experts=True, steps_of_model=True, library="mlx", bits=MLX_BITS, fault=_mlx
+        readers=("mlx_lm",),
+        one_grid_for_experts=True,
+        all_experts=True,
+        model_types=MLX_MODEL_TYPES,
+        every_tensor=True,
+        minimum=True,
+        steps_of_model=True,
+        library="mlx",
+        bits=MLX_BITS,
+        fault=_mlx,
     ),
     "gguf": FileFormat(
-        for_llama_cpp=True,
+        readers=("llama.cpp",),
+        every_tensor=True,
+        block_types=True,
+        one_file=True,
         library="llama-cpp-python",
         bits=tuple(sorted(format.bits for format in GGUF_INTEGERS)),
         fault=_gguf,
     ),
-    "nearplane": FileFormat(any_network=True, by_nearplane=True, library="nearplane"),
+    "nearplane": FileFormat(any_network=True, readers=("nearplane",), entropy_coded=True, library="nearplane"),
     None: FileFormat(),  # not chosen yet
 }

@@ -184,7 +184,7 @@ class Recipe:
         self._check_minima()
         loss = self.max_loss
         within("max_loss", loss, loss is None or (isinstance(loss, int | float) and 0 < loss < 1), "between 0 and 1")
-        if self.pre is not None and not self.files.for_llama_cpp:
+        if self.pre is not None and not self.files.one_file:
             raise RecipeError(
                 f"--pre is {self.pre!r}, but the format is {self.format}: only a GGUF has a pre-tokenizer. Leave out --pre."
             )
@@ -194,7 +194,7 @@ class Recipe:
             object.__setattr__(self, "allocate", self.scheme.default_allocation)
         if isinstance(self.scheme, BlockScheme):
             self._check_blocks(self.scheme)
-        elif isinstance(self.scheme, GridScheme) and self.files.for_llama_cpp and self.allocate == "slope":
+        elif isinstance(self.scheme, GridScheme) and self.files.block_types and self.allocate == "slope":
             raise RecipeError(
                 f"bits is {self.scheme.bits} with --allocate slope, but layers of a GGUF get types of llama.cpp. Use "
                 f"BlockScheme({self.scheme.bits})."
@@ -219,7 +219,7 @@ class Recipe:
         Raises:
             RecipeError: The message names them.
         """
-        if not self.files.for_llama_cpp:
+        if not self.files.one_file:
             raise RecipeError(
                 f"--like is for a GGUF, but the format is {self.format}. Use --format gguf, or leave out --like."
             )
@@ -239,16 +239,16 @@ class Recipe:
             RecipeError: The format cannot hold the weights of a scheme; the message names a format that can.
         """
         for scheme in self.schemes:
-            if getattr(scheme, "minimum", False) == self.files.for_mlx:
+            if getattr(scheme, "minimum", False) == self.files.minimum:
                 continue
-            if self.files.for_mlx:
+            if self.files.minimum:
                 grid = getattr(scheme, "grid", None) or "without a minimum"
                 raise RecipeError(
                     f"--format mlx stores integers with a minimum of every group, but the grid is {grid}. Use --bits, or "
                     f"GridScheme(minimum=True), with this format."
                 )
             raise RecipeError(f"Only --format mlx stores minima, found --format {self.format}. Use --format mlx.")
-        if isinstance(self.scheme, GridScheme) and any(self.scheme.ends) and not self.files.for_mlx:
+        if isinstance(self.scheme, GridScheme) and any(self.scheme.ends) and not self.files.minimum:
             raise RecipeError(
                 f"Readers of {self.format} expect embeddings and head unquantized. Leave out --include-embeddings and "
                 f"--include-head, or use --rate or --format mlx."
@@ -384,7 +384,7 @@ def _unfit(format: str, scheme: AnyScheme) -> str:
     if isinstance(scheme, RateScheme):
         given = f"--rate {scheme.rate:g}" if scheme.size is None else f"--size {scheme.size}"
         contents, conflict = "fixed grids", f"{given} is for entropy-coded weights"
-        instead = "Use --bits, --grid, or --size without --rate" if FILE_FORMATS[format].for_llama_cpp else "Use --bits"
+        instead = "Use --bits, --grid, or --size without --rate" if FILE_FORMATS[format].block_types else "Use --bits"
     elif isinstance(scheme, BlockScheme):
         given = f"--size {scheme.size}" if scheme.grid is None else f"--grid {scheme.grid}"
         contents, conflict, instead = "other grids", f"{given} is for llama.cpp", "Use --bits"

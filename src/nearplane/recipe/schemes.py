@@ -331,7 +331,7 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
     title = f"--grid {given['grid']}" if "grid" in given else f"--size {given.get('size')} of a GGUF"
     written = isinstance(into, str | None) and into in FILE_FORMATS
     within("format", into, written, f"one of {', '.join(filter(None, FILE_FORMATS))} or None")
-    in_blocks = FILE_FORMATS[into].for_llama_cpp
+    in_blocks = FILE_FORMATS[into].block_types
     if in_blocks and not given.keys() & {"grid", "size", "rate"}:
         bits = given.get("bits", DEFAULT_BITS)
         if spread == "slope" or (isinstance(bits, float) and not bits.is_integer()):
@@ -360,7 +360,7 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
         else:
             why = "only entropy-coded weights have this option; use --rate or --size, or leave out this option"
         raise RecipeError(f"{wrong[0]} is {given[wrong[0]]!r}, but {why}.")
-    if kind is GridScheme and FILE_FORMATS[into].for_mlx and "grid" not in given:
+    if kind is GridScheme and FILE_FORMATS[into].minimum and "grid" not in given:
         if given.get("symmetric"):
             raise RecipeError("symmetric is True, but in MLX every group has a minimum. Leave out this option.")
         given |= {"symmetric": False, "minimum": True}

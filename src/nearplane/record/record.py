@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from nearplane.system.file_hashes import digest_of
 from nearplane.system.matmul_choice import Products
 from nearplane.system.paths import INCOMPLETE, RECORD, refuse_adapter, unfinished_run
 
+installed_version = cache(version)  # parses a file of metadata
 VERSION = 5  # of the record; records of other versions are refused
 OPTIONAL_FIELDS = ("degenerate", "extra_by_source")  # of layers; not in the file where they are empty
-MAX_CERTIFIED_INPUTS = 4096  # no limit is computed for wider layers, as it would take longer than the solve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,7 +429,7 @@ def _contradicting(layer: LayerRecord, plan: Plan) -> Iterator[str]:
 def versions() -> dict[str, str]:
     """Return the versions of Python and the packages that compute."""
     packages = ("nearplane", "torch", "transformers", "numba", "safetensors")
-    return {"python": platform.python_version()} | {name: version(name) for name in packages}
+    return {"python": platform.python_version()} | {name: installed_version(name) for name in packages}
 
 
 def read_record(folder: Path) -> RunRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,67 +50,73 @@ def uses(record: RunRecord, config: Mapping[str, Any], folder: str) -> list[Use]
         config: The config.json of the checkpoint; empty: as for a language model.
         folder: The folder as it is named in commands.
     """
-    files, quoted = record.recipe.files, json.dumps(folder, ensure_ascii=False)
-    if files.for_llama_cpp:
-        both = list(_in_llama_cpp(folder, quoted, config))
-        return both if record.recipe.like is None else both[:1]  # transformers may not know the names in the file
-    if files.for_mlx:
-        return list(_in_mlx(folder, quoted))
-    if files.by_nearplane:
-        return list(_in_nearplane(folder, quoted, config))
-    found = []
-    needs = [files.by_vllm(layer.number_format) for layer in record.layers]
-    if is_served(config) and None not in needs:
-        found.append(_in_vllm(folder, max(filter(None, needs), default="")))
-    experts = files.by_gptqmodel and any(layer.blended is not None for layer in record.layers)
-    if not experts:  # transformers would fill them with random numbers
-        found.append(_in_transformers(quoted, config, files.needs))
-    if files.by_gptqmodel:
-        call = f"GPTQModel.load({quoted})"
-        found.append(Use(program="GPTQModel", phrase=call, code=f"from gptqmodel import GPTQModel\n\nmodel = {call}"))
-    return found
+    files, experts = record.recipe.files, any(layer.blended is not None for layer in record.layers)
+    readers = [
+        each for each in files.readers if not (experts and each in files.plain_readers)
+    ]  # else experts are random
+    return [use for reader in readers for use in USES[reader](record, config, folder)]
 
 
 def uses_of_dense(config: Mapping[str, Any], folder: str) -> list[Use]:
     """Return how a folder of unquantized weights is used, see `uses`."""
-    served = [_in_vllm(folder, "")] if is_served(config) else []
-    return [*served, _in_transformers(json.dumps(folder, ensure_ascii=False), config, "")]
+    served = [_served(folder, "")] if is_served(config) else []
+    return [*served, _loaded(_quoted(folder), config, "")]
 
 
-def _in_vllm(folder: str, needs: str) -> Use:
+def _quoted(folder: str) -> str:
+    return json.dumps(folder, ensure_ascii=False)
+
+
+def _served(folder: str, needs: str) -> Use:
     command = f"vllm serve {typed(folder)}"
     phrase = f"{command} (in {needs})" if needs else command
     return Use(program="vLLM", phrase=phrase, code=command, language="sh", needs=needs)
 
 
-def _in_transformers(arguments: str, config: Mapping[str, Any], needs: str) -> Use:
+def _loaded(arguments: str, config: Mapping[str, Any], needs: str) -> Use:
     phrase = f"from_pretrained({arguments}) in transformers{f' (which needs {needs})' if needs else ''}"
     return Use(program="transformers", phrase=phrase, code=_loading(arguments, config), needs=needs)
 
 
-def _in_llama_cpp(folder: str, quoted: str, config: Mapping[str, Any]) -> Iterator[Use]:
+def _in_vllm(record: RunRecord, config: Mapping[str, Any], folder: str) -> Iterator[Use]:
+    needs = [record.recipe.files.by_vllm(layer.number_format) for layer in record.layers]
+    if is_served(config) and None not in needs:
+        yield _served(folder, max(filter(None, needs), default=""))
+
+
+def _in_transformers(record: RunRecord, config: Mapping[str, Any], folder: str) -> Iterator[Use]:
+    yield _loaded(_quoted(folder), config, record.recipe.files.needs)
+
+
+def _in_gptqmodel(record: RunRecord, config: Mapping[str, Any], folder: str) -> Iterator[Use]:
+    call = f"GPTQModel.load({_quoted(folder)})"
+    yield Use(program="GPTQModel", phrase=call, code=f"from gptqmodel import GPTQModel\n\nmodel = {call}")
+
+
+def _in_llama_cpp(record: RunRecord, config: Mapping[str, Any], folder: str) -> Iterator[Use]:
     command = f"llama-cli -m {typed(Path(folder) / 'model.gguf')}"
     yield Use(program="llama.cpp", phrase=command, code=command, language="sh")
-    yield _in_transformers(f'{quoted}, gguf_file="model.gguf"', config, "accelerate and gguf")
+    if record.recipe.like is None:  # else transformers may not know the names in the file
+        yield _loaded(f'{_quoted(folder)}, gguf_file="model.gguf"', config, "accelerate and gguf")
 
 
-def _in_mlx(folder: str, quoted: str) -> Iterator[Use]:
+def _in_mlx(record: RunRecord, config: Mapping[str, Any], folder: str) -> Iterator[Use]:
     command = f"mlx_lm.generate --model {typed(folder)} --prompt TEXT"
     yield Use(program="mlx_lm", phrase=command, code=command, language="sh")
-    call = f"nearplane.load({quoted})"
-    yield Use(program="nearplane", phrase=call, code=f"import nearplane\n\nmodel = {call}")
+    yield _decoded(folder)
 
 
-def _in_nearplane(folder: str, quoted: str, config: Mapping[str, Any]) -> Iterator[Use]:
-    yield Use(
-        program="nearplane",
-        phrase=f"nearplane.load({quoted})",
-        code=f"import nearplane\n\nmodel = nearplane.load({quoted})",
-    )
+def _decoded(folder: str) -> Use:
+    call = f"nearplane.load({_quoted(folder)})"
+    return Use(program="nearplane", phrase=call, code=f"import nearplane\n\nmodel = {call}")
+
+
+def _in_nearplane(record: RunRecord, config: Mapping[str, Any], folder: str) -> Iterator[Use]:
+    yield _decoded(folder)
     yield Use(
         program="transformers",
         phrase="transformers after nearplane.register() (without that call transformers stops with an error)",
-        code=f"import nearplane\n\nnearplane.register()\n{_loading(quoted, config)}",
+        code=f"import nearplane\n\nnearplane.register()\n{_loading(_quoted(folder), config)}",
         needs="nearplane",
     )
     command = f"nearplane export {typed(folder)} DENSE"
@@ -121,6 +127,16 @@ def _in_nearplane(folder: str, quoted: str, config: Mapping[str, Any]) -> Iterat
         language="sh",
         needs="the weights decoded first",
     )
+
+
+USES: dict[str, Callable[[RunRecord, Mapping[str, Any], str], Iterator[Use]]] = {  # by the reader's name
+    "vLLM": _in_vllm,
+    "transformers": _in_transformers,
+    "GPTQModel": _in_gptqmodel,
+    "llama.cpp": _in_llama_cpp,
+    "mlx_lm": _in_mlx,
+    "nearplane": _in_nearplane,
+}
 
 
 def _loading(arguments: str, config: Mapping[str, Any]) -> str:

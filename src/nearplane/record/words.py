@@ -14,12 +14,12 @@ from nearplane.number_formats import TYPES
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 from nearplane.recipe.schemes import BlockScheme
 from nearplane.recipe.sizes import bytes_in, counted
+from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
 from nearplane.record.record import RunRecord
 from nearplane.record.uses import typed, uses
 from nearplane.system.files import read_object
 
 NOT_FITTED = "to which nothing was fitted"  # said of windows that follow the calibration windows in the text
-MIN_TOKENS_PER_INPUT, ADVISED_TOKENS_PER_INPUT = 1, 4  # of the widest layer; a run with fewer than the first is refused
 
 
 def calibrated(record: RunRecord) -> str:
@@ -188,7 +188,7 @@ def left(record: RunRecord) -> Iterator[str]:
         else:
             yield f"not quantized: {pattern}, {len(names):,} of them ({reason})"
     if record.recipe.ignore:
-        how = " (float32 is stored as F16, as llama.cpp does)" if record.recipe.files.for_llama_cpp else ""
+        how = " (float32 is stored as F16, as llama.cpp does)" if record.recipe.files.one_file else ""
         how = how if record.recipe.like is None else f" (as in {record.recipe.like}, or in Q8_0)"
         yield f"not quantized{how}: all layers that match --ignore {' '.join(record.recipe.ignore)}"
 
@@ -243,7 +243,7 @@ def _wide_steps(record: RunRecord) -> Iterator[str]:
     words = -(-layer.in_features * format.bits // 32)  # 32-bit words of codes in a row
     steps = layer.out_features * format.groups(layer.in_features)
     if layer.bytes - 4 * words * layer.out_features >= 4 * steps * (2 if format.minimum else 1):
-        remedy = "With the model" if record.recipe.files.for_mlx else "With --format gptq, or with the model"
+        remedy = "With the model" if record.recipe.files.minimum else "With --format gptq, or with the model"
         yield (
             f"each step takes 32 bits: the model is stored in float32, and {record.recipe.format} stores steps in the model's "
             f"dtype. {remedy} in bfloat16, a step takes 16 bits"

@@ -146,7 +146,7 @@ def check_tune(
     check_recipe(record.recipe, str(source))
     check_named(against, calibration=_path(calibration))
     Unfinished(Path(out), overwrite=overwrite, sources=(Path(source), *_folders(against)))
-    check_room(Path(out), record.folder, joined=0 if record.recipe.files.for_llama_cpp else record.bytes)
+    check_room(Path(out), record.folder, joined=0 if record.recipe.files.one_file else record.bytes)
     return record
 
 
@@ -212,7 +212,7 @@ def check_verify(out: str | Path, *, against: Any, calibration: Any, tolerance: 
 
 def check_export(source: str | Path, out: str | Path, format: str, dtype: str | None) -> None:
     """Refuse arguments of `export`."""
-    known = [DENSE, *(name for name, files in FILE_FORMATS.items() if name is not None and not files.by_nearplane)]
+    known = [DENSE, *(name for name, files in FILE_FORMATS.items() if name is not None and not files.entropy_coded)]
     if format not in known:
         raise RecipeError(f"--format is {format!r}, which export does not write; expected {', '.join(known)}.")
     if dtype is not None and format != DENSE:

@@ -97,7 +97,7 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
 
     check_loads(model, plan, configured)
     size = trial.size + sum(stored.reader.nbytes(name) for name in stored.rest())
-    check_room(out, size, joined=0 if recipe.files.for_llama_cpp else size)
+    check_room(out, size, joined=0 if recipe.files.one_file else size)
     config = configured(model.layers)
     container = container_for(model, plan, out, config, overwrite=False, trust_remote_code=trust_remote_code)
     check_tokens_in_file(container, model)
@@ -228,7 +228,7 @@ def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mappin
             formats[each.name] == each.number_format for each in record.layers
         ):
             return replace(base, format=cast(Format, format), pre=None, like=None)
-    blocks = FILE_FORMATS[format].for_llama_cpp and any(
+    blocks = FILE_FORMATS[format].block_types and any(
         isinstance(each, BlockType) and not (each.single and each.symmetric and each.levels is None)
         for each in formats.values()
     )

@@ -172,7 +172,7 @@ def runs_in_llama_cpp(folder: Path) -> bool:
     """Return whether a folder holds a GGUF and llama-cpp-python is installed."""
     installed = sys.modules.get(LLAMA) is not None or (LLAMA not in sys.modules and find_spec(LLAMA) is not None)
     method = (quantization_of(folder) or {}).get("quant_method")
-    return isinstance(method, str) and FILE_FORMATS.get(method, FileFormat()).for_llama_cpp and installed
+    return isinstance(method, str) and FILE_FORMATS.get(method, FileFormat()).one_file and installed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,13 +152,12 @@ class _Request:
         """Return what a mode takes."""
         asked = Recipe.from_spellings(**mode.options)
         described = self._variant(asked.scheme.ends)
-        runtimes = mode.runtimes
-        if asked.files.by_gptqmodel and any(layer.routed for layer in described.layers):
-            runtimes = tuple(each for each in runtimes if each != "transformers")
+        unable = asked.files.plain_readers if any(layer.routed for layer in described.layers) else ()
+        runtimes = tuple(each for each in mode.runtimes if each not in unable)
         row = partial(Suggestion, options=mode.words, command=self._command(mode), runtimes=runtimes, loss=mode.loss)
         if not runtimes or self.runtime not in (None, *runtimes):
             return row(refused=NO_EXPERTS)
-        sample = described if asked.files.for_llama_cpp else _one_of_each(described)
+        sample = described if asked.files.one_file else _one_of_each(described)
         try:
             plan = resolved(sample, asked)
             check_request(sample, plan)

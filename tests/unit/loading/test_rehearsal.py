@@ -22,7 +22,7 @@ from nearplane.formats.table import FORMATS
 from nearplane.loading.rehearsal import check_loads, faults
 from nearplane.models.model import Model, open_model
 from nearplane.number_formats import integers
-from nearplane.planning.request import quantization_config
+from nearplane.planning.request import quantization_config, resolved
 from nearplane.recipe.recipe import Recipe
 
 WINDOWS = torch.randint(3, 96, (8, 32), generator=torch.Generator().manual_seed(1))
@@ -47,8 +47,8 @@ def rounded(source: Path, out: Path, **how: Any) -> nearplane.record.record.RunR
 
 def blamed(model: Model, format: str) -> set[str]:
     """Return the places that would not load."""
-    recipe = Recipe.from_spellings(bits=4, group_size=16, format=format)
-    found = faults(model, recipe, lambda own, layers: quantization_config(model, own, layers=layers), model.layers)
+    plan = resolved(model, Recipe.from_spellings(bits=4, group_size=16, format=format))
+    found = faults(model, plan, partial(quantization_config, model, plan), model.layers)
     return {fault.place for fault in found}
 
 
@@ -87,10 +87,10 @@ def test_a_config_that_says_something_else_is_found_out(source: Callable[[str], 
     """What is not named, what is named too much, dense experts without their group."""
     ignore = ["experts"] if way == "experts" else []
     model = open_model(str(source("qwen3_moe")), ignore=ignore)
-    recipe = Recipe.from_spellings(bits=4, group_size=16, ignore=ignore)
+    plan = resolved(model, Recipe.from_spellings(bits=4, group_size=16, ignore=ignore))
 
-    def configure(own: Recipe, layers: Any) -> dict[str, Any]:
-        config = json.loads(json.dumps(quantization_config(model, own, layers=layers)))
+    def configure(layers: Any) -> dict[str, Any]:
+        config = json.loads(json.dumps(quantization_config(model, plan, layers)))
         if way == "targets":
             config["config_groups"]["group_0"]["targets"] = [r"re:.*self_attn\.[qkv]_proj$"]
         elif way == "ignore":
@@ -99,7 +99,7 @@ def test_a_config_that_says_something_else_is_found_out(source: Callable[[str], 
             del config["config_groups"]["group_1"]
         return config
 
-    places = {fault.place for fault in faults(model, recipe, configure, model.layers)}
+    places = {fault.place for fault in faults(model, plan, configure, model.layers)}
     expected = {
         "targets": "model.layers.0.self_attn.o_proj",
         "ignore": "lm_head",
@@ -139,11 +139,11 @@ def test_experts_in_gptq_are_for_the_types_that_gptqmodel_reads(
     source: Callable[[str], Path], kind: str, says: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where transformers has no modules for them; it stops at what config.json says, before it reads anything."""
-    model, recipe = open_model(str(source(kind))), Recipe.from_spellings(bits=4, group_size=16, format="gptq")
-    configure = partial(quantization_config, model)
+    model = open_model(str(source(kind)))
+    plan = resolved(model, Recipe.from_spellings(bits=4, group_size=16, format="gptq"))
 
     def check() -> None:
-        check_loads(model, recipe, lambda own, layers: configure(own, layers=layers))
+        check_loads(model, plan, partial(quantization_config, model, plan))
 
     if says is not None:
         with pytest.raises(RecipeError, match=says):

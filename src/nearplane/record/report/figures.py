@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from html import escape
 
 from nearplane.recipe.sizes import counted
-from nearplane.record.record import MAX_CERTIFIED_INPUTS, LayerRecord, RunRecord
+from nearplane.recipe.thresholds import MAX_CERTIFIED_INPUTS
+from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.report.drawing import (
     COLOUR_COUNT,
     MINUS,

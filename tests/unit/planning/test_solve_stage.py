@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from nearplane.lattice import bounds, factor, polish
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.inputs import Inputs
-from nearplane.matrix.solve_layer import Task, solve_layer
+from nearplane.planning.solve_stage import solve_layer
+from nearplane.recipe.layer_plan import LayerPlan
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
 from pretended import Gpu, Pretend, pretended
 
@@ -54,9 +56,8 @@ def moments(place: type[Pretend] | None) -> tuple[Tensor, Moments]:
     return put(W), replace(of(slice(None), torch.float64), held_out=held_out, extra=extra)
 
 
-def task(W: Tensor, inputs: Inputs, scheme: AnyScheme) -> Task:
-    storage = StepStorage(torch.float16, 4.0)
-    return Task(name="a layer", W=W, inputs=inputs, scheme=scheme, storage=storage)
+def solved(W: Tensor, inputs: Inputs, scheme: AnyScheme) -> Any:
+    return solve_layer("a layer", W, inputs, LayerPlan(scheme=scheme), StepStorage(torch.float16, 4.0))
 
 
 def waits_of_two_layers(gpu: Gpu, scheme: AnyScheme) -> list[int]:
@@ -68,9 +69,9 @@ def waits_of_two_layers(gpu: Gpu, scheme: AnyScheme) -> list[int]:
     layers = (1.0, inputs, inputs_there), (1.5, inputs.of(statistics), inputs_there.of(statistics_there))
     for times, of_the_layer, of_the_layer_there in layers:
         gpu.forget()
-        matrix, record = solve_layer(task(there * times, of_the_layer_there, scheme))
+        matrix, record = solved(there * times, of_the_layer_there, scheme)
         found.append(gpu.total.synchronizations + gpu.total.to_host)
-        expected, expected_record = solve_layer(task(W * times, of_the_layer, scheme))
+        expected, expected_record = solved(W * times, of_the_layer, scheme)
         assert torch.equal(matrix.codes.held, expected.codes)
         assert record.relative_loss == pytest.approx(expected_record.relative_loss, rel=1e-6)
         assert record.extra_by_source == pytest.approx(expected_record.extra_by_source, rel=1e-5)
