@@ -151,8 +151,8 @@ def test_experts_in_gptq_are_for_the_types_that_gptqmodel_reads(
         return
     check()
     assert "GPTQModel reads them" in caplog.text
-    assert json.loads(config_text(model.folder, configure(recipe), {}))[WEIGHTS] == EXPERTS_WITH
-    plain = configure(recipe, layers=[layer for layer in model.layers if not layer.routed])
+    assert json.loads(config_text(model.folder, quantization_config(model, plan), {}))[WEIGHTS] == EXPERTS_WITH
+    plain = quantization_config(model, plan, [layer for layer in model.layers if not layer.routed])
     assert WEIGHTS not in json.loads(config_text(model.folder, plain, {}))
 
 
