@@ -20,8 +20,7 @@ from nearplane.demo import CALIBRATION
 from nearplane.formats.find_record import find_record
 from nearplane.formats.stored import Stored
 from nearplane.recipe.recipe import Calibration
-from nearplane.system.model_files import CONFIG
-from nearplane.system.paths import RECORD
+from nearplane.system.paths import CONFIG, RECORD
 
 FORMATS = {
     "compressed-tensors": {"bits": 4, "group_size": 32},

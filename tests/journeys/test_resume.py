@@ -33,8 +33,7 @@ from nearplane.formats import journal_pages
 from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.record.record import read_record
 from nearplane.system.device import Device
-from nearplane.system.file_hashes import HashedFiles
-from nearplane.system.files import sha256
+from nearplane.system.files import HashedFiles, sha256
 from nearplane.system.output_folder import Unfinished
 from nightly import daily
 from threads import threads_of_torch

@@ -1,20 +1,61 @@
-"""Windows of a mix of texts, which alternate by weight; see `calibration/text_mixes.py` for names, weights and order."""
+"""Windows of a mix of texts, which alternate by weight; `text_files.py` reads the names and weights. Needs no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from fractions import Fraction
+from itertools import count, islice
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
-
-from nearplane.calibration.named_texts import text_to_calibrate_on
-from nearplane.calibration.text_mixes import WeightedText, check_shares, order_of_windows, texts_of
-from nearplane.calibration.texts import Frame, read_windows
+from nearplane.calibration.text_files import WeightedText, text_to_calibrate_on
 from nearplane.errors import CalibrationError
-from nearplane.recipe.recipe import Calibration
 from nearplane.record.record import Source
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def check_shares(texts: Sequence[WeightedText], samples: int) -> None:
+    """Refuse a mix that gives a text no calibration window.
+
+    Raises:
+        CalibrationError: A text gets none of `samples` windows.
+    """
+    order = [*islice(turns([each.weight for each in texts]), samples)]
+    for number, each in enumerate(texts):
+        if number not in order:
+            raise CalibrationError(
+                f"--calibration: {each.name} gets none of the {samples} calibration windows. Use a larger weight for it, "
+                f"or more --samples."
+            )
+
+
+def turns(weights: Sequence[Fraction]) -> Iterator[int]:
+    """Yield, without end, the number of the text that gives the next window.
+
+    After k windows each text has given its share of k, rounded up or down.
+
+    Tijdeman, The chairman assignment problem, 1980.
+    """
+    shares = [weight / sum(weights) for weight in weights]
+    given, slack = [0] * len(shares), Fraction(1, max(1, 2 * len(shares) - 2))
+    for windows in count(1):
+        due = (n for n, share in enumerate(shares) if share * windows - given[n] >= slack)
+        turn = min(due, key=lambda n: (given[n] + 1 - slack) / shares[n])  # its deadline
+        given[turn] += 1
+        yield turn
+
+
+def order_of_windows(weights: Sequence[Fraction], samples: int, extra: int) -> Iterator[int]:
+    """Yield the number of the text of each window: `samples` calibration windows, extra windows, and all later ones.
+
+    Extra windows are sorted by text, at least one of each.
+    """
+    order = turns(weights)
+    yield from islice(order, samples)
+    yield from sorted([*range(len(weights)), *islice(turns(weights), extra - len(weights))])
+    yield from order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,66 +65,49 @@ class Mix:
     Args:
         texts: The texts with their weights.
         samples, extra: Numbers of calibration windows and of extra windows, which follow them.
-        seed: Seed of data sets.
     """
 
     texts: tuple[WeightedText, ...]
     samples: int
     extra: int
-    seed: int
 
     @classmethod
-    def of(cls, options: Calibration, samples: int, extra: int) -> Mix | None:
-        """Return the mix that a recipe names, with so many calibration windows, or None.
-
-        It has at least one extra window of each text.
+    def of(cls, texts: tuple[WeightedText, ...], samples: int, extra: int) -> Mix:
+        """Return the mix of some texts with so many calibration windows, and at least one extra window of each text.
 
         Raises:
-            CalibrationError: The mix is malformed, or a text gets no calibration window.
+            CalibrationError: A text gets no calibration window.
         """
-        if not (texts := texts_of(options.calibration)):
-            return None
         check_shares(texts, samples)
-        return cls(texts=texts, samples=samples, extra=max(extra, len(texts)), seed=options.seed)
+        return cls(texts=texts, samples=samples, extra=max(extra, len(texts)))
 
     def order(self, count: int) -> list[int]:
         """Return the number of the text of each of the first `count` windows."""
         weights = [each.weight for each in self.texts]
         return [*islice(order_of_windows(weights, self.samples, self.extra), count)]
 
-    def windows(self, tokenizer: PreTrainedTokenizerBase, count: int, *, seqlen: int, frame: Frame) -> Tensor:
+    def windows(self, read: Callable[..., Iterable[Tensor]], count: int) -> list[Tensor]:
         """Return the first `count` windows, or only those before the first one for which its text is too short.
 
         Args:
-            tokenizer: The tokenizer of the model.
+            read: Function from a text and the keyword `samples` to its windows, see `read_windows`.
             count: Number of windows.
-            seqlen, frame: Arguments of `read_windows`.
-
-        Returns:
-            (windows, seqlen) int64.
 
         Raises:
             CalibrationError: A text is missing, malformed, or shorter than one window.
         """
-        order, windows = self.order(count), list[Tensor]()
+        order = self.order(count)
+        windows: list[Tensor] = []
         of_texts = {
-            number: iter(
-                read_windows(
-                    tokenizer,
-                    text_to_calibrate_on(name := self.texts[number].name) or name,
-                    samples=order.count(number),
-                    seqlen=seqlen,
-                    seed=self.seed,
-                    frame=frame,
-                )
-            )
-            for number in set(order)
+            number: iter(read(text_to_calibrate_on(each.name) or each.name, samples=order.count(number)))
+            for number, each in enumerate(self.texts)
+            if number in order
         }
         for number in order:
             if (window := next(of_texts[number], None)) is None:
                 break
             windows.append(window)
-        return torch.stack(windows)
+        return windows
 
     def sources(self, found: int) -> tuple[Source, ...]:
         """Return the texts with their numbers of windows, for the run record.

@@ -30,8 +30,7 @@ from nearplane.models.ignored import pattern_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 from nearplane.system.device import Device
-from nearplane.system.memory import release
-from nearplane.system.out_of_memory import is_out_of_memory, is_refused
+from nearplane.system.memory import is_out_of_memory, is_refused, release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,194 @@
-"""Files of the texts that a user names, looked for early, so that a wrong path is refused at once. Needs no torch."""
+"""Texts that a user names: files, folders, data sets, texts known by name, and mixes of them (`a.jsonl:2,b.txt:1`).
+
+They are looked for early, so that a wrong path is refused at once. Needs no torch.
+"""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 
-from nearplane.calibration.named_texts import TEST_TEXTS, text_to_calibrate_on, text_to_measure_on
-from nearplane.calibration.text_mixes import SUFFIXES, texts_of
-from nearplane.errors import INSTALL, CalibrationError, ModelError
+from nearplane.errors import INSTALL, CalibrationError, ModelError, first_line
 from nearplane.system.files import read_object
 from nearplane.system.paths import check_path, folder_named, is_gguf, refuse_unfinished
+
+SUFFIXES = (".txt", ".jsonl")  # of text files
+NUMBER = re.compile(r"[-+]?(\d{1,9}(\.\d{0,9})?|\.\d{1,9})")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedText:
+    """A file of a text that is known by its name.
+
+    Args:
+        name: Name of the text.
+        option: Option that names it.
+        repository: Id of the data set on the hub.
+        file: Path of the file in it.
+        reader: Reader of the file in the datasets package.
+    """
+
+    name: str
+    option: str
+    repository: str
+    file: str
+    reader: str
+
+    def fetched(self) -> Path:
+        """Return the local copy of the file, downloaded from the hub if it is not in the cache yet.
+
+        Raises:
+            CalibrationError: The datasets package is missing, or the file cannot be fetched.
+        """
+        if find_spec("datasets") is None:
+            raise CalibrationError(
+                f"{self.option} {self.name} needs the datasets package. Run {INSTALL['datasets']}, or pass a .txt "
+                f"or .jsonl file with {self.option}."
+            )
+        from huggingface_hub import hf_hub_download
+
+        log.info(
+            "reading %s from the Hugging Face hub or its cache (HF_HUB_OFFLINE=1: from its cache alone)", self.name
+        )
+        try:
+            return Path(hf_hub_download(self.repository, self.file, repo_type="dataset"))
+        except Exception as error:  # the network and the hub raise anything
+            raise CalibrationError(
+                f"{self.option} {self.name}: {self.file} of {self.repository} cannot be fetched from the Hugging Face hub "
+                f"({first_line(error)}). Pass a .txt or .jsonl file with {self.option} instead."
+            ) from error
+
+    def rows(self) -> Sequence[str]:
+        """Return the rows of the text in their order, each read from disk when it is used.
+
+        Raises:
+            CalibrationError: The file cannot be fetched or read.
+        """
+        file = self.fetched()
+        from datasets import load_dataset
+
+        try:
+            column: Sequence[str] = load_dataset(self.reader, data_files=str(file), split="train")["text"]
+            return column
+        except Exception as error:  # readers of files raise anything
+            raise CalibrationError(
+                f"{file} cannot be read ({first_line(error)}). Delete it, and repeat the command."
+            ) from error
+
+
+CROPPED = "c4"  # its windows are crops of random documents
+WIKITEXT = {"name": "wikitext2", "repository": "Salesforce/wikitext", "reader": "parquet"}
+C4 = {"name": "c4", "repository": "allenai/c4", "reader": "json"}
+TEST_TEXTS = {  # to measure on
+    "wikitext2": NamedText(**WIKITEXT, option="--text", file="wikitext-2-raw-v1/test-00000-of-00001.parquet"),
+    "c4": NamedText(**C4, option="--text", file="en/c4-validation.00000-of-00008.json.gz"),
+}
+TRAINING_TEXTS = {  # to calibrate on
+    "wikitext2": NamedText(**WIKITEXT, option="--calibration", file="wikitext-2-raw-v1/train-00000-of-00001.parquet"),
+    "c4": NamedText(**C4, option="--calibration", file="en/c4-train.00000-of-01024.json.gz"),
+}
+
+
+def text_to_measure_on(source: object) -> NamedText | None:
+    """Return the text to measure on that a source names, or None; a file or folder of that name counts instead."""
+    return TEST_TEXTS[str(source)] if _is_named(source) else None
+
+
+def text_to_calibrate_on(source: object) -> NamedText | None:
+    """Return the text to calibrate on that a source names, or None; a file or folder of that name counts instead."""
+    return TRAINING_TEXTS[str(source)] if _is_named(source) else None
+
+
+def is_cropped(source: object) -> bool:
+    """Return whether a source names the text whose windows are crops of random documents."""
+    return str(source) == CROPPED and _is_named(source)
+
+
+def _is_named(source: object) -> bool:
+    return isinstance(source, str | Path) and str(source) in TEST_TEXTS and not Path(source).exists()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedText:
+    """A text of a mix.
+
+    Args:
+        name: File, folder, data set or named text, as the user wrote it.
+        weight: Weight of its windows, relative to the other weights.
+    """
+
+    name: str
+    weight: Fraction
+
+
+def texts_of(calibration: str | os.PathLike[str] | None) -> tuple[WeightedText, ...]:
+    """Return the texts of a mix with their weights; an empty tuple for a single text.
+
+    A mix is a list with commas that is not itself the path of a file or folder. A `:NUMBER` at the end of a part is its
+    weight, and 1 is the weight of a part without one.
+
+    Raises:
+        CalibrationError: A weight is no positive number, a part is empty, or a single text has a weight.
+    """
+    text = "" if calibration is None else os.fspath(calibration)
+    parts = [part.strip() for part in text.split(",")]
+    if _exists(text) or (_is_too_long(text) and not _exists(_split(parts[0])[0])):
+        return ()
+    if len(parts) == 1:
+        name, weight = _split(text)
+        if weight is not None and (_is_file_name(name) or text_to_calibrate_on(name)):
+            raise CalibrationError(
+                f"--calibration {text} gives a weight to a single text. Leave out :{weight}, or name more texts after a "
+                f"comma: {text},OTHER.txt:1."
+            )
+        return ()
+    texts = []
+    for part in parts:
+        name, weight = _split(part)
+        if not name:
+            raise CalibrationError(f"--calibration {text} has an empty text. Expected a list as a.jsonl:2,b.txt:1.")
+        if weight is not None and (NUMBER.fullmatch(weight) is None or Fraction(weight) <= 0):
+            raise CalibrationError(
+                f"--calibration: the weight of {name} is {weight!r}; expected a positive number, as in {name}:2."
+            )
+        texts.append(WeightedText(name=name, weight=Fraction(weight or 1)))
+    return tuple(texts)
+
+
+def _split(part: str) -> tuple[str, str | None]:
+    """Return a text's name and its weight as it was written; None if there is none."""
+    name, _, weight = part.rpartition(":")
+    if name and (NUMBER.fullmatch(weight) or _is_file_name(name)):
+        return name.strip(), weight.strip()
+    return part, None
+
+
+def _is_file_name(name: str) -> bool:
+    """Return whether a name is that of a text file, whether it exists or not, or of an existing folder."""
+    return name.endswith(SUFFIXES) or _exists(name)
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(os.path.expanduser(path))
+
+
+def _is_too_long(path: str) -> bool:
+    """Return whether a text is too long for a path, so that it may be a text in place of its file."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ENAMETOOLONG
+    except ValueError:  # null characters
+        return True
+    return False
 
 
 def text_files(source: str | Path, option: str = "--calibration") -> list[Path] | None:

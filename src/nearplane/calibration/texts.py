@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nearplane.calibration.named_texts import CROPPED, NamedText, text_to_measure_on
-from nearplane.calibration.text_files import text_files
+from nearplane.calibration.text_files import CROPPED, NamedText, text_files, text_to_measure_on
 from nearplane.errors import CalibrationError, first_line
 from nearplane.models.pretrained import as_model_error, tokens_before
 from nearplane.recipe.recipe import FirstToken

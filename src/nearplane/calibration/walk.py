@@ -19,8 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import Stream, finish, skeleton
-from nearplane.calibration.dealt import Dealt
+from nearplane.calibration.activations import Dealt, Stream, finish, skeleton
 from nearplane.calibration.one_forward import BlockForward, MemorySetting
 from nearplane.calibration.rounded_stream import RoundedStream
 from nearplane.calibration.second_moments import Observed, observe, shared_inputs, sum_moments

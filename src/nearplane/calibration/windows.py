@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import positions_per_window
-from nearplane.calibration.dealt import Dealt
+from nearplane.calibration.activations import Dealt, positions_per_window
 from nearplane.calibration.given import Given, refuse_unrecorded
 from nearplane.calibration.mix import Mix
-from nearplane.calibration.named_texts import text_to_calibrate_on
+from nearplane.calibration.text_files import text_to_calibrate_on, texts_of
 from nearplane.calibration.texts import check_start, check_vocabulary, frame_of, read_windows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.lattice.solvers import SOLVERS
@@ -22,7 +22,6 @@ from nearplane.models.kinds import InputKind, Spoken, input_kind, is_framed, joi
 from nearplane.models.model import Model
 from nearplane.models.pretrained import as_model_error
 from nearplane.recipe.recipe import Calibration, Recipe
-from nearplane.recipe.schemes import GridScheme
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
 from nearplane.record.record import Source
 from nearplane.record.words import shortage
@@ -168,14 +167,15 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
     if windows is None:
         source = options.calibration if given is None else given.texts
         refuse_unrecorded(source)
-        samples, tokenizer = asked + following, model.tokenizer()
+        tokenizer = model.tokenizer()
         frame = frame_of(tokenizer, options.first_token, encoder=is_framed(model.network))
-        if given is None and (mix := Mix.of(options, asked, following)) is not None:
-            windows = mix.windows(tokenizer, mix.samples + mix.extra, seqlen=seqlen, frame=frame)
+        read = partial(read_windows, tokenizer, seqlen=seqlen, seed=options.seed, frame=frame)
+        if given is None and (texts := texts_of(options.calibration)):
+            mix = Mix.of(texts, asked, following)
+            windows = torch.stack(mix.windows(read, mix.samples + mix.extra))
             sources, fitted = mix.sources(len(windows)), mix.samples
             return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:], sources=sources)
-        named = text_to_calibrate_on(source) or source
-        windows = read_windows(tokenizer, named, samples=samples, seqlen=seqlen, seed=options.seed, frame=frame)
+        windows = read(text_to_calibrate_on(source) or source, samples=asked + following)
     if len(windows) == 1:
         return Windows(seqlen=seqlen, fitted=windows)
     fitted = min(asked, len(windows) - max(1, min(following, len(windows) // (WINDOWS_PER_EXTRA + 1))))
@@ -215,7 +215,7 @@ def _images(model: Model, recipe: Recipe, images: Tensor) -> int:
         RecipeError: The recipe asks for bits per layer, which are not measured on images.
     """
     kind = type(model.network).__name__
-    if recipe.allocate == "slope" or not isinstance(recipe.scheme, GridScheme):
+    if recipe.allocate == "slope" or recipe.scheme.entropy_coded or recipe.files.block_types:
         raise RecipeError(
             f"{kind} takes images, on which the bits of each layer are not measured yet. Use --bits with whole numbers "
             f"and --allocate uniform."

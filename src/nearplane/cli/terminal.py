@@ -15,7 +15,7 @@ from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from nearplane.cli.streams import Unread, say_error
 from nearplane.errors import FormatError, NearplaneError, RankError, printable
-from nearplane.system.out_of_memory import is_refused, system_limit
+from nearplane.system.memory import is_refused, system_limit
 
 QUICK = 1.0  # seconds within which another Ctrl-C is taken for the same
 

@@ -48,7 +48,7 @@ from nearplane.models.model import NOT_IN_MEMORY, Block, Model, open_model, posi
 from nearplane.models.pretrained import empty_network
 from nearplane.recipe.sizes import size_text
 from nearplane.system.device import Device
-from nearplane.system.file_hashes import check_hashes
+from nearplane.system.files import check_hashes
 from nearplane.system.fp8_mxfp4 import method_of
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.ranks import current

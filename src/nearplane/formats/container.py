@@ -18,16 +18,14 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
-from nearplane.formats.beside import Beside
-from nearplane.formats.card_file import changed_card, origin_of
+from nearplane.formats.beside import Beside, changed_card, origin_of
 from nearplane.formats.layer_format import INPUT_SCALE, ConfigFile, LayerFormat, config_text
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record.model_card import model_card
 from nearplane.record.record import RunRecord
 from nearplane.system.files import sha256
-from nearplane.system.model_files import CONFIG
 from nearplane.system.output_folder import Unfinished, readable_errors
-from nearplane.system.paths import CARD, RECORD
+from nearplane.system.paths import CARD, CONFIG, RECORD
 from nearplane.system.progress import peak_memory
 from nearplane.system.safetensors_files import Kind, ShardReader, TensorReader, kind_of
 from nearplane.system.shard_writer import ShardWriter

@@ -28,7 +28,7 @@ from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized, js
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import NumberFormat, integers
 from nearplane.recipe.file_formats import FILE_FORMATS, GPTQ_BITS
-from nearplane.system.model_files import GPTQ_CONFIG
+from nearplane.system.paths import GPTQ_CONFIG
 
 FUSED_NAMES = {  # names under which vLLM and SGLang look up the scheme of layers that they load as one
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),

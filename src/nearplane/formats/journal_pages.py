@@ -32,12 +32,10 @@ from nearplane.formats.container import Container
 from nearplane.recipe.sizes import size_text
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.device import Device
-from nearplane.system.file_hashes import HashedFiles
-from nearplane.system.files import flush, read_object, sha256
+from nearplane.system.files import HashedFiles, flush, read_object, sha256
 from nearplane.system.matmul_library import processor
-from nearplane.system.model_files import NEEDED, is_listed
 from nearplane.system.output_folder import STATE, readable_errors
-from nearplane.system.paths import JOURNAL
+from nearplane.system.paths import JOURNAL, NEEDED, is_listed
 from nearplane.system.safetensors_files import INDEX, read_index
 
 VERSION = 7  # of the journal; journals of other versions are refused

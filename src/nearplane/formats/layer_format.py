@@ -23,7 +23,7 @@ from nearplane.number_formats import InputRounding, NumberFormat, integers
 from nearplane.recipe.patterns import fault_of, has_match
 from nearplane.recipe.scheme import Scheme
 from nearplane.system.files import read_object
-from nearplane.system.model_files import CONFIG, TIED
+from nearplane.system.paths import CONFIG, TIED
 
 INPUT_SCALE = "input_global_scale"  # suffix of the tensor with the number by which steps of rounded inputs are divided
 METHOD = "nearplane"  # quant_method of nearplane's own formats

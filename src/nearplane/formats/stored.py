@@ -23,8 +23,7 @@ from nearplane.formats.table import FORMATS, format_of
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.number_formats import InputRounding, NumberFormat
 from nearplane.system.fp8_mxfp4 import method_of, source_reader
-from nearplane.system.model_files import CONFIG
-from nearplane.system.paths import INCOMPLETE
+from nearplane.system.paths import CONFIG, INCOMPLETE
 from nearplane.system.safetensors_files import ShardReader, TensorReader
 
 CPU = torch.device("cpu")

@@ -34,7 +34,7 @@ from nearplane.models.conversion import Names, names_apart, patterns_apart
 from nearplane.models.experts import ExpertLayer, is_stack, stacked_layers
 from nearplane.models.layers import is_linear
 from nearplane.models.pretrained import CPU, empty_network, network_of
-from nearplane.system.file_hashes import check_hashes
+from nearplane.system.files import check_hashes
 from nearplane.system.fp8_mxfp4 import WidenedReader
 
 KEY = Native.KEY

@@ -1,22 +1,28 @@
 """Checks that a config.json fits the weight files, before a network is built that takes minutes or all memory.
 
 A damaged config can describe ten million blocks by one number. Counts are checked before transformers reads it, the
-work of building the empty network is limited, and the sizes of this network are compared with the tensors on disk.
+work of building the empty network is limited, and the sizes of this network are compared with the tensors on disk. Of
+weights that config.json ties and the files hold apart, or the reverse, the tensors decide, as when transformers loads them.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from nearplane.errors import ModelError
+from nearplane.models.conversion import renamed
 from nearplane.recipe.patterns import fault_of
+from nearplane.system.paths import TIED
 from nearplane.system.safetensors_files import TensorReader
 
 COUNT = re.compile(r"^(num|n|number)_\w+|layers?$|blocks?$|experts$|heads?$|depths?$|labels$|groups$")
@@ -35,6 +41,7 @@ FLOATS = ("F", "BF")  # beginnings of the dtypes that weights of a network have
 CODES = {"I32": 16, "U32": 16, "U8": 64}  # most codes per element of a packed tensor; other dtypes hold weights
 UNLIKE = "These files do not belong together. Fetch the folder again."
 BUFFERS = 1 << 28  # most elements of tables and masks, which are not stored
+logger = logging.getLogger(__name__)
 
 
 def check_config(folder: Path, config: Mapping[str, Any], reader: TensorReader | None) -> None:
@@ -176,4 +183,52 @@ def check_sizes(network: nn.Module, reader: TensorReader, *, plain: bool) -> Non
         raise ModelError(
             f"{reader.folder}: config.json describes tables of {tables:,} numbers in addition to the weights. Fetch config.json "
             f"again, or correct the number of positions and the sizes of heads."
+        )
+
+
+def believe_tensors(network: PreTrainedModel, reader: TensorReader) -> None:
+    """Give tied weights with different values in the files a parameter each, and say so in the network's config.
+
+    Args:
+        network: The empty network as config.json describes it; changed in place.
+        reader: Reader of the weight files.
+
+    Raises:
+        ModelError: The head is not tied, and not in the files.
+    """
+    stored = {new: name for name, new in renamed(network, reader.names()).items()}  # by name in the network
+    for target, source in [*network.all_tied_weights_keys.items()]:
+        one, other = stored.get(target), stored.get(source)
+        if one is None or other is None or reader.same(one, other):
+            continue
+        path, _, name = target.rpartition(".")
+        setattr(network.get_submodule(path), name, nn.Parameter(torch.empty_like(network.get_parameter(source))))
+        del network.all_tied_weights_keys[target]
+        logger.warning(
+            f"{reader.folder}: config.json ties {target} to {source}, but the files hold other values for each. The files are "
+            f"believed, as by transformers."
+        )
+        if not network.all_tied_weights_keys:  # else encoder and decoder share other weights by this field
+            for config in _configs(network):
+                setattr(config, TIED, False)
+    _check_head(network, reader, stored)
+
+
+def _configs(network: PreTrainedModel) -> Iterator[Any]:
+    """Yield the config of a network, and of its language model if that has its own."""
+    config: Any = network.config
+    yield from (each for each in (config, getattr(config, "text_config", None)) if getattr(each, TIED, False))
+
+
+def _check_head(network: PreTrainedModel, reader: TensorReader, stored: dict[str, str]) -> None:
+    """Refuse a head that is neither tied nor in the files."""
+    head = network.get_output_embeddings()
+    path = next((name for name, module in network.named_modules() if module is head), None)
+    if not path or not isinstance(weight := getattr(head, "weight", None), nn.Parameter):
+        return
+    tied = f"{path}.weight" in network.all_tied_weights_keys or weight is network.get_input_embeddings().weight
+    if not tied and not any(name.startswith(f"{path}.") for name in stored):
+        raise ModelError(
+            f"{reader.folder}: the files lack {path}.weight, and {TIED} of config.json is false: transformers would predict with "
+            f"random numbers. If embeddings and head are one matrix, set it to true; else fetch the folder again."
         )

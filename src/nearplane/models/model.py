@@ -52,7 +52,7 @@ from nearplane.system.fp8_mxfp4 import (
     section_of,
     source_reader,
 )
-from nearplane.system.out_of_memory import working_on
+from nearplane.system.memory import working_on
 from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE, ShardReader, TensorReader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -23,14 +23,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from nearplane.errors import ModelError, NearplaneError, first_line, is_of_caller
-from nearplane.models.config_checks import BuildBudget, check_config, check_sizes
+from nearplane.models.config_checks import BuildBudget, believe_tensors, check_config, check_sizes
 from nearplane.models.kinds import SPEECH_TYPES, hears_alone, is_headless, is_multimodal, is_seq2seq
-from nearplane.models.tied import believe_tensors
 from nearplane.system.files import read_object
 from nearplane.system.fp8_mxfp4 import WidenedReader, refuse_leftover
-from nearplane.system.model_files import CODE, FILES, named_in_code
-from nearplane.system.out_of_memory import is_out_of_memory, is_refused
-from nearplane.system.paths import ADAPTER_CONFIG, folder_named, refuse_adapter, refuse_unfinished
+from nearplane.system.memory import is_out_of_memory, is_refused
+from nearplane.system.paths import (
+    ADAPTER_CONFIG,
+    CODE,
+    FILES,
+    folder_named,
+    named_in_code,
+    refuse_adapter,
+    refuse_unfinished,
+)
 from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE, ShardReader, TensorReader
 
 logger = logging.getLogger(__name__)
@@ -304,7 +310,7 @@ def tokens_before(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def vocabulary_of(folder: Path) -> tuple[str, ...]:
     """Return the names of the files that the class of a folder's tokenizer reads, also of one that a program registered.
 
-    Those of all classes that come with transformers are on the list of `model_files.py`, too, as they are fetched from the
+    Those of all classes that come with transformers are on the list of `paths.py`, too, as they are fetched from the
     hub. Nothing is returned if the class is unknown here; files that trusted code names are found in its text.
     """
     with suppress(ModelError, ImportError):  # errors are those of `tokenizer_of`, if a tokenizer is needed

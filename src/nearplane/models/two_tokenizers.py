@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from nearplane.errors import ModelError, first_few
 from nearplane.models.pretrained import as_model_error, tokenizer_of, tokens_before
 from nearplane.system.files import sha256
-from nearplane.system.model_files import TOKENIZERS, is_listed
+from nearplane.system.paths import TOKENIZERS, is_listed
 from nearplane.system.token_lines import LINES, Cut, differing_line
 
 OF_TOKENIZERS = (*TOKENIZERS, "*token*.py")  # names of the files that decide how text is cut

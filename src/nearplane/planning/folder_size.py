@@ -20,8 +20,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from nearplane.errors import RecipeError
-from nearplane.formats.beside import Beside
-from nearplane.formats.card_file import origin_of
+from nearplane.formats.beside import Beside, origin_of
 from nearplane.formats.container import Container
 from nearplane.formats.gguf.architecture import rope_factors
 from nearplane.formats.gguf.gguf_container import planned_tensors
@@ -47,8 +46,7 @@ from nearplane.record.record import (
     row_groups,
 )
 from nearplane.system.matmul_choice import Library
-from nearplane.system.model_files import CONFIG
-from nearplane.system.paths import MAX_FILE
+from nearplane.system.paths import CONFIG, MAX_FILE
 from nearplane.system.safetensors_files import INDEX, index_text, shard_size
 from nearplane.system.shard_writer import file_names
 

@@ -20,7 +20,7 @@ from nearplane.formats.gguf.mixes import fitting
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.moments import Moments
 from nearplane.models.model import Model
-from nearplane.number_formats import TYPES, BlockType, NumberFormat, number_format
+from nearplane.number_formats import TYPES, BlockType, NumberFormat, integers, number_format
 from nearplane.planning.allocate import (
     MIN_RATE,
     Curve,
@@ -205,12 +205,12 @@ def check_budget(model: Model, settled: Plan) -> None:
         RecipeError: A layer or the budget is not possible; the message names the layer or the possible range.
     """
     recipe, scheme = settled.recipe, settled.recipe.scheme
-    if isinstance(scheme, GridScheme) and recipe.allocate != "uniform":
+    if recipe.allocate == "slope" and not (scheme.entropy_coded or recipe.files.block_types):
         if recipe.layers:
             raise RecipeError(
                 "--layer sets the scheme of some layers, but --allocate slope chooses the bits of every layer. Leave out one."
             )
-        usable_widths(model, recipe, scheme)
+        usable_widths(model, recipe)
         return
     if scheme.entropy_coded:
         budget_of(model, recipe)
@@ -223,11 +223,11 @@ def check_layers(model: Model, recipe: Recipe, formats: Mapping[str, NumberForma
         FORMATS[str(recipe.format)].layers.check(layer.name, layer.shape, layer.kind, formats[layer.name])
 
 
-def usable_widths(model: Model, recipe: Recipe, scheme: GridScheme) -> list[int]:
+def usable_widths(model: Model, recipe: Recipe) -> list[int]:
     """Return the widths that the format has for all layers; if there are none, raise the format's error."""
 
     def check(bits: int) -> None:
-        format = replace(scheme, bits=bits).number_format
+        format = recipe.scheme.stored_in(integers(bits, None)).number_format
         check_layers(model, recipe, {layer.name: format for layer in model.layers})
 
     usable: list[int] = []
@@ -245,7 +245,7 @@ def _widths(model: Model, recipe: Recipe, scheme: GridScheme, measure: Measure) 
 
     Embeddings and head get the largest width within the average.
     """
-    usable = usable_widths(model, recipe, scheme)
+    usable = usable_widths(model, recipe)
     probed = probed_widths(scheme.bits, usable)
     curves = measure(to_widths(probed, scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype)))
     routed = {layer.name for layer in model.layers if layer.routed}

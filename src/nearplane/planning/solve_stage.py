@@ -26,7 +26,7 @@ from nearplane.planning.ledger import Solved
 from nearplane.recipe.layer_plan import LayerPlan
 from nearplane.recipe.schemes import RateScheme
 from nearplane.record.record import LayerRecord
-from nearplane.system.out_of_memory import working_on
+from nearplane.system.memory import working_on
 from nearplane.system.ranks import current, evened
 
 

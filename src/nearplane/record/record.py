@@ -18,11 +18,10 @@ from nearplane.errors import FormatError, printable
 from nearplane.number_formats import BlockType, NumberFormat, number_format
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.schemes import BlockScheme
 from nearplane.record.from_json import annotated
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.arguments import ComputeDtype
-from nearplane.system.file_hashes import digest_of
+from nearplane.system.files import digest_of
 from nearplane.system.matmul_choice import Products
 from nearplane.system.paths import INCOMPLETE, RECORD, refuse_adapter, unfinished_run
 
@@ -362,7 +361,7 @@ class RunRecord:
         if unit != "bytes" and self.recipe.layers:  # the rate refers to layers without an override
             return None
         actual = self.folder if unit == "bytes" else self.rate
-        coarse = isinstance(self.recipe.scheme, BlockScheme)
+        coarse = self.recipe.files.block_types
         if abs(actual / requested - 1) <= (0.02 if coarse else 0.005):
             return None
         why = "some layers cannot reach their planned rate" + (

@@ -1,10 +1,12 @@
-"""Checks of the arguments of public functions by their annotations, and of numbers and words. Needs no torch."""
+"""Checks of the arguments of public functions by their annotations, of numbers and of words; modes of torch. Needs no torch."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
 from numbers import Integral, Real
 from pathlib import Path
@@ -12,9 +14,8 @@ from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from nearplane.errors import RecipeError
-from nearplane.system.out_of_memory import device_full, is_out_of_memory, is_refused, system_limit
+from nearplane.system.memory import device_full, is_out_of_memory, is_refused, system_limit
 from nearplane.system.paths import check_path
-from nearplane.system.torch_modes import torch_defaults
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,6 +35,7 @@ DESCRIPTIONS: dict[Any, str] = {
 }
 MAX_SHOWN_LETTERS = 60  # letters of a value that a message quotes
 hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+AUTOCASTS = ("cpu", "cuda", "mps", "xpu")  # kinds of devices with an autocast each
 
 
 def checked(*excepted: str, verb: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -162,3 +164,33 @@ def _expected(kind: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(get_args(kind))}"
     return DESCRIPTIONS.get(origin, f"a {getattr(origin, '__name__', origin)}")
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """A context with the modes of a new process, in which the results of a call do not depend on where it stands.
+
+    Within it torch records gradients, is not in inference mode, casts nothing by itself, makes float32 tensors on the CPU,
+    and takes any algorithm (nearplane chooses repeatable ones itself). The modes of the program come back afterwards.
+    """
+    if (torch := sys.modules.get("torch")) is None:  # what is not imported has no modes
+        yield
+        return
+    with ExitStack() as modes:
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(mode=False))  # records gradients, too
+        elif not torch.is_grad_enabled():
+            modes.enter_context(torch.enable_grad())
+        for device in AUTOCASTS:
+            if torch.is_autocast_enabled(device):
+                modes.enter_context(torch.autocast(device, enabled=False))
+        if (dtype := torch.get_default_dtype()) != torch.float32:
+            modes.callback(torch.set_default_dtype, dtype)
+            torch.set_default_dtype(torch.float32)
+        if torch.get_default_device().type != "cpu":
+            modes.enter_context(torch.device("cpu"))
+        if torch.are_deterministic_algorithms_enabled():
+            warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+            modes.callback(torch.use_deterministic_algorithms, True, warn_only=warn_only)
+            torch.use_deterministic_algorithms(False)
+        yield

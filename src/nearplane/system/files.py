@@ -1,6 +1,6 @@
-"""Operations on files and folders: write atomically, flush, hash, lock, swap, read JSON objects.
+"""Operations on files and folders: write atomically, flush, hash, lock, swap, read JSON objects. Needs no torch.
 
-They do not depend on what the files hold. Needs no torch.
+Hashes are SHA-256: of the files of a checkpoint, compared with its run record, and of the files that a run reads.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import errno
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import NoneType
@@ -20,13 +22,17 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from nearplane.errors import FormatError, NearplaneError, RecipeError, first_few, first_line
+from nearplane.errors import FormatError, ModelError, NearplaneError, RecipeError, first_few, first_line
+from nearplane.system.paths import ADAPTERS, RECORD
 
 CURRENT_FOLDER, SWAP_FLAG = -100, 2  # AT_FDCWD; RENAME_EXCHANGE (Linux) and RENAME_SWAP (macOS)
 LOCK_TIMEOUT = 0.5  # seconds to wait for a lock, so that a process that is just ending can release it
 MAX_JSON_BYTES = 256 * 2**20  # far above the index of the largest models, which has ten million bytes
 MAX_JSON_LEVELS = 64  # nested lists and objects; a config has at most five
 JSON_KINDS = {NoneType: "null", list: "a list", str: "text", bool: "true or false"}  # in errors; others are numbers
+WEIGHT_ENDS = (".safetensors", ".gguf")  # ends of names of weight files
+EDITED = ("generation_config.json", "chat_template", "additional_chat_templates/")  # users adapt these to their prompts
+UNCHECKED = (*EDITED, *ADAPTERS)  # adapters are refused; older versions copied them, and users have to delete them
 
 
 def check_writable(folder: Path) -> None:
@@ -211,3 +217,107 @@ def unordered(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: unordered(part) for key, part in value.items()}
     return sorted((unordered(part) for part in value), key=str) if isinstance(value, list) else value
+
+
+class HashedFiles:
+    """Files that a run reads, hashed once; later their sizes and dates say which of them must be hashed again.
+
+    Args:
+        paths: Path of every file, by its name in messages.
+
+    Attributes:
+        hashes: SHA-256 of every file, by the same names.
+
+    Raises:
+        ModelError: A file cannot be read.
+    """
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self._paths = dict(paths)
+        self._dates = {name: size_and_date(path) for name, path in paths.items()}  # before the bytes are read
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                self.hashes = dict(zip(paths, pool.map(sha256, paths.values()), strict=True))
+        except OSError as error:
+            raise ModelError(f"A file of the model cannot be read ({error}). Fetch or remove it.") from error
+
+    def check(self) -> None:
+        """Refuse files that have changed since they were hashed. A file with a new date and equal bytes has not.
+
+        Raises:
+            ModelError: A file is missing or has other bytes.
+        """
+        for name, path in self._paths.items():
+            if (date := size_and_date(path)) == self._dates[name]:
+                continue
+            digest = ""
+            with suppress(OSError):
+                digest = sha256(path)
+            if digest != self.hashes[name]:
+                state = "is missing or cannot be read"
+                if digest:
+                    state = f"has the SHA-256 {digest[:16]}.., at the start it had {self.hashes[name][:16]}.."
+                raise ModelError(
+                    f"{path} {state}: it was changed while this run read it. Restore it and repeat the command, or start again "
+                    f"with --overwrite."
+                )
+            self._dates[name] = date
+
+
+def check_hashes(folder: Path, *, weights: bool = True) -> None:
+    """Refuse a checkpoint that has changed since it was written. A folder without run record is not checked.
+
+    Files for generation settings and chat templates may be edited.
+
+    Args:
+        folder: Folder of the checkpoint.
+        weights: Whether weight files are hashed, which reads all their bytes on all cores.
+
+    Raises:
+        FormatError: A file is missing or has another SHA-256, or the run record was changed.
+    """
+    if not (folder / RECORD).is_file():
+        return
+    record = read_object(folder / RECORD, expected="Fetch the file again")
+    hashes = record.get("files")
+    check_digest(folder, record.get("digest"))
+    if not isinstance(hashes, dict) or not all(isinstance(each, str) for each in hashes.values()):
+        raise FormatError(f"{folder / RECORD} has no list of files with their SHA-256. Fetch the file again.")
+    names = [name for name in hashes if not name.startswith(UNCHECKED) and (weights or not name.endswith(WEIGHT_ENDS))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, digest in zip(names, pool.map(lambda name: _digest(folder, name), names), strict=True):
+            if digest != hashes[name]:
+                state = f"has the SHA-256 {digest[:16]}.." if digest else "is missing"
+                raise FormatError(
+                    f"{folder / name} {state}, but {RECORD} lists {hashes[name][:16]}..: the file is damaged, was "
+                    f"changed or belongs to another checkpoint. Fetch the folder again."
+                )
+
+
+def check_digest(folder: Path, expected: object) -> None:
+    """Refuse a run record that differs from its digest.
+
+    Raises:
+        FormatError: The record was changed or is damaged.
+    """
+    if expected and (digest := digest_of((folder / RECORD).read_text(encoding="utf-8"))) != expected:
+        raise FormatError(
+            f"{folder / RECORD} was changed or is damaged: its digest is {digest[:16]}.., but it names "
+            f"{str(expected)[:16]}... Fetch the file again."
+        )
+
+
+def digest_of(text: str) -> str:
+    """Return the digest of a record's JSON: the SHA-256 of the text with an empty digest."""
+    return hashlib.sha256(re.sub(r'"digest": "[0-9a-f]*"', '"digest": ""', text).encode()).hexdigest()
+
+
+def _digest(folder: Path, name: str) -> str:
+    """Return the SHA-256 of a file named in a record; an empty text unless it is a file in the folder."""
+    path = folder / name
+    inside = ".." not in Path(name).parts and not Path(name).is_absolute()
+    try:
+        inside = inside and path.is_file()
+    except OSError:  # no file can have such a name
+        return ""
+    return sha256(path) if inside else ""

@@ -27,12 +27,12 @@ from pathlib import Path
 
 from nearplane.errors import FormatError, NearplaneError, RecipeError, first_few
 from nearplane.system.files import exclusive_lock, flush, flush_all, swap
-from nearplane.system.model_files import NEEDED
 from nearplane.system.paths import (
     CARD,
     INCOMPLETE,
     JOURNAL,
     MARK,
+    NEEDED,
     RECORD,
     UNFINISHED,
     check_path,

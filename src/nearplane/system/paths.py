@@ -1,10 +1,15 @@
-"""Early checks of the models and folders that a user names, so that a wrong path is refused at once. Needs no torch."""
+"""Names of files and folders: early checks of those that a user names, and one list of a model's files. Needs no torch.
+
+The list says which files besides the weights are fetched from the hub, and which of them a checkpoint gets.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from nearplane.errors import ModelError, RecipeError
@@ -18,6 +23,29 @@ JOURNAL = "journal"  # name of the folder in it from which a stopped run is resu
 ADAPTER_CONFIG = "adapter_config.json"  # by which transformers adds an adapter of peft to the model of the same folder
 ADAPTERS = (ADAPTER_CONFIG, "adapter_model.")  # beginnings of the names of the files of an adapter
 MAX_FILE = 5 * 10**9  # bytes of tensors in a safetensors file that is written, unless one tensor is larger
+CONFIG, GPTQ_CONFIG = "config.json", "quantize_config.json"
+TIED = "tie_word_embeddings"  # field of config.json that tensors may contradict, see `models/config_checks.py`
+WEIGHTS = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|ot|tflite|npz|index\.json)", re.DOTALL
+)  # names of weight files
+TOKENIZERS = (  # every name in `vocab_files_names` of a class of transformers, and what all classes read
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab*.json", "*_vocab.json", "*tekken*.json", "byte_maps.json", "emoji.json", "normalizer.json", "word_*.json"),
+    *("vocab.txt", "merges.txt", "dict.txt", "vocab.bpe", "bpe.codes", "prophetnet.tokenizer"),
+    *("tokenizer.model*", "*.model", "*.spm", "*.tiktoken"),
+)
+TEMPLATES_FOLDER = "additional_chat_templates"
+FOLDERS = (TEMPLATES_FOLDER, "*_tokenizer")  # the second of processors with several tokenizers
+NEEDED = (  # files that change what a loaded checkpoint does
+    *TOKENIZERS,
+    *(f"*_tokenizer/{name}" for name in TOKENIZERS),
+    *("*.jinja", f"{TEMPLATES_FOLDER}/*.jinja", "chat_template.json"),
+    *("*processor_config.json", "audio_tokenizer_config.json", "generation_config.json"),
+)
+TERMS = ("*LICEN[CS]E*", "*[Ll]icen[cs]e*", "*NOTICE*", "*[Nn]otice*", "*USE_POLICY*", "*[Uu]se_[Pp]olicy*", "COPYING*")
+CODE = "*.py"  # in any folder: `auto_map` may name a module in one
+FILES = ("*.safetensors", "*.json", "README.md", *NEEDED, *TERMS)
+NAMED = re.compile(r"""["']([\w.-]+\.\w+)["']""")  # a file name as Python code has it
 
 
 def is_gguf(source: str | Path) -> bool:
@@ -116,3 +144,23 @@ def refuse_overlap(out: Path, source: Path) -> None:
     output, model = out.resolve(), source.resolve()
     if output == model or output in model.parents or model in output.parents:
         raise RecipeError(f"The output {out} overlaps with {source}, from which it is made. Choose another folder.")
+
+
+def is_listed(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a name relative to a model's folder matches a pattern, whose stars stand for no slash."""
+    return any(name.count("/") == each.count("/") and fnmatchcase(name, each) for each in patterns)
+
+
+def is_kept_back(name: str) -> bool:
+    """Return whether no file of this name is ever copied: weights, adapters, hidden files, and what nearplane writes."""
+    return bool(
+        any(part.startswith((".", "README", "adapter_")) for part in name.split("/"))
+        or WEIGHTS.fullmatch(name)
+        or name in (CONFIG, GPTQ_CONFIG, RECORD)
+    )
+
+
+def named_in_code(folder: Path) -> list[str]:
+    """Return the names of files in a model's folder that its Python code has as texts, as of a vocabulary that it opens."""
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in folder.rglob(CODE) if path.is_file()]
+    return sorted({name for text in texts for name in NAMED.findall(text) if not is_kept_back(name)})

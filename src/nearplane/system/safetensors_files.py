@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError
 from nearplane.system.files import read_object
-from nearplane.system.out_of_memory import is_refused, system_limit
+from nearplane.system.memory import is_refused, system_limit
 from nearplane.system.paths import refuse_unfinished
 
 INDEX = "model.safetensors.index.json"

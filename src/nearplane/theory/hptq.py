@@ -120,9 +120,8 @@ def hptq_layers(model: Model, recipe: Recipe, windows: Windows, device: Device) 
     Raises:
         NearplaneError: Any error of `walk` or `hptq`.
     """
-    assert isinstance(recipe.scheme, RateScheme)
-    assert recipe.scheme.rate is not None
-    scheme, target = recipe.scheme, recipe.scheme.rate
+    scheme, target = recipe.scheme, recipe.scheme.average
+    assert target is not None, "HPTQ is for a rate"
     remaining = sum(math.prod(layer.shape) for layer in model.layers)
     rate, surplus = target, 0.0  # bits
     with walk(model, recipe, windows, MemorySetting.usual(windows.seqlen, device)) as stages:

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from nearplane.calibration.given import Given, refuse_unrecorded
 from nearplane.calibration.mix import Mix
-from nearplane.calibration.named_texts import text_to_calibrate_on
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.states_on_host import StatesOnHost
+from nearplane.calibration.text_files import text_to_calibrate_on, texts_of
 from nearplane.calibration.texts import frame_of, read_windows
 from nearplane.calibration.windows import default_seqlen, extra_windows, samples_of
 from nearplane.errors import CalibrationError, RecipeError
@@ -140,15 +141,16 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
         )
     options, samples, tokenizer = recipe.calibration, samples_of(model, recipe.calibration), model.tokenizer()
     frame = frame_of(tokenizer, options.first_token, encoder=False)  # encoders are not tuned
-    if given is None and (mix := Mix.of(options, samples, extra_windows(samples, length))) is not None:
+    read = partial(read_windows, tokenizer, seqlen=length, seed=options.seed, frame=frame)
+    if given is None and (texts := texts_of(options.calibration)):
+        mix = Mix.of(texts, samples, extra_windows(samples, length))
         if length != (of_run := default_seqlen(model, options)):
             raise RecipeError(
                 f"seqlen is {length}, but windows of a mix of texts have the length of the run, {of_run} tokens. Leave out "
                 f"--seqlen."
             )
-        return mix.windows(tokenizer, count, seqlen=length, frame=frame)
-    named = text_to_calibrate_on(text) or text
-    return read_windows(tokenizer, named, samples=count, seqlen=length, seed=options.seed, frame=frame)
+        return torch.stack(mix.windows(read, count))
+    return read(text_to_calibrate_on(text) or text, samples=count)
 
 
 def samples_to_tune_on(model: Model, record: RunRecord, seqlen: int | None = None) -> int:

@@ -33,7 +33,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.calibration.text_mixes import texts_of
+from nearplane.calibration.text_files import texts_of
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.errors import FormatError, NearplaneError, RecipeError
 from nearplane.formats.find_record import sound_record

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
-from nearplane.calibration.named_texts import is_cropped
-from nearplane.calibration.text_files import check_named
-from nearplane.calibration.text_mixes import check_shares, texts_of
+from nearplane.calibration.mix import check_shares
+from nearplane.calibration.text_files import check_named, is_cropped, texts_of
 from nearplane.errors import INSTALL, CalibrationError, ModelError, RecipeError
+from nearplane.number_formats import integers
 from nearplane.recipe.evaluate_request import PLAIN_WINDOWS, Protocol
 from nearplane.recipe.file_formats import FILE_FORMATS
 from nearplane.recipe.recipe import Recipe, Way
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
-from nearplane.recipe.schemes import GridScheme
 from nearplane.recipe.sizes import Limits, bytes_in, check_room
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.arguments import MAX_SEED, check_type, whole, within
@@ -103,8 +101,8 @@ def check_quantize(
         check_path("--like", recipe.like)
         if not Path(recipe.like).is_file():
             raise RecipeError(f"--like {recipe.like} is not a file. Pass a GGUF by llama.cpp's convert_hf_to_gguf.py.")
-    if recipe.calibration.samples is not None:  # else the model decides
-        check_shares(texts_of(recipe.calibration.calibration), recipe.calibration.samples)
+    if (samples := recipe.calibration.samples) is not None and (texts := texts_of(recipe.calibration.calibration)):
+        check_shares(texts, samples)  # else the model decides
     Unfinished(Path(out), overwrite=overwrite, sources=_folders(model))
     return limits
 
@@ -119,8 +117,8 @@ def _check_number_formats(recipe: Recipe) -> None:
     for name, scheme in schemes:
         schemes_of = [scheme.grouped([size]) for size in DEFAULT_GROUP_SIZES]  # equal unless layers decide the size
         if recipe.allocate != "uniform":
-            grids = [each for each in schemes_of if isinstance(each, GridScheme)]
-            schemes_of = [replace(each, bits=bits) for bits in recipe.files.bits for each in grids] or schemes_of
+            integer_formats = [integers(bits, None) for bits in recipe.files.bits]
+            schemes_of = [each.stored_in(other) for other in integer_formats for each in schemes_of] or schemes_of
         formats = [each.number_format for each in schemes_of]
         if all(map(recipe.files.fault, formats)):
             recipe.files.check(name, formats[0])

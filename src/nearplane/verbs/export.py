@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.beside import Beside
-from nearplane.formats.card_file import write_card
+from nearplane.formats.beside import Beside, write_card
 from nearplane.formats.layer_format import QUANTIZATION, WEIGHTS, as_tensors_are, json_text, read_config
 from nearplane.formats.stored import Stored, quantization_of, reader_of
 from nearplane.loading.dense_network import decoded_tensors, stacks_of
@@ -27,10 +26,9 @@ from nearplane.models.pretrained import empty_network, vocabulary_of
 from nearplane.recipe.sizes import check_room
 from nearplane.record.record import read_record
 from nearplane.system.arguments import checked
-from nearplane.system.file_hashes import check_hashes
-from nearplane.system.model_files import CONFIG
+from nearplane.system.files import check_hashes
 from nearplane.system.output_folder import Unfinished, readable_errors
-from nearplane.system.paths import RECORD
+from nearplane.system.paths import CONFIG, RECORD
 from nearplane.system.safetensors_files import TensorReader
 from nearplane.system.shard_writer import ShardWriter
 from nearplane.verbs.early_checks import DENSE, check_export

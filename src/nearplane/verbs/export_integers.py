@@ -224,9 +224,7 @@ def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mappin
         base = Recipe(scheme=GridScheme(order="natural"), ignore=ignore)
     else:
         base = record.recipe
-        if isinstance(base.scheme, GridScheme) and all(
-            formats[each.name] == each.number_format for each in record.layers
-        ):
+        if format in base.scheme.FORMATS and all(formats[each.name] == each.number_format for each in record.layers):
             return replace(base, format=cast(Format, format), pre=None, like=None)
     blocks = FILE_FORMATS[format].block_types and any(
         isinstance(each, BlockType) and not (each.single and each.symmetric and each.levels is None)

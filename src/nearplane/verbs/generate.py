@@ -32,7 +32,7 @@ from nearplane.models.two_tokenizers import other_tokens
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
-from nearplane.system.file_hashes import check_hashes
+from nearplane.system.files import check_hashes
 from nearplane.system.time_limit import time_limit
 from nearplane.verbs.early_checks import check_generate
 

@@ -42,8 +42,7 @@ from nearplane.system.device import Device, without_number
 from nearplane.system.files import sha256, unordered
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.memory import return_large_blocks
-from nearplane.system.model_files import CONFIG, GPTQ_CONFIG, TIED
-from nearplane.system.paths import RECORD
+from nearplane.system.paths import CONFIG, GPTQ_CONFIG, RECORD, TIED
 from nearplane.system.process_group import joined
 from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import INDEX

@@ -20,10 +20,8 @@ from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.shared_grid import SharedGrid
 from nearplane.record.record import LayerRecord, RunRecord, contradictions
 from nearplane.record.tuning_record import tuning_contradictions
-from nearplane.system.file_hashes import digest_of
-from nearplane.system.files import sha256
-from nearplane.system.model_files import CONFIG
-from nearplane.system.paths import RECORD
+from nearplane.system.files import digest_of, sha256
+from nearplane.system.paths import CONFIG, RECORD
 from nearplane.system.progress import Progress, logged, shown
 
 REPOSITORY_FILES = ("README", "LICENSE", "LICENCE", ".")  # beginnings of names of files that repositories add

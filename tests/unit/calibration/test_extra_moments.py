@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from bare_blocks import both
 from families import VOCABULARY
-from nearplane.calibration.activations import skeleton
-from nearplane.calibration.dealt import Dealt
+from nearplane.calibration.activations import Dealt, skeleton
 from nearplane.calibration.second_moments import observe
 from nearplane.calibration.stages import stages
 from nearplane.lattice.moments import Extra, Moments

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from alive import living, paused
 from bare_blocks import Convolution, Experts, bare, both
 from families import LLAMA, VOCABULARY, config_of, random_model
-from nearplane.calibration.activations import Stream, skeleton
-from nearplane.calibration.dealt import Dealt
+from nearplane.calibration.activations import Dealt, Stream, skeleton
 from nearplane.calibration.one_forward import BlockForward, paused_stages
 from nearplane.calibration.second_moments import sum_moments
 from nearplane.calibration.stages import first_look

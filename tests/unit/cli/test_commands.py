@@ -15,7 +15,7 @@ from nearplane.cli import app as cli
 from nearplane.cli.flags import scheme_from
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.record.record import read_record
-from nearplane.system.file_hashes import digest_of
+from nearplane.system.files import digest_of
 
 
 def command(monkeypatch, capsys, *words):

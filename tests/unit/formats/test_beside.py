@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from nearplane.errors import ModelError
-from nearplane.formats.beside import Beside
-from nearplane.formats.card_file import origin_of
+from nearplane.formats.beside import Beside, origin_of
 
 COPIED = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.txt", "source.spm", "qwen.tiktoken", "tokenizer.model.v3"),

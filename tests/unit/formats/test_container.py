@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from checkpoints import config_of_grids, random_matrix, write_folder
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.card_file import changed_card
+from nearplane.formats.beside import changed_card
 from nearplane.formats.container import Container, Place
 from nearplane.formats.stored import quantization_of, read_dense, read_matrices
 from nearplane.formats.table import open_container

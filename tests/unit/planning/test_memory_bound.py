@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearplane.calibration.dealt import Dealt
+from nearplane.calibration.activations import Dealt
 from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.windows import extra_batch
 from nearplane.planning.memory_bound import (

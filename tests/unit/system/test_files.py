@@ -1,7 +1,8 @@
-"""One file, whole or as it was."""
+"""Files are whole or as they were, and are hashed once unless they change."""
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nearplane.errors import FormatError, RecipeError
-from nearplane.system.files import check_output, check_writable, exclusive_lock, write_whole
+from nearplane.errors import FormatError, ModelError, RecipeError
+from nearplane.system.files import HashedFiles, check_output, check_writable, exclusive_lock, sha256, write_whole
 
 
 def test_a_file_is_written_where_no_folder_is_and_replaced(tmp_path: Path) -> None:
@@ -72,3 +73,50 @@ def test_a_command_writes_where_nothing_or_only_its_output_is(tmp_path: Path) ->
         RecipeError, match=r"new has files that nearplane demo did not write: config\.json\. Choose a new"
     ):
         check_output(tmp_path / "new", ["3-bit", "4-bit"], "nearplane demo")
+
+
+@pytest.fixture
+def files(tmp_path):
+    paths = {f"the model's {name}": tmp_path / name for name in ("a", "b")}
+    for name, path in paths.items():
+        path.write_text(name)
+    return HashedFiles(paths)
+
+
+def test_only_files_of_another_size_or_date_are_hashed_again(files, tmp_path, monkeypatch):
+    assert files.hashes == {f"the model's {name}": sha256(tmp_path / name) for name in "ab"}
+    hashed = []
+    monkeypatch.setattr("nearplane.system.files.sha256", lambda path: (hashed.append(path.name), sha256(path))[1])
+    files.check()
+    shutil.copy(tmp_path / "a", tmp_path / "copy")
+    os.replace(tmp_path / "copy", tmp_path / "a")  # equal bytes, and a new date
+    os.utime(tmp_path / "a", ns=(5, 5))
+    for _ in range(2):
+        files.check()
+    assert hashed == ["a"]
+
+
+@pytest.mark.parametrize("content", ["another text", "the model's c", None])
+def test_a_file_that_changed_or_is_gone_is_named(files, tmp_path, content):
+    (tmp_path / "b").unlink()
+    if content is not None:
+        (tmp_path / "b").write_text(content)
+        os.utime(tmp_path / "b", ns=(5, 5))
+    said = (
+        r"b is missing or cannot be read: it was"
+        if content is None
+        else r"b has the SHA-256 \w{16}\.\., at the start it had \w{16}\.\.: it was"
+    )
+    with pytest.raises(
+        ModelError, match=rf"{said} changed while this run read it\. Restore it and repeat the command, or"
+    ):
+        files.check()
+
+
+def test_other_bytes_under_the_old_date_are_noticed(files, tmp_path):
+    """As of programs that synchronize folders in place."""
+    before = (tmp_path / "a").stat()
+    (tmp_path / "a").write_text("the model's c")
+    os.utime(tmp_path / "a", ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ModelError, match="it was changed while this run read it"):
+        files.check()

@@ -18,7 +18,7 @@ from nearplane.formats.gguf.gguf_layers import FORMAT_VERSION, METHOD
 from nearplane.formats.gguf.names import checkpoint_names
 from nearplane.formats.gguf.network_config import config_of
 from nearplane.formats.gguf.tokenizer_files import tokenizer_files
-from nearplane.system.model_files import CONFIG
+from nearplane.system.paths import CONFIG
 
 
 def folder_of_file(path: Path) -> Path:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nearplane.calibration.text_files import check_text
-from nearplane.calibration.text_mixes import check_shares, order_of_windows, texts_of, turns
+from nearplane.calibration.mix import check_shares, order_of_windows, turns
+from nearplane.calibration.text_files import check_text, texts_of
 from nearplane.errors import CalibrationError
 
 

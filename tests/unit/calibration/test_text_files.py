@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nearplane.calibration.named_texts import (
+from nearplane.calibration.text_files import (
     TEST_TEXTS,
     TRAINING_TEXTS,
     NamedText,
+    check_text,
     text_to_calibrate_on,
     text_to_measure_on,
 )
-from nearplane.calibration.text_files import check_text
 from nearplane.calibration.texts import read_windows
 from nearplane.errors import CalibrationError
 
