@@ -27,7 +27,7 @@ from nearplane.matrix.certificate import SolvedMatrix, measure
 from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
 from nearplane.matrix.on_grid import rounded
 from nearplane.recipe.scheme import Solver
-from nearplane.recipe.schemes import RateScheme
+from nearplane.recipe.schemes import AnyScheme, RateScheme
 from nearplane.record.record import LayerRecord
 from nearplane.system.arguments import checked, within
 from nearplane.system.memory import release
@@ -76,7 +76,7 @@ class Search:
     H: Tensor
     factor: Factor
     grid: ProductGrid
-    scheme: RateScheme
+    scheme: AnyScheme
     sized: Sized
 
     def first_step(self, rate: float) -> float:
@@ -231,7 +231,7 @@ def waterfilled_steps(W: Tensor, factor: Factor, sensitivity: Tensor | None) -> 
 
 
 def search(
-    T: Tensor, inputs: Inputs, scheme: RateScheme, rate: float, steps: ProductGrid, sized: Sized = coded_rate
+    T: Tensor, inputs: Inputs, scheme: AnyScheme, rate: float, steps: ProductGrid, sized: Sized = coded_rate
 ) -> Trial:
     """Find the step c for which steps of c times `steps` give `rate` bits per weight as measured by `sized`.
 

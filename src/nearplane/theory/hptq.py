@@ -29,7 +29,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.scheme import Solver
-from nearplane.recipe.schemes import RateScheme
+from nearplane.recipe.schemes import AnyScheme, RateScheme
 from nearplane.system.device import Device
 from nearplane.theory.huffman import coded_bytes, estimated_size
 
@@ -69,7 +69,7 @@ def hptq_recipe(rate: float, calibration: Calibration, *, calibrated: bool = Tru
 def hptq(
     W: Tensor,
     statistics: Tensor | Moments | Inputs,
-    scheme: RateScheme,
+    scheme: AnyScheme,
     rate: float | None = None,
     *,
     name: str = "matrix",
@@ -87,7 +87,7 @@ def hptq(
         NumericalError: A weight is not finite, or the Hessian not positive definite, symmetric or of W's inputs.
     """
     W, inputs = lattice_problem(W, statistics, name)
-    rate = scheme.rate if rate is None else rate
+    rate = scheme.average if rate is None else rate
     assert rate is not None, "one matrix has a rate"
     zeros = torch.zeros(max(W.shape), dtype=torch.int32, device=W.device)
     out, columns = W.shape

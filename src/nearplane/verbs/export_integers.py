@@ -225,7 +225,7 @@ def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mappin
     else:
         base = record.recipe
         if format in base.scheme.FORMATS and all(formats[each.name] == each.number_format for each in record.layers):
-            return replace(base, format=cast(Format, format), pre=None, like=None)
+            return replace(base, format=format, pre=None, like=None)
     blocks = FILE_FORMATS[format].block_types and any(
         isinstance(each, BlockType) and not (each.single and each.symmetric and each.levels is None)
         for each in formats.values()
