@@ -13,6 +13,7 @@ from nearplane.record.record import read_record
 from nearplane.tuning import loop
 from pretended import pretended
 from pretended_cards import Runtime
+from pretended_kernels import compiled
 
 WINDOWS = torch.randint(0, TEXT_VOCABULARY, (14, 24), generator=torch.Generator().manual_seed(0))
 GRID = dict(bits=4, group_size=16)
@@ -57,7 +58,7 @@ def stopped_after_a_step(run):
 
 def assert_goes_on(run):
     """Stop a run into a folder on a GPU after a step of training; it goes on as one that was not stopped."""
-    with pretended():
+    with pretended(), compiled():
         stopped_after_a_step(lambda: run("out"))
         record = run("out")
         assert checksums(record) == checksums(run("not stopped"))
@@ -100,7 +101,7 @@ def test_a_run_that_stopped_before_its_first_block_goes_on_on_another_gpu_of_the
     """The moments of the embeddings were read from disk; another model of GPU would compute other digits."""
     words = dict(rate=3.0, include_embeddings=True, include_head=True, calibration=WINDOWS)
     expected, out = nearplane.quantize(model, tmp_path / "cpu", device="cpu", **words), tmp_path / "out"
-    with pretended(cards=2):
+    with pretended(cards=2), compiled():
         with monkeypatch.context() as patch:
             patch.setattr("nearplane.verbs.quantize.solve_stage", stopped)
             with pytest.raises(StoppedError):
@@ -118,7 +119,7 @@ def test_a_checkpoint_from_the_cpu_is_verified_on_a_gpu_in_float32_to_one_percen
     """Its blocks would run there in bfloat16."""
     source, out = saved(tmp_path / "model", torch.bfloat16), tmp_path / "out"
     nearplane.quantize(source, out, device="cpu", calibration=WINDOWS, **GRID)
-    with pretended():
+    with pretended(), compiled():
         found = nearplane.verify(out, against=source, calibration=WINDOWS, device="pretend:0")
     assert found.faults == ()
     assert found.summary() == (
@@ -132,7 +133,7 @@ def test_a_checkpoint_from_the_cpu_is_verified_on_a_gpu_in_float32_to_one_percen
 
 def test_a_checkpoint_from_a_gpu_is_verified_in_its_dtype_there_exactly_and_without_it_coarsely(tmp_path):
     source, out = saved(tmp_path / "model", torch.bfloat16), tmp_path / "out"
-    with pretended():
+    with pretended(), compiled():
         record = nearplane.quantize(source, out, device="pretend:0", calibration=WINDOWS, **GRID)
         there = nearplane.verify(out, against=source, calibration=WINDOWS)
     assert (record.device, record.compute_dtype) == ("pretend:0, Pretended GPU", "bfloat16")
@@ -153,7 +154,7 @@ def test_a_model_in_float16_whose_activations_overflow_runs_in_float32(tmp_path,
         nearplane.quantize(
             source, tmp_path / "half", compute_dtype="float16", device="cpu", calibration=WINDOWS, **GRID
         )
-    with pretended(), caplog.at_level("INFO", "nearplane"):
+    with pretended(), compiled(), caplog.at_level("INFO", "nearplane"):
         record = nearplane.quantize(source, tmp_path / "out", device="pretend:0", calibration=WINDOWS, **GRID)
     assert record.compute_dtype == read_record(tmp_path / "out").compute_dtype == "float32"
     assert "blocks run in float32, as they may overflow in float16; --compute-dtype float16 is faster" in caplog.text

@@ -14,6 +14,7 @@ from killing import contents
 from nearplane import RecipeError
 from pretended import pretended
 from pretended_cards import Card
+from pretended_kernels import compiled
 
 GRID = dict(bits=4, group_size=16, rounds=0, polish=0)
 TOKENS = torch.randint(96, (128, 16), generator=torch.Generator().manual_seed(0))
@@ -30,7 +31,7 @@ def model(tmp_path_factory):
 
 def test_hidden_states_on_the_host_leave_the_bytes_as_they_are(model, tmp_path, caplog):
     nearplane.quantize(model, tmp_path / "cpu", calibration=TOKENS, device="cpu", **GRID)
-    with pretended() as gpu, caplog.at_level("INFO", "nearplane"):
+    with pretended() as gpu, compiled(), caplog.at_level("INFO", "nearplane"):
         nearplane.quantize(
             model, tmp_path / "gpu", calibration=TOKENS, device="pretend:0", device_memory="1.3MB", **GRID
         )
@@ -47,7 +48,11 @@ def test_hidden_states_on_the_host_leave_the_bytes_as_they_are(model, tmp_path, 
 
 
 def test_a_limit_that_is_too_small_is_refused_with_one_that_is_enough(model, tmp_path):
-    with pretended() as gpu, pytest.raises(RecipeError, match="the most economical settings need") as refused:
+    with (
+        pretended() as gpu,
+        compiled(),
+        pytest.raises(RecipeError, match="the most economical settings need") as refused,
+    ):
         nearplane.quantize(
             model, tmp_path / "out", calibration=TOKENS, device="pretend:0", device_memory="200KB", **GRID
         )
@@ -57,7 +62,11 @@ def test_a_limit_that_is_too_small_is_refused_with_one_that_is_enough(model, tmp
 
 
 def test_a_card_that_is_too_small_is_refused(model, tmp_path):
-    with pretended(memory=600_000), pytest.raises(RecipeError, match=r"^\d+ KB of memory are free on pretend:0, which"):
+    with (
+        pretended(memory=600_000),
+        compiled(),
+        pytest.raises(RecipeError, match=r"^\d+ KB of memory are free on pretend:0, which"),
+    ):
         nearplane.quantize(model, tmp_path / "out", calibration=TOKENS, device="pretend:0", **GRID)
 
 
@@ -72,7 +81,7 @@ def test_evaluate_streams_blocks_where_the_network_does_not_fit(tmp_path):
     size = 4 * sum(each.numel() for each in nearplane.load(model, device="cpu").parameters())
     windows = TOKENS[:4]
     expected = nearplane.evaluate(model, windows, device="cpu")
-    with pretended(memory=size) as gpu:
+    with pretended(memory=size) as gpu, compiled():
         found = nearplane.evaluate(model, windows, device="pretend:0")
     assert found.perplexity == pytest.approx(expected.perplexity, rel=1e-6)
     assert gpu.peak < size / 2
@@ -96,7 +105,7 @@ def test_a_network_is_never_whole_on_the_host_when_it_is_loaded_to_a_gpu(model, 
             read.append(sum(size for address, size in on_the_host().items() if address not in before))
 
     monkeypatch.setattr(Card, "hold", noted)
-    with pretended() as gpu:
+    with pretended() as gpu, compiled():
         network = nearplane.load(model, device="pretend:0")
         assert {str(each.device) for each in network.parameters()} == {"pretend:0"}
         assert all(torch.equal(each.cpu(), expected[name]) for name, each in network.named_parameters())

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+from contextlib import nullcontext
 from functools import cache
 
 import numpy as np
@@ -15,9 +16,11 @@ from nearplane.record.record import read_record
 from nearplane.tuning import loop
 from nightly import daily
 from pretended import pretended
+from pretended_kernels import compiled
 from unordered import Unordered
 
 DEVICES = ("cpu", "pretend:0")
+TORCH_FORMS = ("grid", "k-quants")  # run with the kernels of a device that has none; the others with those of the CPU
 
 
 class Made:
@@ -28,7 +31,8 @@ class Made:
         self.folders = {device: place / device.partition(":")[0] for device in DEVICES}
         self.cpu, self.gpu = self.folders.values()
         quantized(run, self.model, self.cpu, "cpu")
-        with pretended() as gpu, Unordered() as seen:
+        kernels = nullcontext if run in TORCH_FORMS else compiled
+        with pretended() as gpu, kernels(), Unordered() as seen:
             quantized(run, self.model, self.gpu, "pretend:0")
         gc.collect()
         self.left, self.traffic, self.unordered = gpu.cards[0].live, gpu.traffic, seen.found
@@ -67,7 +71,7 @@ def test_functions_wait_and_copy_as_often_as_the_table_says(made, run):
 
 def test_both_devices_verify_evaluate_load_and_continue_texts_alike(made):
     run, found = made("grid"), []
-    with pretended():
+    with pretended(), compiled():
         for device in DEVICES:
             verified = nearplane.verify(run.cpu, against=run.model, calibration=TOKENS, device=device)
             assert (verified.faults, bool(verified.measured)) == ((), True)
@@ -91,7 +95,7 @@ def test_both_devices_verify_evaluate_load_and_continue_texts_alike(made):
 def test_a_model_in_bfloat16_is_quantized_and_verified(run, tmp_path):
     """A GPU computes in it; the CPU computes in float32, so that its codes are others."""
     model = save_model(run, tmp_path / "model", torch.bfloat16)
-    with pretended():
+    with pretended(), compiled():
         quantized(run, model, tmp_path / "out", "pretend:0")
         verified = nearplane.verify(tmp_path / "out", against=model, calibration=TOKENS, device="pretend:0")
     assert (verified.faults, verified.measured) == ((), True)
@@ -127,7 +131,7 @@ def test_tuning_that_is_stopped_goes_on_and_ends_as_on_the_cpu(made, run, tmp_pa
         step(self, batches)
 
     expected = tune(tmp_path / "cpu", "cpu")
-    with pretended(), Unordered() as seen:
+    with pretended(), compiled(), Unordered() as seen:
         whole = tune(tmp_path / "whole", "pretend:0")
         with monkeypatch.context() as patch:
             patch.setattr(loop._Run, "step", stopped)

@@ -12,6 +12,7 @@ from device_runs import RUNS, TOKENS, save_model, stored
 from nearplane.system import process_group
 from nightly import daily
 from pretended import Pretend, pretended
+from pretended_kernels import compiled
 from several import all_well, on_ranks
 
 
@@ -49,6 +50,7 @@ def recording(run, model, out):
 
         with (
             pretended(),
+            compiled(),
             mock.patch.multiple(process_group, NCCL="pretend", _nccl=Nccl),
             mock.patch.multiple(process_group.ProcessGroup, _exchange=noted, gpu=0),
         ):

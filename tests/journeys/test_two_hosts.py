@@ -44,6 +44,7 @@ def hosts():
             ip("netns", "del", name, check=False)
 
 
+@pytest.mark.nightly
 def test_two_hosts_write_the_bytes_of_one(hosts, tmp_path):
     model, text, out = tmp_path / "model", tmp_path / "text.txt", tmp_path / "out"
     config = config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=2, tie_word_embeddings=False)

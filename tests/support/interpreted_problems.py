@@ -12,22 +12,12 @@ from importlib import import_module
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
 
-replacing_call = InterpretedFunction.__call__
-
-
-def call(self, *args, **keywords):
-    """Call a function within a kernel without replacing triton.language again, which takes half of the time."""
-    if tl.core.is_builtin(tl.core.where):
-        return replacing_call(self, *args, **keywords)
-    return self.rewrite()(*args, **keywords)
-
+from quick_interpreter import quicken
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    InterpretedFunction.__call__ = call
+    quicken()
     for count, name in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
         module = import_module(name)
         for seed in range(int(count)):

@@ -33,6 +33,7 @@ from nearplane.loading.dense_network import dense_network
 from nearplane.loading.packed_linear import PackedLinear
 from pretended import pretended
 from pretended_triton import interpreted
+from quick_interpreter import quicken
 
 SIZES = dict(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=24, num_attention_heads=2, head_dim=4)
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "rate"
@@ -92,6 +93,7 @@ def main() -> None:
     """Load with kernels and without, and multiply."""
     torch.set_num_threads(1)
     count, everything = int(sys.argv[1]), "everything" in sys.argv
+    quicken()
     with tempfile.TemporaryDirectory() as place:
         save_tiny(Path(place) / "source", "llama", **SIZES)
         write_native(Path(place) / "out", Path(place) / "source", embeddings=True)

@@ -21,6 +21,7 @@ from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.kernels_torch import Columns, Tally
 from nearplane.number_formats import E2M1
 from pretended_triton import interpreted
+from quick_interpreter import quicken
 
 NEAR = 1e-5  # steps from a boundary between two codes, within which either is right
 BOOKS = {
@@ -126,6 +127,7 @@ def added(asked: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    quicken()
     with interpreted():
         for seed in range(int(sys.argv[1])):
             asked = problem(seed)

@@ -40,6 +40,6 @@ def problems(module: str, counts: dict[str, int]) -> list[dict[str, Any]]:
 
 
 DAILY = {
-    "beam_problems": 40, "superblock_problems": 22, "superfit_problems": 11, "passes_problems": 18, "decode_problems": 20
+    "beam_problems": 40, "superblock_problems": 11, "superfit_problems": 11, "passes_problems": 9, "decode_problems": 10
 }  # fmt: skip
 NIGHTLY = dict.fromkeys(DAILY, 500)
