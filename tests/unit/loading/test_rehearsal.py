@@ -186,7 +186,7 @@ def test_nothing_is_said_by_the_loaders(source: Callable[[str], Path], capfd: py
 
 
 def test_optimum_is_told_where_blocks_are_that_it_does_not_find(source: Callable[[str], Path], tmp_path: Path) -> None:
-    model = open_model(str(source("mamba2")))
     recipe = Recipe.from_spellings(bits=4, group_size=16, format="gptq")
-    assert quantization_config(model, recipe)["block_name_to_quantize"] == "backbone.layers"
-    assert "block_name_to_quantize" not in quantization_config(open_model(str(source("llama"))), recipe)
+    mamba, llama = (open_model(str(source(family))) for family in ("mamba2", "llama"))
+    assert quantization_config(mamba, resolved(mamba, recipe))["block_name_to_quantize"] == "backbone.layers"
+    assert "block_name_to_quantize" not in quantization_config(llama, resolved(llama, recipe))
