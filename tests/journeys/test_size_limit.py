@@ -49,7 +49,7 @@ def tiny(tmp_path_factory):
 )
 def test_a_folder_is_at_most_as_large_as_asked_for_and_hardly_smaller(tiny, tmp_path, size, more):
     record = nearplane.quantize(tiny, tmp_path / "out", size=size, **FAST | more)
-    asked = record.recipe.scheme.bytes()
+    asked = record.recipe.scheme.limit
     assert record.folder == bytes_of(tmp_path / "out")
     assert 0.99 * asked <= record.folder <= asked
     assert record.missed is None
