@@ -6,18 +6,21 @@ PEERS ?= build/peers
 LLAMA ?= build/llama
 MLX ?= build/mlx
 EVAL ?= build/eval
+LOWEST ?= build/lowest
+RELEASE ?= build/release
 ASSETS ?= ../shared/assets
 ROUNDS ?= 3
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 SOURCES := $(shell find src -type f -not -name '*.pyc')
 
-test nightly: export OMP_NUM_THREADS ?= 1   # matrices of tests are tiny: a second thread costs more than it does
+TESTS := test nightly nightly-journeys nightly-unit nightly-theorems test-lowest
+$(TESTS): export OMP_NUM_THREADS ?= 1   # matrices of tests are tiny: a second thread costs more than it does
 # compiled kernels are kept from run to run for as long as no file of the folders that have any changes
 KERNELS := $(shell find src/nearplane/lattice src/nearplane/coding src/nearplane/loading src/nearplane/theory -name '*.py' | sort)
-test nightly: export NUMBA_CACHE_DIR ?= $(CURDIR)/build/numba/$(shell cat $(KERNELS) | cksum | tr ' ' -)
+$(TESTS): export NUMBA_CACHE_DIR ?= $(CURDIR)/build/numba/$(shell cat $(KERNELS) | cksum | tr ' ' -)
 export OMP_WAIT_POLICY ?= PASSIVE   # threads that wait do not spin: on a busy machine that is several times faster
 
-.PHONY: demo test docs nightly test-llama test-mlx test-eval bench bench-check bench-peers bench-tables bench-gguf fingerprint clean
+.PHONY: demo docs dist $(TESTS) test-llama test-mlx test-eval bench bench-check bench-peers bench-tables bench-gguf fingerprint clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/nearplane demo
@@ -38,11 +41,34 @@ docs: $(VENV)/.tested-with   # the documentation as a site, build/site, with its
 	$(VENV)/bin/zensical build --clean
 	$(VENV)/bin/python tools/site_check.py build/site
 
-nightly: $(VENV)/.tested-with   # what `make test` leaves out; 500 problems for every theorem instead of 25, 154 types of models instead of 2, 20,000 mutations of
-# files instead of 50, with their table in build/fuzz.md
-	$(VENV)/bin/python -m pytest -m nightly
+# What `make test` leaves out, in three parts, which CI runs beside each other: 500 problems for every theorem instead of
+# 25, 154 types of models instead of 2, 20,000 mutations of files instead of 50, with their table in build/fuzz.md
+nightly: nightly-journeys nightly-unit nightly-theorems
+
+nightly-journeys: $(VENV)/.tested-with
+	$(VENV)/bin/python -m pytest -m nightly tests/journeys
+
+nightly-unit: $(VENV)/.tested-with
+	$(VENV)/bin/python -m pytest -m nightly tests/unit tests/project
+
+nightly-theorems: $(VENV)/.tested-with
 	HYPOTHESIS_PROFILE=nightly $(VENV)/bin/python -m pytest tests/unit/lattice tests/unit/theory tests/unit/matrix/test_inputs.py \
 		tests/unit/loading tests/journeys/test_edits.py tests/journeys/test_left_dense.py tests/journeys/test_survey.py tests/journeys/test_threads.py
+
+# the lowest versions of packages that pyproject.toml allows, torch with CUDA among them: 7 GB
+LOWEST_TESTS := tests/unit/recipe tests/unit/record tests/unit/formats tests/unit/models tests/unit/cli \
+	tests/unit/lattice tests/unit/coding tests/journeys/test_quantize.py
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/nearplane demo $(LOWEST)/demo
+	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
+
+dist: $(RELEASE)/.installed   # wheel and sdist in build/dist, the same bytes twice; VERSION=x.y.z: it must be this one
+	rm -rf build/dist build/dist-again
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(RELEASE)/bin/python -m build --quiet --outdir build/dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(RELEASE)/bin/python -m build --quiet --outdir build/dist-again
+	diff -r build/dist build/dist-again
+	$(RELEASE)/bin/python -m twine check --strict build/dist/*
+	test -f build/dist/nearplane-$(or $(VERSION),*)-py3-none-any.whl
 
 test-llama: $(LLAMA)/.installed   # GGUF files in llama.cpp itself, which pip builds first: about six minutes
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
@@ -81,6 +107,17 @@ bench-tables: $(VENV)/.tested-with $(PEERS_OF_TABLES) $(LLAMA)/.installed
 bench-gguf: $(VENV)/.tested-with $(LLAMA)/.installed   # our files run by llama.cpp
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
 	$(LLAMA)/bin/python benchmarks/quality/llama_client.py
+
+$(LOWEST)/.installed: pyproject.toml $(SOURCES)   # uv, as pip cannot choose lowest versions
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip --disable-pip-version-check install --quiet uv
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct --reinstall-package nearplane ".[test]"
+	touch $@
+
+$(RELEASE)/.installed:
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip --disable-pip-version-check install --quiet build twine
+	touch $@
 
 $(LLAMA)/.installed:
 	$(PYTHON) -m venv $(LLAMA)

@@ -44,7 +44,7 @@ from torch import Tensor
 import nearplane
 from nearplane.calibration.one_forward import BATCH_TOKENS, PAUSED_DIVISOR, MemorySetting, default_batch
 from nearplane.calibration.windows import Windows
-from nearplane.lattice import bounds, factor
+from nearplane.lattice import bounds, factor, kernels
 from nearplane.lattice.kernels import KERNELS, torch_kernels
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
@@ -66,12 +66,12 @@ from pretended_kernels import compiled, interpreted
 LOOPS = ("search of steps", "sweep", "descent", "k-best")  # whose kernels differ between states
 SCALE = 16  # by which layers are smaller that are counted
 SIDES = {  # sizes of the package that are divided by it, and those that are divided by its square
-    factor: ("CHOLESKY_BLOCK", "GPU_CHOLESKY_BLOCK", "GPU_STRIP_ROWS", "ROWS_AT_ONCE"),
+    factor: ("ROWS_AT_ONCE",),
     bounds: ("MEASURED_ROWS", "BLOCK_COLUMNS"),
     certificate: ("MAX_CERTIFIED_INPUTS",),
     to_rate: ("MEASURED_ROWS", "SEARCHED_ROWS"),
 }
-AREAS = {factor: ("GPU_NUMBERS_AT_ONCE",), to_rate: ("MAX_PREDICTED_WEIGHTS",)}
+AREAS = {to_rate: ("MAX_PREDICTED_WEIGHTS",)}
 NARROWS, STRIP = (256, 512), 32  # inputs and outputs of layers whose loops are counted
 HIDDEN, SAMPLES, SEQLEN = (256, 512), (33, 49), 16  # of blocks that are counted: batches of 8 windows after one of 1
 COUNTED = 6  # batches of the first of these texts, with that of the extra windows
@@ -195,6 +195,15 @@ def divided() -> Iterator[None]:
             for module, constants in names.items():
                 for name in constants:
                     ends.enter_context(mock.patch.object(module, name, getattr(module, name) // by))
+        host, card = kernels.CPU, kernels.GPU
+        host = replace(host, cholesky=host.cholesky // SCALE)
+        card = replace(
+            card,
+            cholesky=card.cholesky // SCALE,
+            strip_rows=card.strip_rows // SCALE,
+            numbers=card.numbers // SCALE**2,
+        )
+        ends.enter_context(mock.patch.multiple(kernels, CPU=host, GPU=card))
         yield
 
 

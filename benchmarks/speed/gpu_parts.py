@@ -47,7 +47,7 @@ FUNCTIONS = {  # part: its functions; what one calls that belongs to another par
     "moments": ("calibration.second_moments:_Sums.add", "calibration.second_moments:_Sums.observed"),
     "factor": ("lattice.factor:factorize",),
     "target": ("matrix.inputs:corrected",),
-    "search of steps": ("lattice.scale:Steps.grid", "lattice.superblock_search:fit_blocks"),
+    "search of steps": ("lattice.scale:Steps.grid", "lattice.superblock_fit:fit_blocks"),
     "sweep": ("lattice.solvers:sweep_planes",),
     "descent": ("lattice.polish:descend",),
     "k-best": ("lattice.beam:k_best",),

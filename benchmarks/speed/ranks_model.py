@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gpu_parts import MODELS, Shape
 
-from nearplane.lattice.factor import GPU_STRIP_ROWS
+from nearplane.lattice.kernels import GPU
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "gpu-model.md"
 DIVIDED = ("forwards", "moments")
@@ -91,7 +91,7 @@ def share_of_the_busiest(shape: Shape, ranks: int) -> float:
     """Return the share of the solve's multiplications that the rank has which solves the most strips of each stage."""
     mine = 0.0
     for group in shape.groups:
-        strips = group.experts * sum(-(-out // GPU_STRIP_ROWS) for out in group.outs)
+        strips = group.experts * sum(-(-out // GPU.strip_rows) for out in group.outs)
         mine += group.experts * sum(group.outs) * group.inputs**2 * -(-strips // ranks) / strips
     return mine / work(shape)["solve"]
 

@@ -7,24 +7,47 @@
 Importing does nothing: torch and transformers are imported when something is called.
 """
 
-import ast
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
-from pkgutil import get_data
 from typing import Any
 
-HOMES = {  # public names, by the stub beside this file, which type checkers read
-    alias.name: str(node.module)
-    for node in ast.parse(get_data(__name__, "__init__.pyi") or b"").body
-    if isinstance(node, ast.ImportFrom)
-    for alias in node.names
+HOMES = {  # public names, as in the stub beside this file, which type checkers read
+    "CalibrationError": "nearplane.errors",
+    "FormatError": "nearplane.errors",
+    "ModelError": "nearplane.errors",
+    "NearplaneError": "nearplane.errors",
+    "NumericalError": "nearplane.errors",
+    "RecipeError": "nearplane.errors",
+    "load": "nearplane.loading.from_pretrained",
+    "register": "nearplane.loading.from_pretrained",
+    "quantize_matrix": "nearplane.matrix.on_grid",
+    "quantize_matrix_to_rate": "nearplane.matrix.to_rate",
+    "Calibration": "nearplane.recipe.recipe",
+    "LayerScheme": "nearplane.recipe.recipe",
+    "Recipe": "nearplane.recipe.recipe",
+    "BlockScheme": "nearplane.recipe.schemes",
+    "GridScheme": "nearplane.recipe.schemes",
+    "RateScheme": "nearplane.recipe.schemes",
+    "card": "nearplane.verbs.card",
+    "compare": "nearplane.verbs.compare",
+    "evaluate": "nearplane.verbs.evaluate",
+    "evaluate_tasks": "nearplane.verbs.evaluate_tasks",
+    "export": "nearplane.verbs.export",
+    "generate": "nearplane.verbs.generate",
+    "quantize": "nearplane.verbs.quantize_api",
+    "write_report": "nearplane.verbs.report",
+    "suggest": "nearplane.verbs.suggest",
+    "tune": "nearplane.verbs.tune",
+    "verify": "nearplane.verbs.verify",
 }
 __all__ = [*HOMES]
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return metadata.version("nearplane")
+        from importlib.metadata import version  # takes longer to import than all else here
+
+        return version("nearplane")
     if name not in HOMES and find_spec(f"nearplane.{name}") is not None:
         return import_module(f"nearplane.{name}")
     if name not in HOMES:

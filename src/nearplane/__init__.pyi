@@ -1,4 +1,4 @@
-"""The public names of the package, each where it is at home; `__init__.py` reads this list. A new verb is one line here."""
+"""The public names of the package, each where it is at home. A new verb is one line here and one of `HOMES` in `__init__.py`."""
 
 from nearplane.errors import (
     CalibrationError as CalibrationError,

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,13 +20,14 @@ from killing import contents
 from nearplane.calibration import activations
 from nearplane.demo import CALIBRATION
 from nearplane.errors import CalibrationError, NearplaneError, RankError
-from nearplane.lattice.factor import STRIP_ROWS
+from nearplane.lattice import kernels
 from nearplane.system import process_group
 from nearplane.system.process_group import joined
 from nearplane.system.progress import peak_memory
 from nightly import daily
 from several import all_well, begun, free_port, on_ranks
 
+STRIP_ROWS = kernels.CPU.strip_rows  # before tests make it smaller
 GRID = dict(bits=4, group_size=16)
 WAYS = {
     "grid": GRID,
@@ -69,7 +71,7 @@ def every_block_and_short_strips():
     """Keep every block, however quick it is, and divide layers of a few rows, as larger ones are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", math.inf)
-        patch.setattr("nearplane.lattice.factor.STRIP_ROWS", 16)
+        patch.setattr(kernels, "CPU", replace(kernels.CPU, strip_rows=16))
         yield
 
 
@@ -296,7 +298,9 @@ def test_a_silent_rank_is_named(monkeypatch):
 
 
 def test_processes_of_the_command_line(models, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("nearplane.lattice.factor.STRIP_ROWS", STRIP_ROWS)  # as in processes that the command starts
+    monkeypatch.setattr(
+        kernels, "CPU", replace(kernels.CPU, strip_rows=STRIP_ROWS)
+    )  # as in processes that the command starts
     out, alone = tmp_path / "out", tmp_path / "alone"
     nearplane.quantize(models["dense"], alone, calibration=text, **GRID, **TEXT)
 

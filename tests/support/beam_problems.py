@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice import beam_triton, kernels_torch
-from nearplane.lattice.codebook import Codebook
-from nearplane.lattice.grid import Weights
+from nearplane.lattice.grid import Codebook, Weights
 from triton_problems import BOOKS, STEPS
 
 NEAR = 1e-5  # steps from a boundary between two codes, or part of a cost, within which rounding errors may decide

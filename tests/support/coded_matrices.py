@@ -96,8 +96,8 @@ def codes_of(packed: PackedMatrix) -> NDArray[np.int32]:
         else:
             ordered[:, start:stop] = array.view(np.int8)
     codes = np.empty_like(ordered)
-    codes[packed.row_order[:, None], packed.column_order[None, :]] = ordered
-    codes[packed.patch_rows, packed.patch_columns] += packed.patch_delta
+    codes[packed.orders.rows[:, None], packed.orders.columns[None, :]] = ordered
+    codes[packed.patches.rows, packed.patches.columns] += packed.patches.delta
     return codes.astype(np.int32)
 
 

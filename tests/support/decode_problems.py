@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,9 @@ from pretended import pretended
 from pretended_triton import interpreted
 
 KINDS = ("gaussian", "heavy", "sparse", "constant", "huge", "columns")
-FIELDS = ("patch_rows", "patch_columns", "patch_delta", "column_order", "row_order", "column_scale", "row_scale")
+FIELDS = (
+    "patches.rows", "patches.columns", "patches.delta", "orders.columns", "orders.rows", "column_scale", "row_scale"
+)  # fmt: skip
 
 
 def problem(seed: int) -> dict[str, Any]:
@@ -109,7 +112,7 @@ def solved(asked: dict[str, Any]) -> dict[str, Any]:
                 form = one.packed()
                 wrong += int((one.codes().cpu().numpy() != whole.codes).sum())
                 wrong += int((form.codes.cpu().numpy() != runtime.codes).sum()) + (form.groups != runtime.groups)
-                wrong += sum(not np.array_equal(getattr(form, name), getattr(runtime, name)) for name in FIELDS)
+                wrong += sum(not np.array_equal(attrgetter(name)(form), attrgetter(name)(runtime)) for name in FIELDS)
                 pairs = one.layout.groups.pairs
                 seen |= {"pairs"} if pairs.any() else set()
                 seen |= (
@@ -118,7 +121,7 @@ def solved(asked: dict[str, Any]) -> dict[str, Any]:
                     else set()
                 )
                 seen |= {"bytes"} if not all(group.nibbles for group in form.groups) else set()
-                seen |= {"patches"} if len(form.patch_delta) else set()
+                seen |= {"patches"} if len(form.patches.delta) else set()
                 seen |= {"several chunks"} if len(layout.chunk_edges(one.layout.total)) > 2 else set()
     return {
         "refused": refused,

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from nearplane.lattice import kernels, polish, solvers
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.kernels_torch import Columns, Descent, Tally
+from nearplane.lattice.kernels_torch import Columns, Rounding, Spans, State, Tally
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.inputs import Inputs
@@ -46,26 +46,14 @@ def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tal
     codes.copy_(swept)
 
 
-def descend_pass(descent: Descent) -> None:
+def descend_pass(state: State, W: Tensor, spans: Spans, rounding: Rounding | None, *, begins: bool) -> None:
     """Take a pass of coordinate descent on the CPU."""
-    starts = descent.starts.tolist()
-    numbers = descent.group[descent.starts[:-1].long()].tolist()
-    state = polish.State(
-        grid=Grid(
-            scale=descent.scale.T, zero=descent.zero.T, group=descent.group, low=descent.codebook.low,
-            high=descent.codebook.high, levels=descent.codebook.levels,
-        ),
-        scale=descent.scale, zero=descent.zero, codes=descent.codes, E=descent.E, H=descent.H,
-        diagonal=descent.diagonal, gained=descent.gained, fitted=descent.fitted,
-        groups=list(zip(numbers, starts, starts[1:], strict=False)),
-    )  # fmt: skip
-    if descent.begins:
-        descent.E.copy_(descent.W.T - state.in_steps(0, len(descent.E)) * state.scale[descent.group])
-    fit = None if descent.rounding is None else Rounded(descent.rounding)
-    spans = [starts[i] for i in descent.spans.tolist()]
-    for a, b in pairwise(spans):
+    starts, firsts, group = spans.starts.tolist(), spans.firsts.tolist(), state.grid.group
+    if begins:
+        state.E.copy_(W.T - polish.in_steps(state, 0, len(state.E)) * state.scale[group])
+    fit = None if rounding is None else Rounded(rounding)
+    for a, b in pairwise(starts[i] for i in firsts):
         polish._pass(state, a, b, fit, 128)
-    descent.moved.logical_or_(state.moved)
 
 
 class Rounded(polish.PlainFit):
@@ -79,13 +67,23 @@ class Rounded(polish.PlainFit):
 def one_launch(kernel: Callable[..., Any], name: str, launches: Counter[str]) -> Callable[..., Any]:
     """Return a kernel of the CPU that takes tensors on the card, as one launch."""
 
-    def launched(*args: Any) -> Any:
+    def launched(*args: Any, **options: Any) -> Any:
         here().launches += 1
         launches[name] += 1
-        found = kernel(*tree_map_only(Pretend, lambda each: each.held, args))
+        found = kernel(*map(held, args), **options)
         return tree_map_only(Tensor, lambda each: Pretend(each, 0), found)
 
     return launched
+
+
+def held(argument: Any) -> Any:
+    """Return an argument of a kernel with the tensors that the card holds, in their memory."""
+    if isinstance(argument, State):
+        return replace(argument, **{each.name: held(getattr(argument, each.name)) for each in fields(State)})
+    if isinstance(argument, Grid):
+        parts = argument.with_parts({name: held(part) for name, part in argument.parts.items()})
+        return replace(parts, group=held(argument.group))
+    return tree_map_only(Pretend, lambda each: each.held, argument)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 from nearplane.lattice import kernels, passes_triton, polish, solvers
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.kernels_torch import Columns, Descent, Tally
+from nearplane.lattice.kernels_torch import Columns, Rounding, Spans, State, Tally
 from nearplane.lattice.octaves import OctaveFit
 from nearplane.lattice.polish import Fit, PlainFit
 from nearplane.lattice.shared_grid import E4M3, SharedFit, SharedGrid
@@ -164,14 +164,16 @@ def descended(case: Case) -> dict[str, Any]:
     passes = 0
     book, H = case.grid.codebook, case.H.to(case.dtype)
 
-    def replayed(descent: Descent) -> None:
-        names = ("W", "H", "diagonal", "scale", "zero", "group", "starts", "spans", "codes", "E", "gained", "fitted")
-        before = {name: getattr(descent, name).held.clone() for name in names}
+    def replayed(state: State, W: Tensor, spans: Spans, rounding: Rounding | None, *, begins: bool) -> None:
+        names = ("H", "diagonal", "scale", "zero", "codes", "E", "gained", "fitted")
+        before = {name: getattr(state, name).held.clone() for name in names}
         nonlocal passes
         passes += 1
-        passes_triton.descend_pass(descent)
-        after = {name: getattr(descent, name).held for name in names}
-        for name, value in replay(before, after, bool(descent.moved.held), book, descent.rounding).items():
+        before |= {"W": W.held, "group": state.grid.group.held}
+        before |= {"starts": spans.starts.held, "spans": spans.firsts.held}
+        passes_triton.descend_pass(state, W, spans, rounding, begins=begins)
+        after = {name: getattr(state, name).held for name in names}
+        for name, value in replay(before, after, bool(state.moved.held), book, rounding).items():
             found[name] = max(found[name], value)
 
     kernels.KERNELS["pretend"] = lambda: replace(kernels._triton(), descend_pass=replayed)

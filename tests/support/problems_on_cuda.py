@@ -24,7 +24,6 @@ import pretended
 import pretended_triton
 from nearplane.lattice import (
     beam_triton,
-    exact_sum_triton,
     kernels,
     kernels_triton,
     superblocks_triton,
@@ -73,7 +72,7 @@ def main() -> None:
     """Solve the problems; modules of problems take what is replaced here as they are imported."""
     for module, name in (
         (beam_triton, "beam_paths"), (superblocks_triton, "search"), (superfit_triton, "fit_columns"),
-        (kernels_triton, "sweep_block"), (kernels_triton, "best_candidate"), (exact_sum_triton, "add_exactly"),
+        (kernels_triton, "sweep_block"), (kernels_triton, "best_candidate"), (kernels_triton, "add_exactly"),
     ):  # fmt: skip
         setattr(module, name, on_cuda(getattr(module, name)))
     kernels.KERNELS = Devices(kernels.KERNELS)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.lattice.polish import State
+from nearplane.lattice.kernels_torch import State
 from nearplane.lattice.solvers import round_to_nearest
-from nearplane.lattice.superblock_fit import SuperFit
-from nearplane.lattice.superblock_search import fit_blocks
+from nearplane.lattice.superblock_fit import SuperFit, fit_blocks
 from nearplane.lattice.superfit_triton import fit_columns
 from nearplane.number_formats import TYPES, BlockFormat, integers
 
@@ -48,6 +47,7 @@ def state_of(asked: dict[str, Any], dtype: torch.dtype) -> tuple[State, SuperFit
     E = W - grid.decode(matrix.codes)
     state = State(
         grid=grid,
+        codebook=grid.codebook,
         scale=grid.scale.T.clone(memory_format=torch.contiguous_format),
         zero=grid.zero.T.clone(memory_format=torch.contiguous_format),
         codes=matrix.codes.T.contiguous(),
@@ -56,6 +56,7 @@ def state_of(asked: dict[str, Any], dtype: torch.dtype) -> tuple[State, SuperFit
         diagonal=H.diagonal(),
         gained=W.new_zeros(len(W)),
         fitted=W.new_zeros(len(W)),
+        moved=torch.zeros((), dtype=torch.bool),
     )
     a, b = (kind.columns, n) if asked["seed"] % 2 or not kind.single else (0, n)
     return state, SuperFit(grid, kind, storage), a, b, H[a:b] @ state.E
@@ -66,8 +67,7 @@ def solved(asked: dict[str, Any]) -> dict[str, Any]:
     dtype = getattr(torch, asked["dtype"])
     state, fit, a, b, EH = state_of(asked, dtype)
     start = state.E.clone()
-    parts = (state.scale, state.zero, state.codes, state.E, state.H)
-    fit_columns(fit.kind, fit.storage, fit.parts, *parts, EH, state.fitted, state.moved, a)
+    fit_columns(fit.kind, fit.storage, fit.parts, state, EH, a)
     wide, twin, _, _, expected = state_of(asked, torch.float64)
     begun = wide.E.clone()
     twin.fit(wide, a, b, expected)

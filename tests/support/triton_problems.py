@@ -16,8 +16,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 from torch import Tensor
 
-from nearplane.lattice import exact_sum_torch, exact_sum_triton, kernels_torch, kernels_triton
-from nearplane.lattice.codebook import Codebook
+from nearplane.lattice import kernels_torch, kernels_triton
+from nearplane.lattice.grid import Codebook
 from nearplane.lattice.kernels_torch import Columns, Tally
 from nearplane.number_formats import E2M1
 from pretended_triton import interpreted
@@ -120,7 +120,7 @@ def added(asked: dict[str, Any]) -> dict[str, Any]:
     found, unit = wide.clone(), torch.tensor([2.0**20]).double()
     peaks = [
         add(product, sums[0, 3:, 2:-3], sums[1, :-3, 5:], unit)
-        for add, sums in ((exact_sum_triton.add_exactly, found), (exact_sum_torch.add_exactly, wide))
+        for add, sums in ((kernels_triton.add_exactly, found), (kernels_torch.add_exactly, wide))
     ]
     return {"unlike_sums": int((found != wide).sum()) + int(peaks[0] != peaks[1])}
 

@@ -17,7 +17,7 @@ def add_up(sums: MomentSums, ranks: Ranks) -> None:
         RankError: The units of the ranks differ, so that the first batch, which all have, does.
     """
     assert sums.unit is not None, "every rank has the first batch"
-    own = sums.named()
+    own = sums.named
     unit, *peaks = torch.cat([sums.unit, *(each.peak for each in own.values())]).tolist()
     forms = {
         name: (each.shape, each.span, each.batches, peak) for (name, each), peak in zip(own.items(), peaks, strict=True)
@@ -35,8 +35,9 @@ def add_up(sums: MomentSums, ranks: Ranks) -> None:
         total[name] = own.pop(name) if name in own else ExactSum(sums.unit, shape, span)
         batches, peak = sum(each[2] for each in found), torch.tensor([each[3] for each in found]).double().amax()
         total[name].merge_all(ranks.sum, batches, float(peak))  # NaN if one is
-    sums.H, sums.C = total.pop("H", None), total.pop("C", None)
-    sums.lost = {name.removeprefix("lost."): x for name, x in total.items()}
+    sums.named = dict(
+        sorted(total.items(), key=lambda each: each[0] != "H")
+    )  # that of the quantized network is checked first
     if inputs := max(each[3] or 0 for each in every):
         alive = torch.zeros(inputs, dtype=torch.int64, device=sums.unit.device) if sums.alive is None else sums.alive
         sums.alive = ranks.sum(alive)

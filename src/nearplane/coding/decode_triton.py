@@ -81,7 +81,7 @@ def _device_of(tensor: Tensor) -> Any:
 @triton.jit
 def _decode(
     words, size, chunks, lanes, segments, entries, symbols, wrong, escaped, outside, escapes, LANES: tl.constexpr
-):  # fmt: skip
+):
     """Decode the lanes of one chunk."""
     chunk = tl.program_id(0)
     lane = tl.arange(0, LANES)

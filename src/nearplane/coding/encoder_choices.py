@@ -18,7 +18,16 @@ from nearplane.coding import frequency_tables
 from nearplane.coding.bit_stream import BitWriter, array_bits, varint, zigzag
 from nearplane.coding.cost import Counts, list_bits, paired_stream_bits, sample, stream_bits, table_bits
 from nearplane.coding.header_bits import write_table
-from nearplane.coding.layout import MAX_COLUMN_LEVEL, MAX_ROW_LEVEL, Header, Layout, chunk_edges, lay_out, predict
+from nearplane.coding.layout import (
+    MAX_COLUMN_LEVEL,
+    MAX_ROW_LEVEL,
+    SPREADS_PER_OCTAVE,
+    Header,
+    Layout,
+    chunk_edges,
+    lay_out,
+    predict,
+)
 from nearplane.compiled import compiled
 
 MAX_ESCAPE_SHARE_IN_PAIRS = 2e-4  # largest share of codes outside a nibble in groups coded in pairs
@@ -27,6 +36,15 @@ ROW_LEVEL_SAMPLE_COLUMNS = 1024  # approximate number of columns from which leve
 # corrections of a column's level to try
 CANDIDATE_CORRECTIONS = np.array([*range(-6, 7), -8, 8, -11, 11, -15, 15, -20, 20, -27, 27, -36, 36])
 CANDIDATE_SLOPES = (4, 3, 5, 2, 6, 1, 7, 0)
+GUESSED_SHAPE = 2  # of the tables by which slopes are compared
+CANDIDATE_SHAPES = (0, 2, 4, 7, 11)  # from the best of which neighbours are tried
+CANDIDATE_RESOLUTIONS = (8, 4, 2, 1)  # levels of columns per octave
+ROW_RESOLUTIONS = (1, 2, 4)  # levels of rows per octave
+RICE_PARAMETERS = (0, 1, 2)  # of corrections, which are small
+SLOPE_REACH, SHAPE_REACH, SPREAD_REACH = 10, 6, 3  # spreads that are tried on each side of the guess
+SHIFTS = np.arange(-64, 65)  # of a row's spread from its table, four octaves each way
+GAUSSIAN_GAIN = 0.72  # bits, about 1 / (2 ln 2), that a step of spread costs with one unit of information
+MIN_VARIANCE = 1e-3  # of |code| where tables have nearly all of it at 0
 
 
 class Corrections(NamedTuple):
@@ -133,14 +151,14 @@ def tally(choices: Choices, codes: NDArray[np.int32]) -> Tally:
 def _choose_column_levels(header: Header, counts: Counts) -> tuple[Header, float]:
     """Choose shape and spread of the tables, slope and column levels; return the header and its bits."""
     width = header.shape[1]
-    row_step = 16 // header.row_level_resolution
+    row_step = SPREADS_PER_OCTAVE // header.row_level_resolution
     pick = sampled_columns(width)
     slopes = (0,) if header.columns.min() == header.columns.max() else CANDIDATE_SLOPES
     header, spread = member(header, counts, pick, slopes, row_step)
     cost = counts.costs(header.mixture, row_step)
     header, bits = _correct(header, cost, spread, counts.min_gain)
     if header.corrections.any():  # choose the shape again: a part of the tails came from columns at a wrong level
-        sample = header.column_levels()[pick] * (16 // header.level_resolution)
+        sample = header.column_levels()[pick] * (SPREADS_PER_OCTAVE // header.level_resolution)
         mixture, _ = _best_mixture(counts, pick, row_step, header.spread + sample, range(header.mixture + 1))
         if mixture != header.mixture:
             other = replace(header, mixture=mixture, corrections=np.zeros(width, np.int32))
@@ -159,15 +177,15 @@ def member(
     header: Header, counts: Counts, pick: NDArray[np.int64], slopes: tuple[int, ...], row_step: int
 ) -> tuple[Header, int]:
     """Choose slope, spread and shape of the tables from a sample of columns, without corrections of levels."""
-    cost = counts.costs(2, row_step, pick)
+    cost = counts.costs(GUESSED_SHAPE, row_step, pick)
     cheapest = cost.argmin(1)
     candidates = []
     for slope in slopes:
         levels = _predicted_levels(header, slope)[pick]  # at 8 levels per octave
         center = int(np.median(cheapest - 2 * levels))
-        totals = _total_bits(cost, levels, 2, center - 10, 21)
+        totals = _total_bits(cost, levels, 2, center - SLOPE_REACH, 2 * SLOPE_REACH + 1)
         best = int(totals.argmin())
-        candidates.append((float(totals[best]), slope, center - 10 + best))
+        candidates.append((float(totals[best]), slope, center - SLOPE_REACH + best))
     _, slope, spread = min(candidates, key=itemgetter(0))  # ties: the first
     levels = 2 * _predicted_levels(header, slope)[pick]
     mixture, shift = _best_mixture(counts, pick, row_step, spread + levels, range(frequency_tables.SHAPES))
@@ -188,11 +206,11 @@ def _best_mixture(
         if mixture not in mixtures:
             return float("inf")
         if mixture not in best:
-            totals = _total_bits(counts.costs(mixture, row_step, pick), spreads, 1, -6, 13)
-            best[mixture] = (float(totals.min()), int(totals.argmin()) - 6)
+            totals = _total_bits(counts.costs(mixture, row_step, pick), spreads, 1, -SHAPE_REACH, 2 * SHAPE_REACH + 1)
+            best[mixture] = (float(totals.min()), int(totals.argmin()) - SHAPE_REACH)
         return best[mixture][0]
 
-    chosen = min((0, 2, 4, 7, 11), key=total)
+    chosen = min(CANDIDATE_SHAPES, key=total)
     while True:
         neighbour = min((chosen, chosen - 1, chosen + 1), key=total)
         if neighbour == chosen:
@@ -208,15 +226,15 @@ def _correct(header: Header, cost: NDArray[np.float32], spread: int, min_gain: f
     width = header.shape[1]
     zeros = np.zeros(width, np.int32)
     options: list[tuple[float, Header]] = []
-    for resolution in (8, 4, 2, 1):
-        step = 16 // resolution
+    for resolution in CANDIDATE_RESOLUTIONS:
+        step = SPREADS_PER_OCTAVE // resolution
         predicted = predict(header.columns, header.column_resolution, header.slope, resolution)
         levels = np.clip(predicted, -MAX_COLUMN_LEVEL, MAX_COLUMN_LEVEL)
-        totals = _total_bits(cost, levels, step, spread - 3, 7)
-        shift = int(np.clip(spread - 3 + int(totals.argmin()), 0, frequency_tables.SPREADS - 1))
+        totals = _total_bits(cost, levels, step, spread - SPREAD_REACH, 2 * SPREAD_REACH + 1)
+        shift = int(np.clip(spread - SPREAD_REACH + int(totals.argmin()), 0, frequency_tables.SPREADS - 1))
         bits = float(_total_bits(cost, levels, step, shift, 1)[0]) + 4
         options.append((bits, replace(header, level_resolution=resolution, spread=shift, corrections=zeros)))
-        for parameter in (0, 1, 2):
+        for parameter in RICE_PARAMETERS:
             rice = _rice_bits(CANDIDATE_CORRECTIONS, parameter) + np.where(CANDIDATE_CORRECTIONS, min_gain, 0.0)
             tried = Corrections(CANDIDATE_CORRECTIONS, rice)
             corrections, bits = _best_corrections(cost, predicted, shift, step, MAX_COLUMN_LEVEL, tried)
@@ -236,12 +254,12 @@ def _guess_row_levels(header: Header, codes: NDArray[np.int32]) -> Header | None
     """Return a header with row levels guessed from weighted sums of |code|, or None if levels would not save bits.
 
     The weights give the best estimate of a row's spread from its columns; the gain of a level is approximated by that
-    of Gaussians, 0.72 * information * shift^2 bits.
+    of Gaussians, `GAUSSIAN_GAIN * information * shift^2` bits.
     """
     mean, variance = frequency_tables.family_moments()
     slope = np.gradient(mean)  # per sixteenth of an octave
     spreads = header.spread_of(header.column_levels(), 0)
-    weights = slope[spreads] / np.maximum(variance[spreads], 1e-3)
+    weights = slope[spreads] / np.maximum(variance[spreads], MIN_VARIANCE)
     information = float((weights * slope[spreads]).sum())
     width = len(spreads)
     pick = np.arange(width)
@@ -249,18 +267,17 @@ def _guess_row_levels(header: Header, codes: NDArray[np.int32]) -> Header | None
         starts = np.linspace(0, width - 16, ROW_LEVEL_SAMPLE_COLUMNS // 16).astype(np.int64)
         pick = (starts[:, None] + np.arange(16)).reshape(-1)
     spreads = spreads[pick]
-    shifts = np.arange(-64, 65)
     count = np.bincount(spreads, minlength=frequency_tables.SPREADS)
     used = np.flatnonzero(count)
-    w = count[used] * (slope[used] / np.maximum(variance[used], 1e-3))
-    expected = (w[:, None] * mean[np.clip(used[:, None] + shifts[None, :], 0, frequency_tables.SPREADS - 1)]).sum(0)
-    shift = np.interp(_row_sums(codes, pick, weights[pick]), np.maximum.accumulate(expected), shifts)
+    w = count[used] * (slope[used] / np.maximum(variance[used], MIN_VARIANCE))
+    expected = (w[:, None] * mean[np.clip(used[:, None] + SHIFTS[None, :], 0, frequency_tables.SPREADS - 1)]).sum(0)
+    shift = np.interp(_row_sums(codes, pick, weights[pick]), np.maximum.accumulate(expected), SHIFTS)
     candidates: list[tuple[float, Header]] = []
-    gain = 0.72 * information
+    gain = GAUSSIAN_GAIN * information
     tried, level = np.arange(-MAX_ROW_LEVEL, MAX_ROW_LEVEL + 1), np.zeros(len(shift), np.int64)
-    for resolution in (1, 2, 4):
-        cost = (gain * (shift[:, None] - 16 // resolution * tried[None, :]) ** 2).astype(np.float32)
-        for parameter in (0, 1, 2):
+    for resolution in ROW_RESOLUTIONS:
+        cost = (gain * (shift[:, None] - SPREADS_PER_OCTAVE // resolution * tried[None, :]) ** 2).astype(np.float32)
+        for parameter in RICE_PARAMETERS:
             corrections = Corrections(tried, _rice_bits(tried, parameter))
             levels, bits = _best_corrections(cost, level, MAX_ROW_LEVEL, 1, MAX_ROW_LEVEL, corrections)
             bits += array_bits(levels)

@@ -17,6 +17,7 @@ MAX_COLUMN_LEVEL = 40  # a column's level is clamped to -40 ... 40
 MAX_ROW_LEVEL = 8  # a row's level lies within -8 ... 8
 MAX_EXPONENT = 1 << 15  # bound on the exponents of scales
 MAX_SIDE = 1 << 28  # bound on rows and on columns
+SPREADS_PER_OCTAVE = 16  # tables for each doubling of the codes
 CHUNK_SYMBOLS = 1 << 17  # approximate number of symbols per chunk
 
 
@@ -56,7 +57,7 @@ class Header:
 
     def spread_of(self, column_level: NDArray[Any] | int, row_level: NDArray[Any] | int) -> NDArray[np.int64]:
         """Return the spreads of cells, which are the indices of their tables in the family."""
-        step, row_step = 16 // self.level_resolution, 16 // self.row_level_resolution
+        step, row_step = SPREADS_PER_OCTAVE // self.level_resolution, SPREADS_PER_OCTAVE // self.row_level_resolution
         spreads: NDArray[np.int64] = self.spread + step * np.asarray(column_level) + row_step * np.asarray(row_level)
         return spreads.clip(0, frequency_tables.SPREADS - 1)
 

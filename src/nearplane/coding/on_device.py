@@ -25,7 +25,7 @@ from torch import Tensor
 from nearplane.coding.blob import Coded, scales_of, streams_of
 from nearplane.coding.chunk import ESCAPE_COUNT_WRONG, STREAM_END_WRONG, Patches
 from nearplane.coding.layout import Header, Layout
-from nearplane.coding.packed_matrix import PackedMatrix, column_groups, column_table, packed_matrix
+from nearplane.coding.packed_matrix import PackedMatrix, column_groups, column_table
 from nearplane.coding.payload import damage
 
 # coded bytes of the matrices that one launch decodes, which take memory a second time meanwhile
@@ -94,7 +94,15 @@ class Decoded:
         codes = self.symbols.new_empty(int(table[:, 4].sum()))
         self.decoder.pack(self.symbols, torch.from_numpy(table).to(codes.device), int(table[:, 4].max()), codes)
         scales = scales_of(self.header)
-        return packed_matrix(self.layout, codes, groups, self.patches, scales.column_scale, scales.row_scale)
+        return PackedMatrix(
+            shape=self.header.shape,
+            orders=self.layout.orders,
+            codes=codes,
+            groups=groups,
+            patches=self.patches,
+            column_scale=scales.column_scale,
+            row_scale=scales.row_scale,
+        )
 
     def codes(self) -> Tensor:
         """Return (out, in) int32 codes on the device: those that `blob.decode` returns."""

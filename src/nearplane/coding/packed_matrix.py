@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearplane.coding.chunk import Patches
-from nearplane.coding.layout import Layout
+from nearplane.coding.layout import Layout, Orders
 from nearplane.compiled import compiled
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ColumnGroup(NamedTuple):
-    """Neighbouring columns of `PackedMatrix.column_order` whose codes are stored in the same way, row after row.
+    """Neighbouring columns of `PackedMatrix.orders` whose codes are stored in the same way, row after row.
 
     A byte holds two codes + 8, the first column low, or one code as int8. A last odd column is paired with 8, code 0.
     """
@@ -41,25 +41,36 @@ class PackedMatrix:
 
     Args:
         shape: (out, in) of the matrix.
-        column_order: (in,) column at each position.
-        row_order: (out,) row at each position.
+        orders: Row and column at each position.
         codes: (bytes,) uint8 on the CPU or a device: row after row of each group, rows in the row order.
         groups: Groups that cover the column order.
-        patch_rows, patch_columns, patch_delta: (patches,) places of single codes, and numbers to add there.
+        patches: Places of single codes, and numbers to add there.
         column_scale: (in,) float32 scales of the columns.
         row_scale: (out,) float32 scales of the rows.
     """
 
     shape: tuple[int, int]
-    column_order: NDArray[np.int32]
-    row_order: NDArray[np.int32]
+    orders: Orders
     codes: NDArray[np.uint8] | Tensor
     groups: tuple[ColumnGroup, ...]
-    patch_rows: NDArray[np.int32]
-    patch_columns: NDArray[np.int32]
-    patch_delta: NDArray[np.int64]
+    patches: Patches
     column_scale: NDArray[np.float32]
     row_scale: NDArray[np.float32]
+
+
+class PackedCodes(NamedTuple):
+    """What kernels of a device read of a packed matrix; by position of row and column but for the last three."""
+
+    codes: Tensor  # (bytes,) uint8
+    column_scale: Tensor  # (in,) float32
+    row_scale: Tensor  # (out,) float32
+    patch_start: Tensor  # (out + 1,) int32
+    patch_at: Tensor  # (patches,) int32
+    patch_delta: Tensor  # (patches,) int64
+    column_order: Tensor  # (in,) int32 column at each position
+    row_place: Tensor  # (out,) int32 position of each row
+    groups: Tensor  # (groups, 5) int64 fields of `ColumnGroup`
+    columns: Tensor  # (4, in) int64 see `column_table`
 
 
 @compiled()
@@ -100,7 +111,15 @@ def pack(
         _nibbles(parts[g].reshape(out, -1), array)
         parts[g] = array.reshape(-1)
     codes = np.concatenate(parts) if any(repacked) else symbols
-    return packed_matrix(layout, codes, groups, patches, column_scale, row_scale)
+    return PackedMatrix(
+        shape=(out, len(layout.orders.columns)),
+        orders=layout.orders,
+        codes=codes,
+        groups=groups,
+        patches=patches,
+        column_scale=column_scale,
+        row_scale=row_scale,
+    )
 
 
 def column_groups(layout: Layout, repacked: NDArray[np.bool_]) -> tuple[ColumnGroup, ...]:
@@ -131,26 +150,3 @@ def column_table(groups: Sequence[ColumnGroup], column_order: NDArray[np.int32])
         table[2, columns] = 1 + (within & 1) if nibbles else 0
         table[3, columns] = start + within
     return table
-
-
-def packed_matrix(
-    layout: Layout,
-    codes: NDArray[np.uint8] | Tensor,
-    groups: tuple[ColumnGroup, ...],
-    patches: Patches,
-    column_scale: NDArray[np.float32],
-    row_scale: NDArray[np.float32],
-) -> PackedMatrix:
-    """Return a packed matrix in the order of a layout."""
-    return PackedMatrix(
-        shape=(len(layout.orders.rows), len(layout.orders.columns)),
-        column_order=layout.orders.columns,
-        row_order=layout.orders.rows,
-        codes=codes,
-        groups=groups,
-        patch_rows=patches.rows,
-        patch_columns=patches.columns,
-        patch_delta=patches.delta,
-        column_scale=column_scale,
-        row_scale=row_scale,
-    )

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from nearplane.compiled import compiled
-from nearplane.lattice.codebook import Table
-from nearplane.lattice.grid import Weights
+from nearplane.lattice.grid import Table, Weights
 from nearplane.lattice.kernels_cpu import in_threads, position_of, round_code, round_integer
 from nearplane.lattice.kernels_torch import errors
 

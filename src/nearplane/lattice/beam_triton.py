@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearplane.lattice.grid import Weights
-from nearplane.lattice.kernels_triton import _device_of, _levels, _limits, _nearest, _quotient
+from nearplane.lattice.kernels_triton import code_limits, device_of, levels_on, nearest_code, quotient
 
 BLOCK = 256  # columns of a launch, whose errors reach later columns as one product
 TILE = 16  # columns whose targets are in registers at a time; with 32 some cards have too few registers
@@ -26,7 +26,7 @@ def beam_paths(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Ten
     """Sweep one block of columns with several candidates per row. See `kernels_torch.beam_paths`; `cost` is contiguous."""
     out, beam, b = target.shape
     W, scale, zero, codebook = weights
-    levels, middles = _levels(codebook, W)
+    levels, middles = levels_on(codebook, W)
     codes, E = torch.empty(out, beam, b, dtype=torch.int32, device=W.device), W.new_empty(out, beam, b)
     before = torch.empty(triton.cdiv(b, TILE), out, beam, dtype=torch.int32, device=W.device)  # places before each tile
     ancestor = torch.empty(out, beam, dtype=torch.int64, device=W.device)
@@ -34,10 +34,10 @@ def beam_paths(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Ten
     strides = target.stride(0), target.stride(1), *(part.stride(0) for part in columns)
     places = triton.next_power_of_2(beam)
     rows = min(ROWS, max(1, CANDIDATES // places))
-    with _device_of(W):
+    with device_of(W):
         _beam[(triton.cdiv(out, rows),)](
             target, *columns, d, cost, codes, E, before, ancestor, levels, middles, len(middles), out, beam, b,
-            *strides, *map(float, _limits(codebook)), BITS=len(middles).bit_length(), R=rows, K=places, T=TILE,
+            *strides, *map(float, code_limits(codebook)), BITS=len(middles).bit_length(), R=rows, K=places, T=TILE,
             num_warps=min(32, max(CANDIDATES, rows * places) // 32), enable_fp_fusion=False,
         )  # fmt: skip
     return codes, E, ancestor
@@ -106,8 +106,8 @@ def _beam(
             w = tl.load(W + r * W_stride + first + j, mask=here, other=0.0)[:, None]
             length = tl.load(d + first + j)
             tj = tl.sum(tl.where((c == j)[None, :, None], t, 0.0), 1)  # (R, K)
-            whole, position = _nearest(
-                _quotient(tj, tl.broadcast_to(s, (R, K))) + z, levels, middles, last, low, high, BITS
+            whole, position = nearest_code(
+                quotient(tj, tl.broadcast_to(s, (R, K))) + z, levels, middles, last, low, high, BITS
             )
             down = whole.to(kind) if BITS > 0 else position  # the next proposal below the target, and the one above
             up = down + 1.0

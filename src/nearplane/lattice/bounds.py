@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nearplane.lattice.factor import Factor, read, strips, total
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.lattice.kernels import tiling_of
 from nearplane.lattice.moments import Extra
 from nearplane.lattice.solvers import Solution
 
@@ -173,7 +174,7 @@ def figures_of_rows(
         else:
             bounds, gammas = _bounds((scale * book.widest)[:, order].expand(len(t), -1), d)
         outside_part = book.outside(t / scale + zero).sum(1) if solution.outside is None else solution.outside[rows]
-        if unmoved is not None and unmoved.device.type == "cpu" and bool(unmoved):
+        if unmoved is not None and not tiling_of(unmoved.device).waits and bool(unmoved):
             nearest = loss  # elsewhere reading the flag would cost more than the product
         else:
             nearest = _quadratic_form(nearest_error, triangle).to(dtype)
@@ -291,7 +292,7 @@ def _running_sums(x: Tensor) -> Tensor:
 
     A GPU computes them as products with triangles of ones, since the order of the additions in its cumsum is not fixed.
     """
-    if x.device.type == "cpu":
+    if not tiling_of(x.device).waits:
         return x.cumsum(1)
     (rows, n), width = x.shape, min(BLOCK_COLUMNS, x.shape[1])
     parts = torch.nn.functional.pad(x, (0, -n % width)).view(rows, -1, width)
@@ -304,7 +305,8 @@ def _running_sums(x: Tensor) -> Tensor:
 
 def times_triangle(E: Tensor, U: Tensor) -> Tensor:
     """Return (rows, in) `E U`; zeros below the diagonal of `U` are skipped block by block."""
-    width = BLOCK_COLUMNS if U.device.type == "cpu" else max(BLOCK_COLUMNS, -(-len(U) // 4))
+    most = tiling_of(U.device).products
+    width = BLOCK_COLUMNS if most is None else max(BLOCK_COLUMNS, -(-len(U) // most))
     spans = [(a, a + width) for a in range(0, len(U), width)]
     products = [E[:, :b] @ U[:b, a:b] for a, b in spans]
     return products[0] if len(products) == 1 else torch.cat(products, dim=1)

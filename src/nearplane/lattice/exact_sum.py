@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.exact_sum_torch import LOW, rows_at_once
-from nearplane.lattice.kernels import kernels_of
+from nearplane.lattice.kernels import kernels_of, tiling_of
+from nearplane.lattice.kernels_torch import LOW
 
 HIGH = 24  # bits between h and the unit of high integers
 UNKNOWN = 12  # h is 2^12 where the first batch is zero
@@ -131,11 +131,13 @@ class ExactSum:
 
         Of a symmetric matrix the blocks below the diagonal are zero.
         """
-        values = self._high.view(torch.float64)
+        values, at_once = self._high.view(torch.float64), tiling_of(self.unit.device).summed
         for at in range(0, self.shape[0], self.span or self.shape[0]):
             high, low = self._limbs(at)
             block = self._limbs(at, values)[0]
-            for rows in rows_at_once(high):
+            step = max(1, at_once // max(1, high.shape[1]))
+            for a in range(0, len(high), step):
+                rows = slice(a, a + step)
                 block[rows] = high[rows].double().add_(low[rows], alpha=2.0**-LOW).div_(self.unit)
             low.zero_()
         return values[: self.shape[0]]

@@ -20,16 +20,12 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
+from nearplane.lattice.kernels import tiling_of
 
 Order = Literal["natural", "reversed", "activation", "pivoted"]
 AUTO_DAMPS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 MAX_FLOAT32_CONDITION = 1e3  # "auto" factors in float64 above this condition
-CHOLESKY_BLOCK = 192  # columns factored at once
-GPU_CHOLESKY_BLOCK = 4096  # on a GPU, where every operation costs a launch
-GPU_NUMBERS_AT_ONCE = 1 << 24  # numbers of the rows that a GPU handles at once, more than a CPU for the same reason
 ROWS_AT_ONCE = 512  # rows permuted at once, or updated by one product
-STRIP_ROWS, GPU_STRIP_ROWS = 512, 4096  # rows of a layer that are solved together; the last strip may have fewer
-MAX_TRIANGLE = 96  # rows of a triangular system that one thread solves
 MAX_SERIAL_SUM = 1 << 14  # entries that torch sums in one thread, for any number of threads
 
 
@@ -146,26 +142,22 @@ def permuted(H: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
 def strips(x: Tensor, count: int) -> list[slice]:
     """Return parts of the rows of a matrix that are handled at once: `count` rows, on a GPU more if rows are short.
 
-    `count` is a power of two. No part reaches into two strips of `strip_rows`.
+    `count` is a power of two. No part reaches into two strips of `solved_strips`.
     """
-    rows = min(count, strip_rows(x.device))
-    while x.device.type != "cpu" and rows < GPU_STRIP_ROWS and 2 * rows * x.shape[1] <= GPU_NUMBERS_AT_ONCE:
+    tiling = tiling_of(x.device)
+    rows = min(count, tiling.strip_rows)
+    while rows < tiling.strip_rows and 2 * rows * x.shape[1] <= tiling.numbers:
         rows *= 2
     return _parts(len(x), rows)
 
 
-def strip_rows(device: torch.device) -> int:
-    """Return the number of rows of a layer that are solved together on a device, as one strip of the layer.
-
-    Products of matrices may round otherwise when they have another number of rows. As strips are the same whichever process
-    solves them, the results are, too.
-    """
-    return STRIP_ROWS if device.type == "cpu" else GPU_STRIP_ROWS
-
-
 def solved_strips(rows: int, device: torch.device) -> list[slice]:
-    """Return the rows of each strip of a layer of so many rows, or of a part that begins with a strip; see `strip_rows`."""
-    return _parts(rows, strip_rows(device))
+    """Return the rows of each strip of a layer of so many rows, or of a part that begins with a strip.
+
+    The rows of a strip are solved together on a device (`Tiling.strip_rows`). Products of matrices may round otherwise when
+    they have another number of rows. As strips are the same whichever process solves them, the results are, too.
+    """
+    return _parts(rows, tiling_of(device).strip_rows)
 
 
 def _parts(rows: int, size: int) -> list[slice]:
@@ -178,7 +170,8 @@ def _reverse_cholesky(H: Tensor, damping: Tensor) -> tuple[Tensor, int | None]:
     Blocks of columns from the last to the first: one matrix product, one small Cholesky and one triangular solve each.
     """
     R = H  # columns to the right of a block are R's, the others H's
-    block = CHOLESKY_BLOCK if H.device.type == "cpu" else GPU_CHOLESKY_BLOCK
+    tiling = tiling_of(H.device)
+    block = tiling.cholesky
     # () of each block: the failing pivot, counted from the last column and 1; 0 if there is none
     infos: list[Tensor] = []
     for b in range(len(H), 0, -block):
@@ -189,7 +182,7 @@ def _reverse_cholesky(H: Tensor, damping: Tensor) -> tuple[Tensor, int | None]:
             L, info = torch.linalg.cholesky_ex(S[a:].flip(0, 1))
         infos.append(info)
         R[a:b, a:b] = L.flip(0, 1)
-        if H.device.type == "cpu" and not (int(info) == 0 and bool((L.diagonal() > 0).all())):
+        if not tiling.waits and not (int(info) == 0 and bool((L.diagonal() > 0).all())):
             break  # elsewhere reading it would cost more than the other blocks
         if b < len(H):
             R[b:, a:b] = 0
@@ -292,7 +285,7 @@ def one_thread() -> Iterator[None]:
 def triangular(A: Tensor, B: Tensor, *, upper: bool, unit: bool = False) -> Tensor:
     """Return (n, m) the solution X of `A X = B`.
 
-    On the CPU by halves down to `MAX_TRIANGLE` rows: the products that join two halves use all threads.
+    On the CPU by halves down to `Tiling.triangle` rows: the products that join two halves use all threads.
 
     Args:
         A: (n, n) triangular; the entries on the other side of the diagonal are ignored.
@@ -300,25 +293,25 @@ def triangular(A: Tensor, B: Tensor, *, upper: bool, unit: bool = False) -> Tens
         upper: Whether `A` is upper triangular.
         unit: Whether the diagonal of `A` is taken as 1.
     """
-    if A.device.type != "cpu":
+    if (rows := tiling_of(A.device).triangle) is None:
         at_once: Tensor = torch.linalg.solve_triangular(A, B, upper=upper, unitriangular=unit)
         return at_once
     X = B.clone()
-    _solve(A, X, upper, unit)
+    _solve(A, X, upper, unit, rows)
     return X
 
 
-def _solve(A: Tensor, X: Tensor, upper: bool, unit: bool) -> None:
+def _solve(A: Tensor, X: Tensor, upper: bool, unit: bool, rows: int) -> None:
     n = len(A)
-    if n <= MAX_TRIANGLE:
+    if n <= rows:
         with one_thread():
             X.copy_(torch.linalg.solve_triangular(A, X, upper=upper, unitriangular=unit))
         return
-    half = -(-n // 2 // MAX_TRIANGLE) * MAX_TRIANGLE
+    half = -(-n // 2 // rows) * rows
     first, second = (slice(half, n), slice(0, half)) if upper else (slice(0, half), slice(half, n))
-    _solve(A[first, first], X[first], upper, unit)
+    _solve(A[first, first], X[first], upper, unit, rows)
     X[second].addmm_(A[second, first], X[first], alpha=-1)
-    _solve(A[second, second], X[second], upper, unit)
+    _solve(A[second, second], X[second], upper, unit, rows)
 
 
 def read(*tensors: Tensor) -> list[float]:

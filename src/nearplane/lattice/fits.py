@@ -15,13 +15,11 @@ from torch import Tensor
 
 from nearplane.lattice.factor import solved_strips
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.multiples import multiples
 from nearplane.lattice.octaves import octaves
 from nearplane.lattice.polish import Fit, PlainFit
 from nearplane.lattice.scale import Steps, too_small
 from nearplane.lattice.shared_grid import shared
-from nearplane.lattice.superblock_fit import SuperFit
-from nearplane.lattice.superblock_search import fit_blocks
+from nearplane.lattice.superblock_fit import SuperFit, fit_blocks, multiples
 from nearplane.lattice.tiles import tiles
 from nearplane.number_formats import BlockFormat
 

@@ -28,7 +28,7 @@ class Kernels:
         search: Selection of the best candidate step for every group.
         beam: Pass of several candidates per row through a block of columns.
         blocks: Search for the steps of blocks, which `superblocks_torch.py` has in torch.
-        add_exactly: Addition of a product to an exact sum, which `exact_sum_torch.py` has in torch.
+        add_exactly: Addition of a product to an exact sum.
         solve_pass: Nearest plane through all columns as one kernel; None: column blocks by `sweep`.
         descend_pass: A pass of coordinate descent as one kernel; None: column blocks by `sweep`.
         beam_bytes: Limit in bytes for the targets and codes of a beam.
@@ -50,16 +50,52 @@ class Kernels:
     fit_columns: Callable[..., None] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """Sizes of the pieces that a device computes at once: a CPU has caches, a GPU takes long to start an operation.
+
+    Args:
+        strip_rows: Rows of a layer that are solved together; the last strip may have fewer.
+        numbers: Numbers of the rows that are handled at once, if these are more than those asked for.
+        span: Columns of a block of `X^T X`, of which only blocks on and above the diagonal are formed.
+        summed: Numbers of an exact sum that are converted at once.
+        cholesky: Columns that are factored at once.
+        triangle: Rows of a triangular system that are solved at once, by one thread; None: all, by the device's own solver.
+        products: Most products by which rows are multiplied with a triangle; None: one for every 512 columns.
+        waits: Whether a number that is read from the device waits for all that it has begun.
+    """
+
+    strip_rows: int
+    numbers: int
+    span: int
+    summed: int
+    cholesky: int
+    triangle: int | None
+    products: int | None
+    waits: bool
+
+
+CPU = Tiling(strip_rows=512, numbers=0, span=256, summed=1 << 16, cholesky=192, triangle=96, products=None, waits=False)
+GPU = Tiling(
+    strip_rows=4096, numbers=1 << 24, span=1024, summed=1 << 22, cholesky=4096, triangle=None, products=4, waits=True
+)
+
+
+def tiling_of(device: torch.device) -> Tiling:
+    """Return the sizes of a device, which need none of its kernels."""
+    return CPU if device.type == "cpu" else GPU
+
+
 @cache
 def _numba() -> Kernels:
-    from nearplane.lattice import beam_cpu, exact_sum_cpu, kernels_cpu, superblocks_cpu
+    from nearplane.lattice import beam_cpu, kernels_cpu, superblocks_cpu
 
     return Kernels(
         sweep=kernels_cpu.sweep_block,
         search=kernels_cpu.best_candidate,
         beam=beam_cpu.beam_paths,
         blocks=superblocks_cpu.search,
-        add_exactly=exact_sum_cpu.add_exactly,
+        add_exactly=kernels_cpu.add_exactly,
         beam_bytes=beam_cpu.BEAM_BYTES,
         lanes=beam_cpu.LANES,
     )
@@ -68,15 +104,15 @@ def _numba() -> Kernels:
 @cache
 def torch_kernels() -> Kernels:
     """Return the torch forms, which run on every device."""
-    from nearplane.lattice import exact_sum_torch, superblocks_torch
     from nearplane.lattice import kernels_torch as forms
+    from nearplane.lattice import superblocks_torch
 
     return Kernels(
         sweep=forms.sweep_block,
         search=forms.best_candidate,
         beam=forms.beam_paths,
         blocks=superblocks_torch.search,
-        add_exactly=exact_sum_torch.add_exactly,
+        add_exactly=forms.add_exactly,
         beam_bytes=forms.BEAM_BYTES,
     )
 
@@ -91,7 +127,6 @@ def _triton() -> Kernels:
         _check_triton()
     from nearplane.lattice import (
         beam_triton,
-        exact_sum_triton,
         kernels_triton,
         passes_triton,
         superblocks_triton,
@@ -106,7 +141,7 @@ def _triton() -> Kernels:
         descend_pass=passes_triton.descend_pass,
         beam=beam_triton.beam_paths,
         blocks=superblocks_triton.search,
-        add_exactly=exact_sum_triton.add_exactly,
+        add_exactly=kernels_triton.add_exactly,
         beam_block=beam_triton.BLOCK,
         fit_columns=superfit_triton.fit_columns,
     )

@@ -1,8 +1,9 @@
-"""Sweep of a block of columns and search for steps, on the CPU in float32, compiled by Numba.
+"""Sweep of a block of columns, search for steps and addition to exact sums, on the CPU, compiled by Numba.
 
-`kernels_torch.py` has the same algorithms in torch. Rows are independent, and so are groups: threads divide them and
-never wait for each other. The sweep handles rows in strips that fit the cache: a strip passes through all columns of
-the block before the next strip starts. The first call compiles for a second or two; the result is cached on disk.
+`kernels_torch.py` has the same algorithms in torch, and does what is not float32. Rows are independent, and so are groups:
+threads divide them and never wait for each other. The sweep handles rows in strips that fit the cache: a strip passes
+through all columns of the block before the next strip starts. The first call compiles for a second or two; the result is
+cached on disk.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from nearplane.compiled import compiled
 from nearplane.lattice import kernels_torch
-from nearplane.lattice.codebook import Codebook, Table
-from nearplane.lattice.kernels_torch import Columns, Tally
+from nearplane.lattice.grid import Codebook, Table
+from nearplane.lattice.kernels_torch import LOW, Columns, Tally
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int32]
@@ -27,6 +28,10 @@ Indices = npt.NDArray[np.int64]
 
 STRIP_ROWS = 256  # the errors of a strip, STRIP_ROWS * block * 4 bytes, stay in the second-level cache
 MIN_SEARCHED_WEIGHTS = 10_000  # per thread: a search of fewer weights is not worth a thread
+MIN_ADDED = 1 << 16  # numbers per thread: fewer are not worth a thread
+LOW_UNITS = 2.0**LOW
+# The last bits of float64(n + SHIFT) are those of the integer n, if |n| < 2^51. Processors convert no vectors otherwise.
+SHIFT, SHIFT_BITS, SHIFTED = 1.5 * 2.0**52, 0x4338 << 48, 2.0**51
 
 
 class SweepBlock(NamedTuple):
@@ -117,6 +122,30 @@ def best_candidate(weights: Tensor, scale: Tensor, zero: Tensor, codebook: Codeb
     groups = SearchGroups(w, s, z, codebook.table(weights.dtype), best.numpy())
     in_threads(lambda start, stop: _search_groups(start, stop, groups), n, run=-(-MIN_SEARCHED_WEIGHTS // size))
     return best
+
+
+def add_exactly(product: Tensor, high: Tensor, low: Tensor, unit: Tensor) -> Tensor:
+    """Add a product to integers in place; the same bits as the torch form."""
+    rows, columns = product.shape
+    values, scale = product.contiguous().numpy(), float(unit)
+    integer = np.int32 if values.dtype == np.float32 else np.int64
+    bits, peaks = values.view(integer), np.empty(rows, integer)
+    with np.errstate(over="ignore"):  # then all that is finite can be shifted
+        limit = np.array([SHIFTED / scale]).astype(values.dtype).view(integer)[0]
+    flat, strides = (_flat(high), _flat(low)), (high.stride(0), low.stride(0))
+
+    def run(start: int, stop: int) -> None:
+        _add_rows(start, stop, values, bits, *flat, *strides, scale, limit, peaks)
+
+    in_threads(run, rows, run=-(-MIN_ADDED // columns))
+    return torch.from_numpy(peaks.max(keepdims=True).view(values.dtype)).double()
+
+
+def _flat(x: Tensor) -> Indices:
+    """Return the memory between the first and the last number of a matrix, whose rows lie in order."""
+    rows, columns = x.shape
+    flat: Indices = x.as_strided(((rows - 1) * x.stride(0) + columns,), (1,)).numpy()
+    return flat
 
 
 @compiled(error_model="numpy")
@@ -265,3 +294,56 @@ def _search_groups(start: int, stop: int, groups: SearchGroups) -> None:
             if error < least:
                 least = error
                 best[i] = c
+
+
+@compiled(error_model="numpy")
+def _add_rows(
+    start: int,
+    stop: int,
+    product: npt.NDArray[Any],
+    bits: npt.NDArray[Any],
+    high: Indices,
+    low: Indices,
+    high_stride: int,
+    low_stride: int,
+    unit: float,
+    limit: Any,
+    peaks: npt.NDArray[Any],
+) -> None:
+    """Add the rows from `start` to `stop`.
+
+    Args:
+        start, stop: First row, and the one after the last.
+        product, bits: (rows, columns) numbers, and their bits as integers.
+        high, low: Integers; rows begin `high_stride` and `low_stride` numbers apart.
+        unit: Unit of the sum.
+        limit: Bits of the first magnitude that cannot be shifted.
+        peaks: (rows,) largest bits without the sign of each row, written; they are ordered as magnitudes, NaN last.
+    """
+    columns = product.shape[1]
+    unsigned = np.iinfo(bits.dtype).max
+    shifted_high, shifted_low = np.empty(columns, np.float64), np.empty(columns, np.float64)
+    integers_high, integers_low = shifted_high.view(np.int64), shifted_low.view(np.int64)
+    for i in range(start, stop):
+        row, row_bits = product[i], bits[i]
+        wholes = high[i * high_stride : i * high_stride + columns]
+        rests = low[i * low_stride : i * low_stride + columns]
+        peak = row_bits[0] & unsigned
+        for j in range(columns):
+            peak = max(peak, row_bits[j] & unsigned)
+        peaks[i] = peak
+        if peak < limit:
+            for j in range(columns):
+                x = row[j] * unit
+                whole = np.trunc(x)
+                shifted_high[j] = whole + SHIFT
+                shifted_low[j] = np.trunc((x - whole) * LOW_UNITS) + SHIFT
+            for j in range(columns):
+                wholes[j] += integers_high[j] - SHIFT_BITS
+                rests[j] += integers_low[j] - SHIFT_BITS
+        else:
+            for j in range(columns):
+                x = row[j] * unit
+                whole = np.trunc(x)
+                wholes[j] += np.int64(whole)
+                rests[j] += np.int64((x - whole) * LOW_UNITS)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nearplane.lattice.codebook import Codebook
-from nearplane.lattice.grid import Weights
+from nearplane.lattice.grid import Codebook, Grid, Weights
 
 NORM = 2.5  # exponent in the search for steps; 2.4 in GPTQ, here a square times a square root
+LOW = 42  # bits from the unit of high integers of an exact sum to that of low ones
+ADDED_AT_ONCE = 1 << 22  # numbers of a product that are added to an exact sum at once
 BEAM_BYTES = 1 << 30  # targets and codes of the rows in a beam at a time: enough to keep a GPU busy
 
 
@@ -64,44 +67,50 @@ class Rounding(NamedTuple):
     largest: float
 
 
-class Descent(NamedTuple):
-    """Arguments of a whole pass of coordinate descent, which writes E, codes, scale, gained, fitted and moved.
+@dataclass(slots=True, kw_only=True)
+class State:
+    """State of coordinate descent over codes and steps, columns first, so that blocks of columns are contiguous.
 
     Args:
-        W: (out, in) weights, of any strides.
-        H, diagonal: (in, in) Hessian, and (in,) its diagonal, infinite for an input that was always 0.
-        scale, zero: (groups, out) steps and zeros.
-        group: (in,) group of every column, int64.
-        starts: (parts + 1,) int32 first column of every part, and the number of columns; with a rounding, a part is a group.
-        spans: (spans + 1,) int32 first part of every span, and the number of parts. Steps of a span are fitted before its
-            codes move.
-        longest: Number of columns of the longest span.
-        codebook: Codebook of all columns.
-        codes: (in, out) int32 codes.
+        grid: Grid with groups and codebook; its steps are not used.
+        codebook: Codebook of the grid.
+        scale, zero: (groups, out) current steps and zeros.
+        codes: (in, out) int32 current codes.
         E: (in, out) weights minus values.
+        H: (in, in) Hessian.
+        diagonal: (in,) diagonal of H, infinite for a dead input, whose codes then stay.
         gained, fitted: (out,) changes of the loss by moves of codes, and by moves of steps.
-        moved: () bool, set if a code or a step moves.
-        begins: Whether E is yet to be written.
-        rounding: Rounding of fitted steps; None: steps stay.
+        moved: () bool, whether any code or step moved since it was cleared, kept on the device.
+        groups: Number, first column and column after the last of every group, on the host; empty if steps are not fitted.
     """
 
-    W: Tensor
-    H: Tensor
-    diagonal: Tensor
+    grid: Grid
+    codebook: Codebook
     scale: Tensor
     zero: Tensor
-    group: Tensor
-    starts: Tensor
-    spans: Tensor
-    longest: int
-    codebook: Codebook
     codes: Tensor
     E: Tensor
+    H: Tensor
+    diagonal: Tensor
     gained: Tensor
     fitted: Tensor
     moved: Tensor
-    begins: bool
-    rounding: Rounding | None
+    groups: Sequence[tuple[int, int, int]] = ()
+
+
+class Spans(NamedTuple):
+    """Column ranges of a pass of coordinate descent that is one kernel.
+
+    Args:
+        starts: (parts + 1,) int32 first column of every part, and the number of columns; with a rounding, a part is a group.
+        firsts: (spans + 1,) int32 first part of every span, and the number of parts. Steps of a span are fitted before its
+            codes move.
+        longest: Number of columns of the longest span.
+    """
+
+    starts: Tensor
+    firsts: Tensor
+    longest: int
 
 
 def sweep_block(target: Tensor, columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally) -> None:
@@ -260,3 +269,31 @@ def trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
         codes[:, :, j] = chosen[j].gather(1, place)
         place = parent[j].gather(1, place)
     return codes, place
+
+
+def add_exactly(product: Tensor, high: Tensor, low: Tensor, unit: Tensor) -> Tensor:
+    """Add a product to integers in place.
+
+        high += trunc(x)    low += trunc((x - trunc(x)) 2^42)    x = product unit
+
+    Args:
+        product: (rows, columns) float32 or float64.
+        high, low: (rows, columns) int64.
+        unit: (1,) float64, a power of two.
+
+    Returns:
+        (1,) float64, the largest magnitude of the product; NaN if it has one. If it is above 2^62 / unit, the integers
+        are without meaning.
+    """
+    step = max(1, ADDED_AT_ONCE // max(1, product.shape[1]))
+    # fresh memory for each part would take longer than the sums
+    scaled = torch.empty_like(product[:step], dtype=torch.float64)
+    integers = torch.empty_like(scaled, dtype=torch.int64)
+    for a in range(0, len(product), step):
+        rows = slice(a, a + step)
+        part = product[rows]
+        x, whole = scaled[: len(part)], integers[: len(part)]
+        high[rows].add_(whole.copy_(x.copy_(part).mul_(unit)))
+        low[rows].add_(whole.copy_(x.frac_().mul_(1 << LOW)))
+    smallest, largest = product.aminmax()
+    return torch.maximum(-smallest, largest).double()[None]

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from nearplane.lattice.exact_sum import ExactSum, unit_of
 from nearplane.lattice.factor import Factor, read, strips, total
-
-# columns of a block of `X^T X`; only blocks on and above the diagonal are formed; a GPU takes long to start a product
-SPAN, GPU_SPAN = 256, 1024
+from nearplane.lattice.kernels import tiling_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +83,13 @@ class Moments:
 class MomentSums:
     """Sums over batches before division by the number of tokens; order and grouping of the batches change no bit.
 
-    `alive` counts the batches in which an input of the original model was not 0; `dtype` is that of the products.
-    `unit` is that of all sums, see `unit_of`; None: that of the first rows.
+    `named` are the sums: "H", "C", and "lost." with the name of a layer. `alive` counts the batches in which an input of the
+    original model was not 0; `dtype` is that of the products. `unit` is that of all sums, see `unit_of`; None: that of the first
+    rows.
     """
 
-    H: ExactSum | None = None
+    named: dict[str, ExactSum] = field(default_factory=dict)
     alive: Tensor | None = None
-    C: ExactSum | None = None
-    lost: dict[str, ExactSum] = field(default_factory=dict)
     tokens: int = 0
     dtype: torch.dtype = torch.float64
     unit: Tensor | None = None
@@ -116,43 +113,42 @@ class MomentSums:
         if not len(X_hat):
             return
         self.tokens, self.dtype = self.tokens + len(X_hat), sum_dtype(X_hat)
-        unit = self.unit = unit_of(X_hat) if self.unit is None else self.unit
-        n, span = X_hat.shape[1], span_of(X_hat.device)
-        self.H = self.H or ExactSum(unit, (n, n), span)
+        self.unit = unit_of(X_hat) if self.unit is None else self.unit
+        n, span = X_hat.shape[1], tiling_of(X_hat.device).span
+        H = self._sum("H", n, n, span)
         for a in range(0, n, span):
-            self.H.add(cross_product(X_hat[:, a : a + span], X_hat[:, a:]), a)
+            H.add(cross_product(X_hat[:, a : a + span], X_hat[:, a:]), a)
         if X is not None:
             if crossed:
-                self.C = self.C or ExactSum(unit, (n, n))
-                self.C.add(cross_product(X, X_hat))
+                self._sum("C", n, n).add(cross_product(X, X_hat))
             self.alive = X.any(0).long().add_(0 if self.alive is None else self.alive)
             for name, difference in (outputs or {}).items():
-                lost = self.lost.setdefault(name, ExactSum(unit, (difference.shape[1], n)))
-                lost.add(cross_product(difference, X_hat))
+                self._sum(f"lost.{name}", difference.shape[1], n).add(cross_product(difference, X_hat))
 
     def merge(self, other: MomentSums) -> None:
         """Add the sums of other batches, which are not changed; either may be without rows."""
-        self.H, self.C = _merged(self.H, other.H), _merged(self.C, other.C)
-        for name, lost in other.lost.items():
-            mine = self.lost.setdefault(name, lost.zero())
-            mine.merge(lost)
+        for name, each in other.named.items():
+            if name not in self.named:
+                self.named[name] = each.zero()
+            self.named[name].merge(each)
         if other.alive is not None:
             self.alive = other.alive if self.alive is None else self.alive + other.alive
         self.dtype = self.dtype if self.tokens else other.dtype
         self.tokens += other.tokens
 
-    def named(self) -> dict[str, ExactSum]:
-        """Return the sums that exist: "H", "C", and "lost." with the name of a layer."""
-        named = {"H": self.H, "C": self.C} | {f"lost.{name}": each for name, each in self.lost.items()}
-        return {name: each for name, each in named.items() if each is not None}
+    def _sum(self, name: str, rows: int, columns: int, span: int | None = None) -> ExactSum:
+        """Return the sum of a name, which begins as zero."""
+        assert self.unit is not None, "it comes with the first rows"
+        if name not in self.named:
+            self.named[name] = ExactSum(self.unit, (rows, columns), span)
+        return self.named[name]
 
     def totals(self) -> MomentTotals:
         """Return the sums in float64; this empties them, as their memory is reused."""
-        checks = [("quantized" if name == "H" else "original", *each.within()) for name, each in self.named().items()]
-        lost = {name: self.lost.pop(name).value() for name in [*self.lost]}
-        H, self.H = None if self.H is None else self.H.value(), None
-        C, self.C = None if self.C is None else self.C.value(), None
-        alive = None if self.alive is None else self.alive > 0
+        checks = [("quantized" if name == "H" else "original", *each.within()) for name, each in self.named.items()]
+        values = {name: self.named.pop(name).value() for name in [*self.named]}
+        H, C, alive = values.pop("H", None), values.pop("C", None), None if self.alive is None else self.alive > 0
+        lost = {name.removeprefix("lost."): value for name, value in values.items()}
         return MomentTotals(H=H, alive=alive, C=C, lost=lost, tokens=self.tokens, dtype=self.dtype, checks=checks)
 
 
@@ -279,11 +275,6 @@ def weighted_difference(whole: Tensor, tokens: int, part: Tensor, part_tokens: i
     return (whole * (tokens / remaining)).sub_(part, alpha=part_tokens / remaining)
 
 
-def span_of(device: torch.device) -> int:
-    """Return the columns of a block of `X^T X` on a device."""
-    return SPAN if device.type == "cpu" else GPU_SPAN
-
-
 def sum_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the dtype in which products of tensors are summed: float32, or float64 if one has that dtype."""
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
@@ -337,19 +328,10 @@ def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _mirrored(H: Tensor) -> Tensor:
     """Fill in the blocks below the diagonal in place."""
-    span = span_of(H.device)
+    span = tiling_of(H.device).span
     for a in range(0, len(H), span):
         H[a + span :, a : a + span] = H[a : a + span, a + span :].T
     return H
-
-
-def _merged(sums: ExactSum | None, other: ExactSum | None) -> ExactSum | None:
-    """Return the sum over the batches of both, in the memory of the first if there is one."""
-    if other is None:
-        return sums
-    sums = other.zero() if sums is None else sums
-    sums.merge(other)
-    return sums
 
 
 def _with_share(sums: Tensor | None, other: Tensor | None, share: float) -> Tensor | None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.kernels import kernels_of
-from nearplane.lattice.kernels_torch import Columns, Rounding, Tally
-from nearplane.lattice.polish import Fit, State
+from nearplane.lattice.kernels_torch import Columns, Rounding, State, Tally
+from nearplane.lattice.polish import Fit, groups_in, in_steps
 from nearplane.lattice.scale import Steps, least_error
 
 WINDOW = range(1, -4, -1)  # candidates for the exponent of a step, above the smallest one that covers the weights
@@ -59,9 +59,9 @@ class OctaveFit:
 
     def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Move steps and codes of the groups one after another; see `Fit`."""
-        for g, start, end in state.groups_in(a, b):
+        for g, start, end in groups_in(state, a, b):
             old = state.scale[g].clone()
-            values = state.in_steps(start, end).mul_(old)
+            values = in_steps(state, start, end).mul_(old)
             codes, moves, least = state.codes[start:end].clone(), torch.zeros_like(values), torch.zeros_like(old)
             for factor in (1.0, 0.5, 2.0):
                 step = (old * factor).clamp(*(2.0**limit for limit in LIMITS))

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearplane.lattice.kernels_torch import Columns, Descent, Tally
-from nearplane.lattice.kernels_triton import _device_of, _levels, _limits, _nearest, _quotient
+from nearplane.lattice.kernels_torch import Columns, Rounding, Spans, State, Tally
+from nearplane.lattice.kernels_triton import code_limits, device_of, levels_on, nearest_code, quotient
 
 ROWS, MOST_ROWS = 16, 64  # of a program
 PROGRAMS = 264  # as many run at a time on a card with 132 multiprocessors
@@ -40,34 +40,42 @@ def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tal
     n, out = W.shape
     if W.dtype != torch.float32:  # the codes of one strip may lie where the weights of another are still to be read
         W = W.clone()
-    levels, middles = _levels(codebook, W)
+    levels, middles = levels_on(codebook, W)
     sums = torch.empty(BLOCK, out, dtype=W.dtype, device=W.device)
     strides = W.stride(0), codes.stride(0), E.stride(0), scale.stride(0), zero.stride(0), U.stride(0), U.stride(1)
     sizes = _sizes(out)
-    with _device_of(W):
+    with device_of(W):
         _solve[(triton.cdiv(out, sizes["R"]),)](
             W, scale, zero, group, U, codes, E, sums, tally.d.to(W.dtype), tally.loss, tally.outside,
-            levels, middles, len(middles), out, n, *strides, *_limits(codebook), *codebook.limits,
+            levels, middles, len(middles), out, n, *strides, *code_limits(codebook), *codebook.limits,
             BITS=len(middles).bit_length(), T=TILE, **sizes,
             OFFSET=_offset_type(W, U), num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def descend_pass(descent: Descent) -> None:
-    """Descend once over all columns: fit the steps of a span if a rounding is given, then move its codes."""
-    W, H, scale, zero, codes, E = descent.W, descent.H, descent.scale, descent.zero, descent.codes, descent.E
+def descend_pass(state: State, W: Tensor, spans: Spans, rounding: Rounding | None, *, begins: bool) -> None:
+    """Descend once over all columns: fit the steps of a span if a rounding is given, then move its codes.
+
+    Args:
+        state: State of the descent, updated.
+        W: (out, in) weights, of any strides.
+        spans: Column ranges.
+        rounding: Rounding of fitted steps; None: steps stay.
+        begins: Whether E is yet to be written.
+    """
+    scale, zero, codes, E, H = state.scale, state.zero, state.codes, state.E, state.H.contiguous()
     out, n = W.shape
-    levels, middles = _levels(descent.codebook, W)
-    sums, before = torch.empty(2, descent.longest, out, dtype=W.dtype, device=W.device)
+    levels, middles = levels_on(state.codebook, W)
+    sums, before = torch.empty(2, spans.longest, out, dtype=W.dtype, device=W.device)
     strides = *W.stride(), H.stride(0), codes.stride(0), E.stride(0), scale.stride(0), zero.stride(0)
-    mantissa, *numbers = descent.rounding or (-1, 1.0, 1.0, 1.0)
+    mantissa, *numbers = rounding or (-1, 1.0, 1.0, 1.0)
     sizes = _sizes(out, tries=mantissa == 0)
-    with _device_of(W):
+    with device_of(W):
         _descend[(triton.cdiv(out, sizes["R"]),)](
-            W, scale, zero, descent.group, H, descent.diagonal, descent.starts, descent.spans, codes, E, sums, before,
-            descent.gained, descent.fitted, descent.moved.view(torch.int8), levels, middles, len(middles), out, n,
-            len(descent.spans) - 1, *strides, *_limits(descent.codebook), *numbers,
-            BITS=len(middles).bit_length(), MANTISSA=mantissa, fits=descent.rounding is not None, begins=descent.begins,
+            W, scale, zero, state.grid.group, H, state.diagonal, spans.starts, spans.firsts, codes, E, sums, before,
+            state.gained, state.fitted, state.moved.view(torch.int8), levels, middles, len(middles), out, n,
+            len(spans.firsts) - 1, *strides, *code_limits(state.codebook), *numbers,
+            BITS=len(middles).bit_length(), MANTISSA=mantissa, fits=rounding is not None, begins=begins,
             T=TILE, **sizes, OFFSET=_offset_type(W, H),
             num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
@@ -130,8 +138,9 @@ def _passed_on(
         k = (other + tl.arange(0, K)).to(OFFSET)
         m = tl.load(
             M + columns.to(OFFSET)[:, None] * M_stride + k[None, :] * M_column_stride,
-            mask=(columns < limit)[:, None] & (k < end)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=(columns < limit)[:, None] & (k < end)[None, :],
+            other=0.0,
+        )
         e = tl.load(E + k[:, None] * E_stride + r[None, :], mask=(k < end)[:, None] & here[None, :], other=0.0)
         sums = _product(m, e, sums)
     return sums
@@ -196,8 +205,8 @@ def _solve(
                 )  # fmt: skip
                 length = tl.load(d + j)
                 tj = tl.sum(tl.where((c == i)[:, None], t, 0.0), 0)
-                position = _quotient(tj, s) + z
-                code, nearest = _nearest(position, levels, middles, last, low, high, BITS)
+                position = quotient(tj, s) + z
+                code, nearest = nearest_code(position, levels, middles, last, low, high, BITS)
                 e = w - s * (nearest - z)
                 tl.debug_barrier()  # codes may share the memory of weights, which all have read
                 tl.store(codes + j * codes_stride + r, code, mask=here)
@@ -237,8 +246,8 @@ def _fitted(old, energy, product, least, divisor, largest, MANTISSA: tl.constexp
     The loss changes by `move (move energy - 2 product)`.
     """
     known = energy > 0
-    new = tl.where(known, old + _quotient(product, tl.where(known, energy, 1.0)), old)
-    valid = (new > _quotient(old, tl.zeros_like(old) + 3.0)) & (new < tl.minimum(old * 3.0, largest))
+    new = tl.where(known, old + quotient(product, tl.where(known, energy, 1.0)), old)
+    valid = (new > quotient(old, tl.zeros_like(old) + 3.0)) & (new < tl.minimum(old * 3.0, largest))
     stored = _rounded(tl.where(valid, new, old) * divisor, least, MANTISSA)
     if MANTISSA < 23:  # float32, too, holds such numbers
         stored = tl.div_rn(stored.to(tl.float32), divisor).to(old.dtype)
@@ -304,11 +313,11 @@ def _moved(
         if tries:
             s = step
         miss = tl.sum(tl.where((c == i)[:, None], misses, 0.0), 0)
-        code, nearest = _nearest(_quotient(value + miss, s) + z, levels, middles, last, low, high, BITS)
+        code, nearest = nearest_code(quotient(value + miss, s) + z, levels, middles, last, low, high, BITS)
         e = value - s * (nearest - z)
         tl.debug_barrier()  # all have read the old code
         tl.store(codes + j * codes_stride + r, code, mask=kept)
-        u = _quotient(tl.where(c > i, h, 0.0), squares)
+        u = quotient(tl.where(c > i, h, 0.0), squares)
         misses = tl.fma(tl.broadcast_to(u[:, None], (T, R)), tl.broadcast_to(e[None, :], (T, R)), misses)
         won += tl.where(d == float("inf"), 0.0, d) * e * (miss + miss + e)
         moves = moves | (e != 0).to(tl.int32)
@@ -368,7 +377,7 @@ def _descend(
                         EH, H, E, before, columns, inside, start, a, r, here, out, H_stride, E_stride, K, OFFSET
                     )
                     squares = tl.load(diagonal + columns, mask=inside, other=1.0)
-                    misses = _quotient(EH, tl.broadcast_to(squares[:, None], (T, R)))
+                    misses = quotient(EH, tl.broadcast_to(squares[:, None], (T, R)))
                     chosen = old
                     change = tl.zeros((R,), W.dtype.element_ty)
                     for trial in range(4):  # once, half and twice the step; then the best one again, to keep its codes
@@ -401,8 +410,9 @@ def _descend(
                             k = (other + tl.arange(0, K)).to(OFFSET)
                             h = tl.load(
                                 H + columns[:, None] * H_stride + k[None, :],
-                                mask=inside[:, None] & (k < b)[None, :], other=0.0,
-                            )  # fmt: skip
+                                mask=inside[:, None] & (k < b)[None, :],
+                                other=0.0,
+                            )
                             _, others = _steps(codes, scale, zero, group, levels, k, k < b, r, here,
                                                codes_stride, scale_stride, zero_stride, BITS, OFFSET)  # fmt: skip
                             vH = _product(h, tl.where((k < b)[:, None], others, 0.0), vH)
@@ -431,7 +441,7 @@ def _descend(
                 K, OFFSET,
             )  # fmt: skip
             squares = tl.load(diagonal + columns, mask=inside, other=1.0)
-            misses = _quotient(EH, tl.broadcast_to(squares[:, None], (T, R)))  # targets minus values
+            misses = quotient(EH, tl.broadcast_to(squares[:, None], (T, R)))  # targets minus values
             won_here, moves = _moved(
                 misses, squares, H, diagonal, scale, zero, group, codes, levels, middles, last, first, end, r, here, here,
                 won, H_stride, codes_stride, scale_stride, zero_stride, low, high, BITS, False, T, R, OFFSET,

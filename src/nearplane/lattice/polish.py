@@ -10,68 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.kernels import kernels_of
-from nearplane.lattice.kernels_torch import Columns, Descent, Rounding, Tally
+from nearplane.lattice.kernels_torch import Columns, Rounding, Spans, State, Tally
 from nearplane.lattice.scale import to_storage
 from nearplane.lattice.solvers import Solution
 
 SPAN = 256  # columns per product with the Hessian; whole groups where steps are fitted
-
-
-@dataclass(slots=True)
-class State:
-    """State of coordinate descent over codes and steps, columns first, so that blocks of columns are contiguous.
-
-    Args:
-        grid: Grid with groups and codebook; its steps are not used.
-        scale, zero: (groups, out) current steps and zeros.
-        codes: (in, out) int32 current codes.
-        E: (in, out) weights minus values.
-        H: (in, in) Hessian.
-        diagonal: (in,) diagonal of H, infinite for a dead input, whose codes then stay.
-        gained, fitted: (out,) changes of the loss by moves of codes, and by moves of steps.
-        groups: Number, first column and column after the last of every group, on the host; empty if steps are not fitted.
-        codebook: Codebook of the grid; computed.
-        moved: () bool, whether any code or step moved since it was cleared, kept on the device; computed.
-    """
-
-    grid: Grid
-    scale: Tensor
-    zero: Tensor
-    codes: Tensor
-    E: Tensor
-    H: Tensor
-    diagonal: Tensor
-    gained: Tensor
-    fitted: Tensor
-    groups: Sequence[tuple[int, int, int]] = ()
-    codebook: Codebook = field(init=False)
-    moved: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.codebook = self.grid.codebook
-        self.moved = torch.zeros((), dtype=torch.bool, device=self.E.device)
-
-    def groups_in(self, a: int, b: int) -> list[tuple[int, int, int]]:
-        """Return the groups in the columns from `a` to `b`."""
-        return [each for each in self.groups if a <= each[1] < b]
-
-    def positions(self, a: int, b: int) -> Tensor:
-        """Return (b - a, out) positions of the codes of some columns, in steps."""
-        return self.codebook.position(self.codes[a:b], self.E.dtype)
-
-    def in_steps(self, a: int, b: int) -> Tensor:
-        """Return (b - a, out) positions minus zeros."""
-        return self.positions(a, b) - self.zero[self.grid.group[a:b]]
 
 
 class Fit(Protocol):
@@ -119,8 +71,8 @@ class PlainFit:
 
     def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Fit the groups one after another; see `Fit`."""
-        for g, start, end in state.groups_in(a, b):
-            v = state.in_steps(start, end)  # (size, out)
+        for g, start, end in groups_in(state, a, b):
+            v = in_steps(state, start, end)  # (size, out)
             vH = state.H[a:b, start:end] @ v  # (b - a, out)
             inner = slice(start - a, end - a)
             energy, product = (v * vH[inner]).sum(0), (v * EH[inner]).sum(0)  # (out,) each
@@ -139,6 +91,21 @@ class PlainFit:
     def grid(self, state: State, start: Grid) -> Grid:
         """Return the grid `start` with the fitted steps."""
         return replace(start, scale=state.scale.T.to(start.scale.dtype).contiguous())
+
+
+def groups_in(state: State, a: int, b: int) -> list[tuple[int, int, int]]:
+    """Return the groups in the columns from `a` to `b`."""
+    return [each for each in state.groups if a <= each[1] < b]
+
+
+def positions(state: State, a: int, b: int) -> Tensor:
+    """Return (b - a, out) positions of the codes of some columns, in steps."""
+    return state.codebook.position(state.codes[a:b], state.E.dtype)
+
+
+def in_steps(state: State, a: int, b: int) -> Tensor:
+    """Return (b - a, out) positions minus zeros."""
+    return positions(state, a, b) - state.zero[state.grid.group[a:b]]
 
 
 def polish(
@@ -238,6 +205,7 @@ def descend(
     )
     state = State(
         grid=grid,
+        codebook=grid.codebook,
         scale=scale,
         zero=zero,
         codes=matrix.codes.T.clone(memory_format=torch.contiguous_format),
@@ -246,6 +214,7 @@ def descend(
         diagonal=torch.where(H.diagonal() > 0, H.diagonal(), torch.inf),
         gained=W.new_zeros(len(W)),
         fitted=W.new_zeros(len(W)),
+        moved=torch.zeros((), dtype=torch.bool, device=W.device),
         groups=_groups(group),
     )
     spans = [(a, min(a + SPAN, len(H))) for a in range(0, len(H), SPAN)] if fit is None else _spans(state.groups)
@@ -253,16 +222,15 @@ def descend(
     descend_pass = kernels_of(W).descend_pass if fit is None or rounding else None
     if descend_pass is None:
         for a in range(0, len(H), SPAN):
-            state.E[a : a + SPAN] -= state.in_steps(a, a + SPAN).mul_(scale[grid.group[a : a + SPAN]])
+            state.E[a : a + SPAN] -= in_steps(state, a, a + SPAN).mul_(scale[grid.group[a : a + SPAN]])
     else:
-        descent = _descent(W, state, spans, rounding)
+        ranges = _ranges(state, spans)
     for left in reversed(range(sweeps)):
         if descend_pass is None:
             for a, b in spans:
                 _pass(state, a, b, fit, block)
         else:
-            descend_pass(descent)
-            descent = descent._replace(begins=False)
+            descend_pass(state, W, ranges, rounding, begins=left == sweeps - 1)
         if not left or not bool(state.moved):
             break
         state.moved.zero_()
@@ -290,33 +258,13 @@ def _spans(groups: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
     return spans
 
 
-def _descent(W: Tensor, state: State, spans: Sequence[tuple[int, int]], rounding: Rounding | None) -> Descent:
-    """Return the arguments of passes that are one kernel each: `W` (out, in), and the column ranges as in `_spans`."""
+def _ranges(state: State, spans: Sequence[tuple[int, int]]) -> Spans:
+    """Return the column ranges of `_spans` for passes that are one kernel each."""
     starts = [start for _, start, _ in state.groups] or [a for a, _ in spans]
     place = {start: i for i, start in enumerate(starts)}
     numbers = [*starts, len(state.E), *(place[a] for a, _ in spans), len(starts)]
-    starts_of_parts, first_parts = (
-        torch.tensor(numbers, dtype=torch.int32).to(W.device).split([len(starts) + 1, len(spans) + 1])
-    )
-    return Descent(
-        W=W,
-        H=state.H.contiguous(),
-        diagonal=state.diagonal,
-        scale=state.scale,
-        zero=state.zero,
-        group=state.grid.group,
-        starts=starts_of_parts,
-        spans=first_parts,
-        longest=max(b - a for a, b in spans),
-        codebook=state.codebook,
-        codes=state.codes,
-        E=state.E,
-        gained=state.gained,
-        fitted=state.fitted,
-        moved=state.moved,
-        begins=True,
-        rounding=rounding,
-    )
+    both = torch.tensor(numbers, dtype=torch.int32).to(state.E.device).split([len(starts) + 1, len(spans) + 1])
+    return Spans(both[0], both[1], max(b - a for a, b in spans))
 
 
 def _pass(state: State, a: int, b: int, fit: Fit | None, block: int) -> None:
@@ -328,7 +276,7 @@ def _pass(state: State, a: int, b: int, fit: Fit | None, block: int) -> None:
     sweep = kernels_of(EH).sweep
     for i in range(a, b, block):
         k = min(i + block, b)
-        values = state.in_steps(i, k).mul_(state.scale[grid.group[i:k]])
+        values = in_steps(state, i, k).mul_(state.scale[grid.group[i:k]])
         d = state.diagonal[i:k]
         target = EH[i - a : k - a].div_(d[:, None]).add_(values)
         U = state.H[i:k, i:k] / d  # effect of a column's move on later columns; only the triangle is read

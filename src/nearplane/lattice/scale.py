@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.codebook import Codebook
-from nearplane.lattice.grid import Grid
+from nearplane.lattice.grid import Codebook, Grid
 from nearplane.lattice.kernels import kernels_of
 from nearplane.number_formats import NumberFormat
 

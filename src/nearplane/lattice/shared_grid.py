@@ -18,8 +18,8 @@ from torch import Tensor
 from nearplane import number_formats
 from nearplane.errors import NumericalError
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.kernels_torch import Rounding
-from nearplane.lattice.polish import Fit, PlainFit, State
+from nearplane.lattice.kernels_torch import Rounding, State
+from nearplane.lattice.polish import Fit, PlainFit
 from nearplane.lattice.scale import Steps, least_error, other_steps
 
 E4M3 = torch.tensor([level for level in number_formats.E4M3 if level > 0])  # all positive values, ascending

@@ -3,7 +3,7 @@
     value = (d * sc) * code - dmin * m
 
 Solvers, descents and certificates use it like any other grid: its `scale` is `d * sc`, its `zero` is
-`dmin * m / (d * sc)`. `superblock_search.py` finds the numbers, `formats/gguf/` stores them.
+`dmin * m / (d * sc)`. `superblock_fit.py` finds the numbers, `formats/gguf/` stores them.
 """
 
 from __future__ import annotations

@@ -1,20 +1,52 @@
-"""Least-squares fit of steps and minima to codes, under the Hessian: those of blocks, then the integers of groups.
+"""Steps on two levels: the search for them from the weights, before a solve, and their least-squares fit to codes.
 
-`superblock_search.py` finds the initial steps.
+A kernel of the device searches (`kernels.py`). The fit is under the Hessian: the steps and minima of blocks, then the
+integers of groups. Where levels leave no minima (llama.cpp's iq4_xs), steps are rounded to multiples of their block's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.kernels import kernels_of
-from nearplane.lattice.polish import State
+from nearplane.lattice.kernels_torch import State
+from nearplane.lattice.polish import Fit, PlainFit, positions
+from nearplane.lattice.scale import Steps, refuse_infinite
 from nearplane.lattice.superblock import SuperGrid, rounded
 from nearplane.number_formats import BlockFormat
 
 INTEGER_OFFSETS = (-1, 0, 1)  # candidates around the best real number, besides the current integer
+
+
+def fit_blocks(kind: BlockFormat, W: Tensor, importance: Tensor, storage: torch.dtype) -> SuperGrid:
+    """Fit every block of `W` (out, in): search real steps and offsets of groups, then stored numbers close to them.
+
+    Args:
+        kind: Type of the blocks; its columns divide those of `W`.
+        W: (out, in) finite weights.
+        importance: (in,) weight of each column's errors, not negative.
+        storage: Dtype in which steps and offsets of blocks are stored.
+
+    Raises:
+        NumericalError: A step or an offset is too large for this dtype.
+    """
+    out, columns = W.shape
+    blocks, groups = columns // kind.columns, columns // kind.group
+    weights = W.float().contiguous()
+    spread = importance.to(weights).clamp(min=0)
+    h = (spread / spread.mean().clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1e-6).view(groups, kind.group)
+    parts = kernels_of(weights).blocks(kind, weights.view(-1, kind.group), h, storage)
+    refuse_infinite(storage, *parts.values())
+    counts = {"d": blocks, "dmin": blocks, "sc": groups, "m": groups}
+    numbers: Any = {name: part.view(out, counts[name]) for name, part in parts.items()}
+    group = torch.arange(columns, device=W.device) // kind.group
+    return SuperGrid(**numbers, group=group, low=kind.low, high=kind.high)
 
 
 class SuperFit:
@@ -44,8 +76,7 @@ class SuperFit:
     def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Fit the blocks of the columns from `a` to `b`, one after another."""
         if (kernel := kernels_of(EH).fit_columns) is not None:
-            numbers = self.parts, state.scale, state.zero, state.codes, state.E, state.H
-            kernel(self.kind, self.storage, *numbers, EH, state.fitted, state.moved, a)
+            kernel(self.kind, self.storage, self.parts, state, EH, a)
             return
         for start in range(a, b, self.kind.columns):
             self._block(state, a, b, start, EH)
@@ -58,7 +89,7 @@ class SuperFit:
         end, block = start + self.kind.columns, start // self.kind.columns
         group, inner = state.grid.group[start:end], slice(start - a, end - a)
         H = state.H[a:b, start:end]
-        v = state.positions(start, end).mul_(self.parts["sc"][group])  # (size, out)
+        v = positions(state, start, end).mul_(self.parts["sc"][group])  # (size, out)
         vH = H @ v  # (b - a, out)
         vv, vr = (v * vH[inner]).sum(0), (v * EH[inner]).sum(0)  # (out,) each
         d = self.parts["d"][block]
@@ -116,7 +147,7 @@ class SuperFit:
         end, g, block = start + self.kind.group, start // self.kind.group, start // self.kind.columns
         inner, H = slice(start - a, end - a), state.H[a:b, start:end]
         d, sc = self.parts["d"][block], self.parts["sc"][g]
-        q = state.positions(start, end)  # (size, out)
+        q = positions(state, start, end)  # (size, out)
         qH = H @ q  # (b - a, out)
         qq, qr = (q * qH[inner]).sum(0), (q * EH[inner]).sum(0)  # (out,) each
         ones = H.sum(1)  # (b - a,)
@@ -156,3 +187,47 @@ class SuperFit:
         state.E[start : start + len(moves)] -= moves
         EH -= H_moves
         state.moved |= change.any()
+
+
+def multiples(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Callable[[Grid], Fit]]:
+    """Fit one step to every group, and round the steps of a block to multiples of the largest one's share.
+
+    See `fits.GridFit`; `importance` is ignored.
+    """
+    del importance
+    kind, grid = steps.format, steps.grid(target)
+    assert isinstance(kind, BlockFormat), "only formats of blocks name this fit"
+    used = (target.reshape(*grid.scale.shape, -1) != 0).any(-1)  # a group of zeros has step 1, which no other needs
+    wanted = grid.scale.masked_fill(~used, 0).unflatten(1, (-1, kind.columns // kind.group))
+    d = rounded(wanted.amax(-1) / kind.sc[1], steps.stored_in)
+    sc = _multiple(wanted, d[..., None], kind.sc[1]).flatten(1).to(torch.int32)
+    made = SuperGrid(d=d, sc=sc, group=grid.group, low=grid.low, high=grid.high, levels=grid.levels)
+    return made, lambda start: MultiplesFit(cast(SuperGrid, start), kind, steps.stored_in)
+
+
+class MultiplesFit(PlainFit):
+    """Fit of steps by least squares, rounded to multiples of their block's number, which stays."""
+
+    def __init__(self, grid: SuperGrid, kind: BlockFormat, storage: torch.dtype) -> None:
+        super().__init__(storage)
+        self._kind, self._d = kind, grid.d.repeat_interleave(kind.columns // kind.group, 1).T  # (groups, out)
+
+    @property
+    def rounding(self) -> None:
+        """None: kernels of whole passes round to floats."""
+
+    def stored(self, steps: Tensor, group: int) -> Tensor:
+        """Round the steps (out,) of a group."""
+        d = self._d[group].to(steps.dtype)
+        return d * _multiple(steps, d, self._kind.sc[1])
+
+    def grid(self, state: State, start: Grid) -> Grid:
+        """Return the grid `start` with the fitted steps."""
+        d = self._d.to(state.scale.dtype)
+        sc = _multiple(state.scale, d, self._kind.sc[1]).T.to(torch.int32).contiguous()
+        return replace(cast(SuperGrid, start), sc=sc)
+
+
+def _multiple(steps: Tensor, d: Tensor, largest: int) -> Tensor:
+    """Return the whole numbers from 1 to `largest` of which steps are nearest to d times one."""
+    return (steps / d).round_().clamp_(1, largest)

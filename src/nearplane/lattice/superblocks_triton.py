@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearplane.lattice import superblocks_torch
-from nearplane.lattice.kernels_triton import _device_of
+from nearplane.lattice.kernels_triton import device_of
 from nearplane.lattice.superblock import MIN_HALF
 from nearplane.lattice.superblocks_torch import RADIUS, SC_FRACTIONS
 from nearplane.number_formats import BlockFormat
@@ -38,7 +38,7 @@ def search(kind: BlockFormat, W: Tensor, h: Tensor, storage: torch.dtype) -> dic
         parts |= {"dmin": torch.empty_like(parts["d"]), "m": torch.empty_like(parts["sc"])}
     numbers = (parts.get(name, parts["sc"]) for name in ("d", "dmin", "sc", "m"))
     limits = map(float, (kind.low, kind.high, *kind.sc, kind.m))
-    with _device_of(W):
+    with device_of(W):
         _search[(triton.cdiv(n, lines),)](
             W, h, *numbers, n, size, len(h), lines, *limits, **fixed, num_warps=warps, enable_fp_fusion=False
         )
@@ -80,11 +80,11 @@ def _candidate(largest, i, COUNTS: tl.constexpr, STORAGE: tl.constexpr):
     count = 1.0
     for k in tl.static_range(len(COUNTS)):
         count = tl.where(i == k, COUNTS[k], count)
-    return _stored(tl.div_rn(largest, count + tl.zeros_like(largest)), STORAGE)
+    return stored_step(tl.div_rn(largest, count + tl.zeros_like(largest)), STORAGE)
 
 
 @triton.jit
-def _short(x, STORAGE: tl.constexpr):
+def short_float(x, STORAGE: tl.constexpr):
     """Return numbers rounded to nearest in the dtype in which they are stored."""
     if tl.float32 == STORAGE:
         return x
@@ -95,9 +95,9 @@ def _short(x, STORAGE: tl.constexpr):
 
 
 @triton.jit
-def _stored(step, STORAGE: tl.constexpr):
+def stored_step(step, STORAGE: tl.constexpr):
     """Return a step as it is stored, never 0."""
-    short = _short(step, STORAGE)
+    short = short_float(step, STORAGE)
     return tl.where(short == 0, tl.where(step < 0, -SMALLEST, SMALLEST), short)
 
 
@@ -170,10 +170,10 @@ def _search(
             )
         offset = tl.where(least == float("inf"), -smallest, offset)
     if SINGLE:
-        tl.store(d + i, _stored(step, STORAGE), mask=here)
+        tl.store(d + i, stored_step(step, STORAGE), mask=here)
         tl.store(sc + i, tl.full((G,), 1, tl.int32), mask=here)
         if MINIMA:
-            tl.store(dmin + i, _short(offset, STORAGE), mask=here)
+            tl.store(dmin + i, short_float(offset, STORAGE), mask=here)
             tl.store(m + i, tl.full((G,), 1, tl.int32), mask=here)
         return
     unit = tl.min(unit, 0)

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearplane.lattice.kernels_triton import _device_of, _quotient
-from nearplane.lattice.superblocks_triton import STORED, _short, _stored
+from nearplane.lattice.kernels_torch import State
+from nearplane.lattice.kernels_triton import device_of, quotient
+from nearplane.lattice.superblocks_triton import STORED, short_float, stored_step
 from nearplane.number_formats import BlockFormat
 
 ROWS = 8  # of a program
@@ -24,42 +25,37 @@ WARPS = 8
 
 
 def fit_columns(
-    kind: BlockFormat, storage: torch.dtype, parts: dict[str, Tensor], scale: Tensor, zero: Tensor, codes: Tensor,
-    E: Tensor, H: Tensor, EH: Tensor, fitted: Tensor, moved: Tensor, a: int,
-) -> None:  # fmt: skip
+    kind: BlockFormat, storage: torch.dtype, parts: dict[str, Tensor], state: State, EH: Tensor, a: int
+) -> None:
     """Fit the blocks of some columns, one after another; see `SuperFit.fit`.
 
     Args:
         kind: Type of the blocks.
         storage: Dtype in which steps and offsets of blocks are stored.
         parts: (blocks | groups, out) numbers of the grid by name, updated.
-        scale, zero: (groups, out) steps and zeros, updated.
-        codes: (in, out) int32.
-        E: (in, out) weights minus values, updated.
-        H: (in, in) Hessian.
+        state: State of the descent; scale, zero, E, fitted and moved are updated.
         EH: (columns, out) `(E H)^T` of the columns, updated; more than 256 do not fit registers.
-        fitted: (out,) change of the loss, updated.
-        moved: () bool, set if anything moves.
         a: First of the columns.
     """
     width, out = EH.shape
-    H = H if H.stride(1) == 1 else H.contiguous()
+    E, H = state.E, state.H if state.H.stride(1) == 1 else state.H.contiguous()
     fixed = constants(kind, width)
     dmin, m = (parts.get(name, parts["d"]) for name in ("dmin", "m"))
     # of the columns of every group in H, (groups, columns)
     sums = H[a : a + width, a : a + width].view(width, -1, kind.group).sum(-1).T.contiguous() if kind.m else E
     numbers = parts["d"], parts["sc"], dmin, m
-    state = EH, H, sums, codes, E, scale, zero, *numbers, fitted, moved.view(torch.uint8), out, H.stride(0), a, width
+    changing = state.codes, E, state.scale, state.zero, *numbers, state.fitted, state.moved.view(torch.uint8)
+    arguments = EH, H, sums, *changing, out, H.stride(0), a, width
     strips, steps = (triton.cdiv(out, ROWS),), fixed | stepwise(kind, storage)
     limits = tuple(map(float, (*kind.sc, kind.m)))
     options = {"num_warps": WARPS, "num_stages": 1, "enable_fp_fusion": False}
-    with _device_of(E):
+    with device_of(E):
         if kind.single:
-            _fit_steps[strips](*state, 0, width, kind.columns, kind.group, **steps, **options)
+            _fit_steps[strips](*arguments, 0, width, kind.columns, kind.group, **steps, **options)
             return
         for start in range(0, width, kind.columns):
-            _fit_steps[strips](*state, start, start + kind.columns, kind.columns, kind.group, **steps, **options)
-            _fit_integers[strips](*state, start, kind.columns, kind.group, *limits, **fixed, **options)
+            _fit_steps[strips](*arguments, start, start + kind.columns, kind.columns, kind.group, **steps, **options)
+            _fit_integers[strips](*arguments, start, kind.columns, kind.group, *limits, **fixed, **options)
 
 
 def constants(kind: BlockFormat, width: int) -> dict[str, Any]:
@@ -140,22 +136,22 @@ def _fit_steps(
         vv, vr = tl.sum(v * v_h, 0), tl.sum(v * eh, 0)
         step = tl.load(d + block * out + r, mask=here, other=1.0).to(kind)
         offset = tl.zeros((R,), kind)
-        x, y = _quotient(vr, vv), tl.zeros((R,), kind)
+        x, y = quotient(vr, vv), tl.zeros((R,), kind)
         uu, uv, ur = tl.zeros((R,), kind), tl.zeros((R,), kind), tl.zeros((R,), kind)
         if MINIMA:
             offset = tl.load(dmin + block * out + r, mask=here, other=0.0).to(kind)
             uu, uv, ur = tl.sum(u * u_h, 0), tl.sum(u * v_h, 0), tl.sum(u * eh, 0)
             determinant = vv * uu - uv * uv
             # else v and u are nearly parallel, and one of them suffices
-            x = tl.where(determinant > 1e-5 * vv * uu, _quotient(vr * uu - uv * ur, determinant), x)
-        new = _stored(tl.where(vv > 0, step + x, step).to(tl.float32), STORAGE).to(kind)
-        ratio = _quotient(new, step)
+            x = tl.where(determinant > 1e-5 * vv * uu, quotient(vr * uu - uv * ur, determinant), x)
+        new = stored_step(tl.where(vv > 0, step + x, step).to(tl.float32), STORAGE).to(kind)
+        ratio = quotient(new, step)
         x = tl.where((tl.abs(new) < float("inf")) & (ratio > 1 / 3) & (ratio < 3), new - step, 0.0)
         if MINIMA:
-            new = offset + tl.where(uu > 0, _quotient(uv * x - ur, uu), 0.0)
+            new = offset + tl.where(uu > 0, quotient(uv * x - ur, uu), 0.0)
             if not SINGLE:  # integers that are not negative multiply it
                 new = tl.maximum(new, 0.0)
-            new = _short(new.to(tl.float32), STORAGE).to(kind)
+            new = short_float(new.to(tl.float32), STORAGE).to(kind)
             y = tl.where(tl.abs(new) < float("inf"), new - offset, 0.0)
         change = x * x * vv - 2 * x * y * uv + y * y * uu - 2 * x * vr + 2 * y * ur
         better = change < 0
@@ -176,7 +172,7 @@ def _fit_steps(
         tl.store(scale + to_groups, product, mask=has_group)
         if MINIMA:
             minimum = offset[None, :] * tl.load(m + to_groups, mask=has_group, other=0.0)
-            tl.store(zero + to_groups, _quotient(minimum.to(kind), product.to(kind)), mask=has_group)
+            tl.store(zero + to_groups, quotient(minimum.to(kind), product.to(kind)), mask=has_group)
     tl.store(E + at, e, mask=inside)
     tl.store(EH + at, eh, mask=inside)
     tl.store(fitted + r, total_change, mask=here)
@@ -216,7 +212,7 @@ def _fit_integers(
         if MINIMA:
             ones = tl.load(sums + (group - a // size) * width + s, mask=s < width, other=0.0)
         total, q1, r1 = 1.0, tl.zeros((R,), kind), tl.zeros((R,), kind)
-        x = _quotient(qr, qq)
+        x = quotient(qr, qq)
         multiple = tl.load(sc + group * out + r, mask=here, other=1.0).to(kind)
         share = tl.zeros((R,), kind)
         if MINIMA:
@@ -227,8 +223,8 @@ def _fit_integers(
             q1 = tl.sum(tl.where(in_group, q_h, 0.0), 0)
             r1 = tl.sum(tl.where(in_group, eh, 0.0), 0)
             determinant = qq * total - q1 * q1
-            x = tl.where(determinant > 1e-5 * qq * total, _quotient(qr * total - q1 * r1, determinant), x)
-        middle = _round(multiple + _quotient(tl.where(qq > 0, x, 0.0), step))
+            x = tl.where(determinant > 1e-5 * qq * total, quotient(qr * total - q1 * r1, determinant), x)
+        middle = _round(multiple + quotient(tl.where(qq > 0, x, 0.0), step))
         least, best, best_share = tl.zeros((R,), kind), multiple, share
         for j in tl.range(0, 4, disable_licm=True):  # the present integer, and three around the best real number
             one = _clamp(middle + (j - 2), sc_low, sc_high)
@@ -237,7 +233,7 @@ def _fit_integers(
             change = x * (x * qq - 2 * qr)
             other = share
             if MINIMA:
-                shift = _quotient(_quotient(q1 * x - r1, total), offset)
+                shift = quotient(quotient(q1 * x - r1, total), offset)
                 other = _clamp(_round(share + tl.where(offset > 0, shift, 0.0)), 0.0, m_limit)
                 y = offset * (other - share)
                 change += y * (y * total - 2 * x * q1 + 2 * r1)
@@ -254,7 +250,7 @@ def _fit_integers(
         tl.store(scale + group * out + r, step * best, mask=here)
         if MINIMA:
             tl.store(m + group * out + r, best_share, mask=here)
-            tl.store(zero + group * out + r, _quotient(offset * best_share, step * best), mask=here)
+            tl.store(zero + group * out + r, quotient(offset * best_share, step * best), mask=here)
     tl.store(E + at, e, mask=inside)
     tl.store(EH + at, eh, mask=inside)
     tl.store(fitted + r, total_change, mask=here)

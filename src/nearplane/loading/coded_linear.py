@@ -50,10 +50,10 @@ class CodedLinear(WordsLinear):
         super().__init__(packed.shape, dtype)
         codes, counts = np.empty(packed.shape, np.int8), np.zeros(packed.shape[1], np.int32)
         groups = np.array(packed.groups, np.int64).reshape(-1, 5)
-        _unpack(np.asarray(packed.codes), groups, np.argsort(packed.row_order), codes, counts)
+        _unpack(np.asarray(packed.codes), groups, np.argsort(packed.orders.rows), codes, counts)
         narrow = counts <= MAX_PATCHED * len(codes)
-        rows, at = packed.patch_rows, np.argsort(packed.column_order)[packed.patch_columns]
-        patched = codes[rows, at] + packed.patch_delta
+        rows, at = packed.patches.rows, np.argsort(packed.orders.columns)[packed.patches.columns]
+        patched = codes[rows, at] + packed.patches.delta
         np.subtract.at(counts, at, np.abs(codes[rows, at] + 0.5) > 8)
         codes[rows, at] = 0
         found = np.empty(counts[narrow].sum(), np.int64)
@@ -65,12 +65,12 @@ class CodedLinear(WordsLinear):
         for bits, chosen in ((4, narrow), (8, ~narrow)):
             used = np.flatnonzero(chosen)
             used = np.append(used, np.full(-len(used) % (32 // bits), -1))
-            columns = np.where(used < 0, 0, packed.column_order[used])
+            columns = np.where(used < 0, 0, packed.orders.columns[used])
             scale = np.where(used < 0, np.float32(0), packed.column_scale[columns]).astype(np.float32)
             self.register_buffer(f"words_{bits}", product_cpu.pack(codes, bits, used), persistent=False)
             self._keep({f"columns_{bits}": columns, f"scale_{bits}": scale.view(np.int32)})
         by_row = np.argsort(rows, kind="stable")
-        rows, columns = rows[by_row], packed.column_order[at[by_row]]
+        rows, columns = rows[by_row], packed.orders.columns[at[by_row]]
         values = patched[by_row].astype(np.float32) * packed.row_scale[rows] * packed.column_scale[columns]
         self._keep({"patch_rows": rows, "patch_columns": columns, "patch_bits": values.view(np.int32)})
         self.register_buffer("steps", by_block(torch.from_numpy(packed.row_scale)[:, None]), persistent=False)

@@ -21,9 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from nearplane.coding.packed_matrix import column_table
+from nearplane.coding.packed_matrix import PackedCodes, column_table
 from nearplane.errors import FormatError
-from nearplane.loading.packed_codes import PackedCodes
 
 if TYPE_CHECKING:
     from nearplane.coding.packed_matrix import ColumnGroup, PackedMatrix
@@ -114,26 +113,26 @@ class PackedLinear(nn.Module):
                 f"A matrix of shape {tuple(packed.shape)} does not fit a layer of {(self.out_features, self.in_features)}."
             )
         self.groups = packed.groups
-        orders = packed.row_order, packed.column_order
+        orders = packed.orders.rows, packed.orders.columns
         row_place, column_place = (np.argsort(order).astype(np.int32) for order in orders)
-        rows = row_place[packed.patch_rows]
+        rows = row_place[packed.patches.rows]
         by_row = np.argsort(rows, kind="stable")
         patch_start = np.searchsorted(rows[by_row], np.arange(self.out_features + 1)).astype(np.int32)
         buffers = {
-            "column_order": packed.column_order,
+            "column_order": packed.orders.columns,
             "row_place": row_place,
-            "column_bits": packed.column_scale[packed.column_order].view(np.int32),
-            "row_bits": packed.row_scale[packed.row_order].view(np.int32),
+            "column_bits": packed.column_scale[packed.orders.columns].view(np.int32),
+            "row_bits": packed.row_scale[packed.orders.rows].view(np.int32),
             "patch_start": patch_start,
-            "patch_at": column_place[packed.patch_columns[by_row]],
-            "patch_delta": packed.patch_delta[by_row],
+            "patch_at": column_place[packed.patches.columns[by_row]],
+            "patch_delta": packed.patches.delta[by_row],
         }
         self._patches_before = patch_start
         self.codes = torch.as_tensor(packed.codes).to(device)
         for name, array in buffers.items():
             setattr(self, name, torch.from_numpy(np.ascontiguousarray(array)).to(device))
         if products_of(self.codes.device) is not None:
-            self._make_tables(packed.column_order)
+            self._make_tables(packed.orders.columns)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product (..., out) for an input `x` (..., in), in its dtype."""

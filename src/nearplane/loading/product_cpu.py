@@ -23,7 +23,7 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 
 from nearplane.compiled import compiled
-from nearplane.loading.torch_threads import FIRST, Native, floats_at, in_threads, integers_at, native, next_share
+from nearplane.loading.torch_threads import Native, fields_of, floats_at, in_threads, integers_at, native, next_share
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.int32]
@@ -128,7 +128,9 @@ def _kernels(bits: int) -> _Kernels:
     fields, last = 32 // bits, 32 // bits - 1
     half, power = np.float32(2 ** (bits - 1)), np.float32(2.0**-bits)
     masks = np.array([(1 << bits) - 1 << bits * i for i in range(fields)], np.uint32).view(np.int32)
-    first_argument = FIRST
+    product_fields = fields_of("rows", "width", "groups", "offset_groups", "words", "inputs", "steps", "offsets", "y")
+    value_fields = fields_of("width", "groups", "offset_groups", "words", "steps", "offsets", "values")
+    product_size, value_size = len(product_fields.names or ()), len(value_fields.names or ())
     summed = np.float32(0) if bits == 8 else half  # offset of fields that is subtracted from sums
 
     @compiled(error_model="numpy")
@@ -176,24 +178,24 @@ def _kernels(bits: int) -> _Kernels:
     def product(task: Any) -> None:  # pragma: no cover
         """Add the products of blocks to y (rows, outputs).
 
-        The task holds rows, words of an output, groups, groups with an offset, and the addresses of words, inputs (see
-        there), steps, offsets and y.
+        The width is that of an output in words; inputs are those of the function of that name.
         """
-        numbers = carray(task, first_argument + 9)
-        blocks, rows, width, groups, offset_groups = numbers[1], numbers[3], numbers[4], numbers[5], numbers[6]
+        numbers = carray(task, product_size).view(product_fields)[0]
+        blocks, rows, width = numbers.parts, numbers.rows, numbers.width
+        groups, offset_groups = numbers.groups, numbers.offset_groups
         count = rows * width * fields
-        inputs = carray(floats_at(numbers[8]), count + 2 * rows * groups)
+        inputs = carray(floats_at(numbers.inputs), count + 2 * rows * groups)
         factors = inputs[:count].reshape(rows, width, fields)
         sums = inputs[count : count + rows * groups].reshape(rows, groups)
         start = inputs[count + rows * groups :].reshape(rows, groups)
-        words = carray(integers_at(numbers[7]), (blocks, width, BLOCK))
-        steps = carray(floats_at(numbers[9]), (blocks, groups, BLOCK))
-        offsets = carray(floats_at(numbers[10]), (blocks, offset_groups, BLOCK))
-        y = carray(floats_at(numbers[11]), (rows, blocks * BLOCK))
+        words = carray(integers_at(numbers.words), (blocks, width, BLOCK))
+        steps = carray(floats_at(numbers.steps), (blocks, groups, BLOCK))
+        offsets = carray(floats_at(numbers.offsets), (blocks, offset_groups, BLOCK))
+        y = carray(floats_at(numbers.y), (rows, blocks * BLOCK))
         size, part = width // groups, np.empty(BLOCK, np.float32)
         first = next_share(task)
         while first < blocks:
-            for block in range(first, min(first + numbers[2], blocks)):
+            for block in range(first, min(first + numbers.share, blocks)):
                 for row in range(rows):
                     out = y[row, block * BLOCK : (block + 1) * BLOCK]
                     for group in range(groups):
@@ -213,21 +215,17 @@ def _kernels(bits: int) -> _Kernels:
 
     @native
     def values(task: Any) -> None:  # pragma: no cover
-        """Write the values (in, outputs) of blocks.
-
-        The task holds words of an output, groups, groups with an offset, and the addresses of words, steps, offsets and
-        values.
-        """
-        numbers = carray(task, first_argument + 7)
-        blocks, width, groups, offset_groups = numbers[1], numbers[3], numbers[4], numbers[5]
-        words = carray(integers_at(numbers[6]), (blocks, width, BLOCK))
-        steps = carray(floats_at(numbers[7]), (blocks, groups, BLOCK))
-        offsets = carray(floats_at(numbers[8]), (blocks, offset_groups, BLOCK))
-        made = carray(floats_at(numbers[9]), (width * fields, blocks * BLOCK))
+        """Write the values (in, outputs) of blocks; the width is that of an output in words."""
+        numbers = carray(task, value_size).view(value_fields)[0]
+        blocks, width, groups, offset_groups = numbers.parts, numbers.width, numbers.groups, numbers.offset_groups
+        words = carray(integers_at(numbers.words), (blocks, width, BLOCK))
+        steps = carray(floats_at(numbers.steps), (blocks, groups, BLOCK))
+        offsets = carray(floats_at(numbers.offsets), (blocks, offset_groups, BLOCK))
+        made = carray(floats_at(numbers.values), (width * fields, blocks * BLOCK))
         size = width // groups
         first = next_share(task)
         while first < blocks:
-            for block in range(first, min(first + numbers[2], blocks)):
+            for block in range(first, min(first + numbers.share, blocks)):
                 for j in range(width):
                     word, step, factor = words[block, j], steps[block, j // size], np.float32(1)
                     for i in range(fields):

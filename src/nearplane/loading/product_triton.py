@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearplane.coding.decode_triton import code_of
-from nearplane.loading.packed_codes import PackedCodes
+from nearplane.coding.packed_matrix import PackedCodes
 
 # With more rows of x, codes are decoded before a product of cuBLAS. A product of the packed codes takes about five
 # instructions for each weight and row of x. Decoding writes and reads two bytes more for each weight: on cards with 10 to

@@ -3,8 +3,8 @@
 Torch's threads keep their cores busy for some milliseconds after each operation, while they wait for the next one. A
 second pool of threads would compete with them for these cores.
 
-A task is what all threads read: int64 numbers. The first three are the part that comes next, the number of parts, and
-the number of parts in a share; then follow the arguments of the function, among them addresses of arrays.
+A task is what all threads read: int64 numbers, named by `fields_of`. The first three are the part that comes next, the number
+of parts, and the number of parts in a share; then follow the arguments of the function, among them addresses of arrays.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from numba import cfunc, types
 from numba.extending import intrinsic
 
 SHARES = 2  # shares per thread
-FIRST = 3  # place of the first argument in a task
+SHARED = ("next", "parts", "share")  # fields of every task, before the arguments
 pointer_to: Any = types.CPointer
 Native = Callable[[int], None]  # gets the address of a task
 
@@ -42,6 +43,11 @@ def native(function: Callable[[Any], None]) -> Native:
     call.compiled = made  # lives as long
     called: Native = call
     return called
+
+
+def fields_of(*arguments: str) -> np.dtype[Any]:
+    """Return the names of the numbers of a task whose function has these arguments, as the type of a record."""
+    return np.dtype([(name, np.int64) for name in (*SHARED, *arguments)])
 
 
 def _next_share(typingctx: Any, task: Any) -> Any:
@@ -82,7 +88,7 @@ def in_threads(work: Native, arguments: Sequence[int], count: int, *, alone: boo
     """
     threads = 1 if alone else torch.get_num_threads()
     size = max(1, -(-count // (threads * (1 if threads == 1 else SHARES))))
-    task = (ctypes.c_int64 * (FIRST + len(arguments)))(0, count, size, *arguments)
+    task = (ctypes.c_int64 * (len(SHARED) + len(arguments)))(0, count, size, *arguments)
     address = ctypes.addressof(task)
     if threads == 1:
         work(address)

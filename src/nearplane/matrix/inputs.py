@@ -247,7 +247,7 @@ def corrected(W: Tensor, inputs: Inputs, scheme: Scheme, rows: slice = slice(Non
     Args:
         W: (out, in) weights of all rows.
         inputs, scheme: Statistics of the inputs, and whether and how to correct.
-        rows: Rows of the target, from the first row of a strip on; see `strip_rows`.
+        rows: Rows of the target, from the first row of a strip on; see `solved_strips`.
     """
     if inputs.spent:
         raise NumericalError("These inputs were used once for a target, and their moments are freed. Make new Inputs.")

@@ -102,7 +102,7 @@ def solve_rows(
 
     Args:
         W: (out, in) weights of all rows.
-        rows: Whole strips of `strip_rows` rows; all rows if a two-sided scheme joins them.
+        rows: Whole strips of rows, see `solved_strips`; all rows if a two-sided scheme joins them.
         inputs, scheme, storage, name, together: See `quantize_matrix`.
     """
     began = time.perf_counter()

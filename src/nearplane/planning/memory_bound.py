@@ -17,11 +17,8 @@ from typing import Literal, NamedTuple
 from nearplane.calibration.one_forward import MemorySetting, paused_bytes
 from nearplane.calibration.states_on_host import pinned_bytes
 from nearplane.calibration.windows import extra_batch
-from nearplane.lattice import kernels_torch
+from nearplane.lattice import kernels, kernels_torch
 from nearplane.lattice.bounds import BLOCK_COLUMNS
-from nearplane.lattice.exact_sum_torch import GPU_AT_ONCE
-from nearplane.lattice.factor import GPU_NUMBERS_AT_ONCE
-from nearplane.lattice.moments import GPU_SPAN, SPAN
 from nearplane.planning.probe import COMPARED_LOGITS, Extent
 from nearplane.recipe.thresholds import MAX_CERTIFIED_INPUTS
 
@@ -318,7 +315,7 @@ def _states(shapes: Shapes, setting: MemorySetting) -> tuple[int, int]:
 
 def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:
     on_cpu = setting.device.on_cpu
-    costs, span = (CPU, SPAN) if on_cpu else (GPU, GPU_SPAN)
+    costs, span = (CPU, kernels.CPU.span) if on_cpu else (GPU, kernels.GPU.span)
     width, window = SINGLE * shapes.hidden, shapes.seqlen
     head = SINGLE * (shapes.embeddings + shapes.hidden * shapes.vocabulary)
     block = SINGLE * max(kind.weights for kind in shapes.blocks)
@@ -360,7 +357,8 @@ def _states_of_the_probe(shapes: Shapes, extent: Extent, setting: MemorySetting)
 
 def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterator[Moment]:
     streams, split, windows = shapes.streams, shapes.streams - 1, shapes.most_windows(setting.batch)
-    costs, cut_at_once, span = (CPU, 0, SPAN) if setting.device.on_cpu else (GPU, GPU_AT_ONCE, GPU_SPAN)
+    costs, tiling = (CPU, kernels.CPU) if setting.device.on_cpu else (GPU, kernels.GPU)
+    cut_at_once, span = 0 if setting.device.on_cpu else tiling.summed, tiling.span
     block, held = shapes.number * kind.weights * streams, waits(shapes, kind, setting)
     all_paused = len(held) == len(kind.groups)
     states = 0 if all_paused else streams * _states(shapes, setting)[0]
@@ -403,7 +401,7 @@ def _solving(shapes: Shapes, group: Group, costs: Costs) -> int:
     aims = square * (SINGLE * split + (DOUBLE + SINGLE) * crossed) + (DOUBLE + SINGLE) * lost  # C or lost outputs
     correction = DOUBLE * square * split  # two factors in float32, for all windows and for the fitted part
     factor = DOUBLE * square  # factor of the sweep
-    rows = CERTIFIED_ROWS if costs is CPU else max(CERTIFIED_ROWS, GPU_NUMBERS_AT_ONCE // n)
+    rows = CERTIFIED_ROWS if costs is CPU else max(CERTIFIED_ROWS, kernels.GPU.numbers // n)
     strips = CERTIFIED_BYTES * min(rows, largest // n) * n
     strips += 0 if costs is CPU else DOUBLE * min(BLOCK_COLUMNS, n) ** 2  # a triangle of ones, for running sums
     limit = 2 * DOUBLE * square if n <= MAX_CERTIFIED_INPUTS else 0  # H minus the water level, and its Cholesky factor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nearplane.lattice.codebook import Codebook
+from nearplane.lattice.grid import Codebook
 
 
 def absmax_codes(w: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:

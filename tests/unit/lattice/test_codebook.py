@@ -11,9 +11,8 @@ from torch import Tensor
 from nearplane.errors import RecipeError
 from nearplane.lattice.beam import k_best
 from nearplane.lattice.bounds import certify
-from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.factor import factorize
-from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.grid import Codebook, Grid, QuantizedMatrix
 from nearplane.lattice.polish import polish
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import nearest_plane, round_to_nearest, sweep_planes

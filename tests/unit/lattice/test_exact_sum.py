@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice import exact_sum_cpu, exact_sum_torch
+from nearplane.lattice import kernels_cpu, kernels_torch
 from nearplane.lattice.exact_sum import ExactSum, unit_of
 from nearplane.lattice.moments import MomentSums
 from pretended import pretended
@@ -214,10 +214,10 @@ def test_the_compiled_addition_is_that_of_torch(
     try:
         torch.set_num_threads(threads)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exact_sum_cpu, "MIN_ADDED", 16)
+            patch.setattr(kernels_cpu, "MIN_ADDED", 16)
             peaks = [
                 add(product, sums[0, 3:, 2:-3], sums[1, :-3, 5:], unit)
-                for add, sums in ((exact_sum_cpu.add_exactly, found), (exact_sum_torch.add_exactly, wide))
+                for add, sums in ((kernels_cpu.add_exactly, found), (kernels_torch.add_exactly, wide))
             ]
     finally:
         torch.set_num_threads(before)
@@ -228,7 +228,7 @@ def test_the_compiled_addition_is_that_of_torch(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("add", [exact_sum_cpu.add_exactly, exact_sum_torch.add_exactly])
+@pytest.mark.parametrize("add", [kernels_cpu.add_exactly, kernels_torch.add_exactly])
 def test_the_largest_magnitude_tells_of_what_is_not_finite(add: Any, bad: float, dtype: torch.dtype) -> None:
     product = torch.ones(3, 4, dtype=dtype)
     product[1, 2], product[2, 0] = bad, -5

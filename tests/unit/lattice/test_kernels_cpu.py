@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearplane.lattice.codebook import Codebook
+from nearplane.lattice.grid import Codebook
 from nearplane.lattice.kernels_cpu import STRIP_ROWS, sweep_block
 from nearplane.lattice.kernels_torch import Columns, Tally
 from nearplane.lattice.kernels_torch import sweep_block as sweep_block_torch

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearplane.lattice.codebook import Codebook
+from nearplane.lattice.grid import Codebook
 from nearplane.lattice.kernels_cpu import best_candidate
 from nearplane.lattice.scale import Steps
 from nearplane.number_formats import integers

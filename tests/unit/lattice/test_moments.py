@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nearplane.lattice import kernels
 from nearplane.lattice import moments as module
 from nearplane.lattice.exact_sum import unit_of
 from nearplane.lattice.moments import ExtraRows, MomentSums, bfloat16_parts, cross_product
@@ -25,7 +27,7 @@ def streams(columns: int, rows: int = 60) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("columns", [1, 5, 16, 37])
 def test_means_are_those_of_all_rows_however_they_came(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches, a fifth of them held out; blocks that divide the columns, and that do not."""
-    monkeypatch.setattr(module, "SPAN", 8)
+    monkeypatch.setattr(kernels, "CPU", replace(kernels.CPU, span=8))
     X_hat, X = streams(columns)
     unit = unit_of(X_hat)
     sums, held, extra = MomentSums(unit=unit), MomentSums(unit=unit), ExtraRows()
@@ -77,7 +79,7 @@ def test_rows_that_are_kept_are_copies_and_none_are_nothing() -> None:
 
 def test_blocks_below_the_diagonal_are_not_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four by four blocks ten are."""
-    monkeypatch.setattr(module, "SPAN", 8)
+    monkeypatch.setattr(kernels, "CPU", replace(kernels.CPU, span=8))
     formed: list[int] = []
 
     class Counting(torch.overrides.TorchFunctionMode):

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearplane.lattice.multiples import MultiplesFit, multiples
 from nearplane.lattice.polish import descend
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import round_to_nearest
 from nearplane.lattice.superblock import SuperGrid
+from nearplane.lattice.superblock_fit import MultiplesFit, multiples
 from nearplane.number_formats import TYPES
 
 KIND = TYPES["iq4_xs"]

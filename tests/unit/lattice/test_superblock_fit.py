@@ -11,11 +11,11 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.formats.gguf.gguf_layers import pack, unpack
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.polish import State, descend
+from nearplane.lattice.kernels_torch import State
+from nearplane.lattice.polish import descend
 from nearplane.lattice.solvers import round_to_nearest
 from nearplane.lattice.superblock import SuperGrid
-from nearplane.lattice.superblock_fit import SuperFit
-from nearplane.lattice.superblock_search import fit_blocks
+from nearplane.lattice.superblock_fit import SuperFit, fit_blocks
 from nearplane.number_formats import TYPES, BlockFormat, BlockType, integers
 
 FITTED = [kind for kind in TYPES.values() if kind.fit == "blocks"]  # types with levels are fitted otherwise
@@ -133,6 +133,7 @@ def _only_steps(W: Tensor, matrix: QuantizedMatrix[Grid], H: Tensor, fit: SuperF
     grid = matrix.grid
     state = State(
         grid=grid,
+        codebook=grid.codebook,
         scale=grid.scale.T.clone(),
         zero=grid.zero.T.clone(),
         codes=matrix.codes.T.contiguous(),
@@ -141,6 +142,7 @@ def _only_steps(W: Tensor, matrix: QuantizedMatrix[Grid], H: Tensor, fit: SuperF
         diagonal=H.diagonal(),
         gained=W.new_zeros(len(W)),
         fitted=W.new_zeros(len(W)),
+        moved=torch.zeros((), dtype=torch.bool),
     )
     for _ in range(3):
         for a in range(0, W.shape[1], 256):

@@ -13,19 +13,17 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice import bounds, factor, polish
+from nearplane.lattice import bounds, kernels, polish
 from nearplane.lattice.beam import k_best
 from nearplane.lattice.bounds import certify, limit, losses_on_extra
-from nearplane.lattice.codebook import Codebook
 from nearplane.lattice.factor import Factor, factorize, pivoted_order
-from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import Codebook, ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Extra, trust
 from nearplane.lattice.octaves import OctaveFit, octaves
 from nearplane.lattice.polish import Fit, PlainFit, descend
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import Solution, nearest_plane, round_to_nearest, sweep_planes
-from nearplane.lattice.superblock_fit import SuperFit
-from nearplane.lattice.superblock_search import fit_blocks
+from nearplane.lattice.superblock_fit import SuperFit, fit_blocks
 from nearplane.matrix.to_rate import scaled
 from nearplane.number_formats import MXFP4, NVFP4, TYPES, BlockType, integers
 from pretended import Gpu, Pretend, pretended
@@ -36,11 +34,10 @@ PASSES = 3
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    monkeypatch.setattr(factor, "CHOLESKY_BLOCK", 8)
-    monkeypatch.setattr(factor, "GPU_CHOLESKY_BLOCK", 8)
+    monkeypatch.setattr(kernels, "CPU", replace(kernels.CPU, cholesky=8))
+    monkeypatch.setattr(kernels, "GPU", replace(kernels.GPU, cholesky=8, numbers=0))
     monkeypatch.setattr(polish, "SPAN", 8)
     monkeypatch.setattr(bounds, "MEASURED_ROWS", 4)
-    monkeypatch.setattr(factor, "GPU_NUMBERS_AT_ONCE", 0)
     with pretended() as opened:
         yield opened
 

@@ -13,11 +13,12 @@ import torch
 from numba.np.numpy_support import carray
 
 from nearplane.loading import torch_threads
-from nearplane.loading.torch_threads import FIRST, in_threads, integers_at, native, next_share
+from nearplane.loading.torch_threads import fields_of, in_threads, integers_at, native, next_share
 
 OPENMP = torch_threads._openmp
 THREADS = 3
 WAIT = 30  # seconds
+FIELDS = fields_of("times")
 
 
 @pytest.fixture(params=["torch's threads", "a pool"], autouse=True)
@@ -31,11 +32,11 @@ def three_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 @native
 def count(task: Any) -> None:  # pragma: no cover
     """Count how often every part is worked on."""
-    numbers = carray(task, FIRST + 1)
-    times = carray(integers_at(numbers[FIRST]), numbers[1])
+    numbers = carray(task, 4).view(FIELDS)[0]
+    times = carray(integers_at(numbers.times), numbers.parts)
     first = next_share(task)
-    while first < numbers[1]:
-        for part in range(first, min(first + numbers[2], numbers[1])):
+    while first < numbers.parts:
+        for part in range(first, min(first + numbers.share, numbers.parts)):
             times[part] += 1
         first = next_share(task)
 

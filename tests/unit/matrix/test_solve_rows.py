@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nearplane.lattice.factor import STRIP_ROWS
+from nearplane.lattice.kernels import CPU
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.on_grid import joined, quantize_matrix, solve_rows
@@ -50,11 +50,11 @@ def moments(generator: torch.Generator) -> Moments:
 def test_rows_that_are_solved_apart_have_the_bits_of_the_whole(
     name: str, last: int, generator: torch.Generator
 ) -> None:
-    rows = 2 * STRIP_ROWS + last
+    rows = 2 * CPU.strip_rows + last
     W = torch.randn(rows, COLUMNS, generator=generator) * 0.02
     known, scheme = moments(generator), SCHEMES[name]
     matrix, record = quantize_matrix(W, known, scheme)
-    cuts = [slice(0, STRIP_ROWS), slice(STRIP_ROWS, 2 * STRIP_ROWS), slice(2 * STRIP_ROWS, rows)]
+    cuts = [slice(0, CPU.strip_rows), slice(CPU.strip_rows, 2 * CPU.strip_rows), slice(2 * CPU.strip_rows, rows)]
     parts = [solve_rows(W, some, Inputs(known).used_once(), scheme) for some in cuts]  # each with inputs of its own
     both, of_both = joined(parts, Inputs(known), scheme, name="matrix")
     assert both.same_as(matrix)
@@ -64,4 +64,4 @@ def test_rows_that_are_solved_apart_have_the_bits_of_the_whole(
 
 def test_rows_that_share_steps_are_in_one_strip() -> None:
     for kind in BY_NAME.values():
-        assert STRIP_ROWS % kind.rows == 0, kind.name  # of a CPU, and a GPU has more
+        assert CPU.strip_rows % kind.rows == 0, kind.name  # of a CPU, and a GPU has more

@@ -13,9 +13,9 @@ from families import config_of, random_model
 from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.stages import try_blocks
 from nearplane.calibration.windows import Windows
-from nearplane.lattice import moments
+from nearplane.lattice import kernels
 from nearplane.models.model import open_model
-from nearplane.planning import forecast, memory_bound
+from nearplane.planning import forecast
 from nearplane.planning.forecast import Planned, shapes_of
 from nearplane.planning.memory_bound import bound
 from nearplane.planning.perturb import Perturbations, Perturbed
@@ -43,8 +43,9 @@ def planned(monkeypatch):
         return found
 
     monkeypatch.setattr(forecast, "within_limits", noted)
-    for module in (moments, memory_bound):
-        monkeypatch.setattr(module, "GPU_SPAN", 64)  # as few beside these layers as it is beside real ones
+    monkeypatch.setattr(
+        kernels, "GPU", replace(kernels.GPU, span=64)
+    )  # as few beside these layers as it is beside real ones
     return chosen
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from layer_launches import SCHEMES, count, kernels_of_cuda
-from nearplane.lattice import bounds, factor, polish
+from nearplane.lattice import bounds, kernels, polish
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.inputs import Inputs
@@ -27,11 +27,10 @@ OUT, COLUMNS = 12, 64
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    monkeypatch.setattr(factor, "CHOLESKY_BLOCK", 24)
-    monkeypatch.setattr(factor, "GPU_CHOLESKY_BLOCK", 24)
+    monkeypatch.setattr(kernels, "CPU", replace(kernels.CPU, cholesky=24))
+    monkeypatch.setattr(kernels, "GPU", replace(kernels.GPU, cholesky=24, numbers=0))
     monkeypatch.setattr(polish, "SPAN", 32)
     monkeypatch.setattr(bounds, "MEASURED_ROWS", 8)
-    monkeypatch.setattr(factor, "GPU_NUMBERS_AT_ONCE", 0)
     with pretended() as opened:
         yield opened
 

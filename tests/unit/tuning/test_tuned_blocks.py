@@ -5,7 +5,7 @@ import torch
 
 from nearplane.formats.gguf.gguf_layers import pack, unpack
 from nearplane.lattice.solvers import round_to_nearest
-from nearplane.lattice.superblock_search import fit_blocks
+from nearplane.lattice.superblock_fit import fit_blocks
 from nearplane.number_formats import TYPES
 from nearplane.tuning.parameters import TunedBlocks
 
