@@ -34,11 +34,11 @@ from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import GridScheme
 from nearplane.system.device import Device
-from nearplane.theory.hptq import hptq_recipe
 from nearplane.theory.vectors import absmax_codes, zero_point_codes
-from nearplane.verbs.compare import HUFFMAN, ORIGINAL_METHOD, huffman_coded
-from nearplane.verbs.compare_recipes import recipe_for
+from nearplane.verbs.compare import ORIGINAL_METHOD
+from nearplane.verbs.compare_recipes import HUFFMAN, recipe_for
 from nearplane.verbs.evaluate import load_dense
+from nearplane.verbs.hptq import hptq_recipe, huffman_coded
 
 sys.path.append(str(Path(__file__).parents[1] / "studies"))
 from orders import Case, entry, observations

@@ -40,7 +40,7 @@ from stand_ins import offline_subjects
 from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration
 from nearplane.verbs.compare import ORIGINAL_METHOD
-from nearplane.verbs.compare_figure import check_plot
+from nearplane.verbs.early_checks import check_plot
 
 PAPER_MODELS = tuple(f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B"))
 MAIN_MODEL = "Qwen/Qwen3-8B"

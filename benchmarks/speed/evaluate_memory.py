@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 
-from nearplane.recipe.sizes import size_text
+from nearplane.system.sizes import size_text
 
 CHILD = """
 import json, resource, sys, time

@@ -19,8 +19,8 @@ from nearplane.lattice.factor import factorize
 from nearplane.matrix.inputs import Inputs
 from nearplane.matrix.to_rate import Search, coded_rate, quantize_matrix_to_rate, secant, waterfilled_steps
 from nearplane.recipe.schemes import RateScheme
-from nearplane.theory.hptq import hptq
 from nearplane.theory.shrunken import shrunken
+from nearplane.verbs.hptq import hptq
 
 SPACE_FILLING = 0.5 * math.log2(2 * math.pi * math.e / 12)  # 0.2546 bit: what scalar quantization loses at high rate
 

@@ -21,7 +21,7 @@ from large import MODES, build, child
 from stages import write_text
 
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.recipe.sizes import bytes_in
+from nearplane.system.sizes import bytes_in
 
 LEAST, MOST = 0.7, 1.0  # of peak / bound
 STATED = re.compile(r"quantizing takes at most ([\d.,]+ [A-Za-z]+) of memory \(while (.*?)\)")

@@ -35,8 +35,8 @@ import nearplane
 from model_types import SURVEYED, VOCABULARY, save_type
 from nearplane.errors import NearplaneError
 from nearplane.formats.stored import Stored
-from nearplane.loading.gptq_rules import GPTQMODEL_ONLY_TYPES
 from nearplane.loading.rounded_layers import round_inputs, rounded_layers
+from nearplane.planning.gptq_rules import GPTQMODEL_ONLY_TYPES
 
 WINDOWS = torch.randint(3, VOCABULARY, (16, 32), generator=torch.Generator().manual_seed(1))
 TOKENS = WINDOWS[:2, :12]

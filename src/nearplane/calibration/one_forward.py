@@ -31,9 +31,9 @@ from nearplane.errors import CalibrationError
 from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
-from nearplane.recipe.sizes import size_text
 from nearplane.system.device import Device
 from nearplane.system.memory import release
+from nearplane.system.sizes import size_text
 
 PAUSED_DIVISOR = 2  # paused activations may fill half of the free memory: solving needs memory too
 BATCH_TOKENS, BATCH_WINDOWS = 2048, 8  # largest batch by default: enough rows for matrix products at full speed

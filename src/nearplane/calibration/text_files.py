@@ -6,6 +6,7 @@ They are looked for early, so that a wrong path is refused at once. Needs no tor
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from nearplane.errors import INSTALL, CalibrationError, ModelError, first_line
-from nearplane.system.files import read_object
+from nearplane.system.files import read_object, sha256
 from nearplane.system.paths import check_path, folder_named, is_gguf, refuse_unfinished
 
 SUFFIXES = (".txt", ".jsonl")  # of text files
@@ -263,3 +264,12 @@ def check_named(*models: str | Path | None, **texts: str | Path | None) -> None:
     for option, text in texts.items():
         if text is not None:
             check_text(text, f"--{option}")
+
+
+def content_of(text: Path) -> str:
+    """Return the SHA-256 of a text file or of all files in a folder; for a data set, its name."""
+    if text.is_file():
+        return sha256(text)
+    if not text.is_dir():
+        return str(text)
+    return hashlib.sha256("".join(sha256(p) for p in sorted(text.rglob("*")) if p.is_file()).encode()).hexdigest()

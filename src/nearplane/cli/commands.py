@@ -19,8 +19,8 @@ from nearplane.cli.terminal import bar, one_line_a_step
 from nearplane.demo.demo_recipes import STEPS, check_folder
 from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration, Way
-from nearplane.recipe.sizes import size_text
 from nearplane.system.arguments import ComputeDtype
+from nearplane.system.sizes import size_text
 from nearplane.verbs.early_checks import (
     check_compare,
     check_export,

@@ -14,7 +14,7 @@ from nearplane.cli.printing import as_json, opening, say
 from nearplane.cli.task_flags import TaskFlags, print_scores
 from nearplane.cli.terminal import bar
 from nearplane.errors import RecipeError
-from nearplane.recipe.evaluate_request import Protocol
+from nearplane.evaluation.evaluate_request import Protocol
 from nearplane.system.launch import launched
 from nearplane.verbs.early_checks import check_evaluate, check_plot
 

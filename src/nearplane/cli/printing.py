@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nearplane.cli.streams import refuse_unread
 from nearplane.errors import printable
-from nearplane.recipe.sizes import size_text, three_places
+from nearplane.system.sizes import size_text, three_places
 
 if TYPE_CHECKING:
     from nearplane.verbs.compare import Row
@@ -60,23 +60,9 @@ def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
 
 def comparison(rows: Sequence[Row]) -> None:
     """Print the rows of a comparison as a table, and below it the note of every row in full."""
-    columns = ("model", "method", "asked", "bits/weight", "weight files", "perplexity", "KL to original", "time")
-    table(
-        columns,
-        (
-            (
-                Path(row.model).name,
-                row.method,
-                "-" if row.asked is None else f"{row.asked:g}",
-                three_places(row.rate),
-                "-" if row.bytes is None else size_text(row.bytes),
-                "-" if row.perplexity is None else f"{row.perplexity:#.4g}",
-                three_places(row.kl),
-                f"{row.seconds:.1f} s",
-            )
-            for row in rows
-        ),
-    )
+    from nearplane.verbs.compare_page import HEADS, cells
+
+    table(HEADS, (cells(row, three_places(row.kl), none="-") for row in rows))
     say(f"{Path(row.model).name}, {row.method} at {row.asked:g} bits: {row.note}" for row in rows if row.note)
 
 

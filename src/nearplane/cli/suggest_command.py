@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from nearplane.cli.printing import as_json, opening, say, table
 from nearplane.planning.modes import Runtime
-from nearplane.recipe.sizes import size_text
+from nearplane.system.sizes import size_text
 from nearplane.verbs.early_checks import check_suggest
 
 if TYPE_CHECKING:

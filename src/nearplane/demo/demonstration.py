@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from nearplane.demo import EVALUATION_WINDOWS, HELD_OUT, MODEL, SEQLEN
 from nearplane.demo.demo_recipes import check_folder, folder_name, recipes
-from nearplane.loading.dense_network import dense_network
-from nearplane.recipe.sizes import size_text
 from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import ShardReader
-from nearplane.verbs.evaluate import evaluate
+from nearplane.system.sizes import size_text
+from nearplane.verbs.evaluate import evaluate, load_dense
 from nearplane.verbs.quantize_api import quantize
 
 
@@ -59,7 +59,7 @@ def run(out: Path, progress: Progress = silent) -> Iterator[Row]:
         RecipeError: `out` has files that an earlier demonstration did not write, or cannot be written.
     """
     check_folder(out)
-    original = dense_network(MODEL)  # read once, for all rows
+    original, _ = load_dense(MODEL, torch.device("cpu"))  # read once, for all rows
     perplexity, original_nll, _ = _measure(MODEL, None, progress)
     size = sum(path.stat().st_size for path in MODEL.glob("*.safetensors"))
     dtype = ShardReader(MODEL).dtype("model.norm.weight").lower()

@@ -27,9 +27,9 @@ from transformers import PreTrainedTokenizerBase
 
 from nearplane.calibration.texts import Frame, frame_of, read_documents, read_windows
 from nearplane.errors import CalibrationError, ModelError
+from nearplane.evaluation.evaluate_request import PLAIN_WINDOWS, Protocol
 from nearplane.evaluation.statistics import TokenScores
 from nearplane.models.pretrained import as_model_error, tokens_before
-from nearplane.recipe.evaluate_request import PLAIN_WINDOWS, Protocol
 
 NOT_SCORED = -1  # in targets
 PAPERS_SEQLEN, LLAMA_CPP_SEQLEN, UNLIMITED_SEQLEN = 2048, 512, 2048  # default tokens per window

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError, RecipeError, first_few, first_line, printable
 from nearplane.formats.container import Container
-from nearplane.recipe.sizes import size_text
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.device import Device
 from nearplane.system.files import HashedFiles, flush, read_object, sha256
@@ -37,6 +36,7 @@ from nearplane.system.matmul_library import processor
 from nearplane.system.output_folder import STATE, readable_errors
 from nearplane.system.paths import JOURNAL, NEEDED, is_listed
 from nearplane.system.safetensors_files import INDEX, read_index
+from nearplane.system.sizes import size_text
 
 VERSION = 7  # of the journal; journals of other versions are refused
 # suffixes of a model's files that are run inputs

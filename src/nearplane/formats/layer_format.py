@@ -20,10 +20,10 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.superblock import on_one_level
 from nearplane.number_formats import InputRounding, NumberFormat, integers
-from nearplane.recipe.patterns import fault_of, has_match
 from nearplane.recipe.scheme import Scheme
 from nearplane.system.files import read_object
 from nearplane.system.paths import CONFIG, TIED
+from nearplane.system.patterns import fault_of, has_match
 
 INPUT_SCALE = "input_global_scale"  # suffix of the tensor with the number by which steps of rounded inputs are divided
 METHOD = "nearplane"  # quant_method of nearplane's own formats
@@ -179,7 +179,7 @@ class LayerFormat(ABC):
 class GridFormat(LayerFormat):
     """A format of fixed grids that transformers reads; the shapes of its tensors are known before the solve.
 
-    Therefore a run can load an empty copy first, see `loading/rehearsal.py`; other formats have no rehearsal.
+    Therefore a run can load an empty copy first, see `planning/rehearsal.py`; other formats have no rehearsal.
     """
 
     @abstractmethod

@@ -1,1 +1,1 @@
-"""Loading of checkpoints as networks, packed or decoded, and the rehearsal of loading before a run."""
+"""Loading of checkpoints as networks, packed or decoded."""

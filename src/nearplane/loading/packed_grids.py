@@ -17,8 +17,8 @@ from nearplane.loading.grid_linear import GridLinear, grid_linear, rounded_to_8_
 from nearplane.loading.words_linear import WordsLinear
 from nearplane.models.conversion import renamed
 from nearplane.models.layers import is_linear
-from nearplane.recipe.sizes import size_text
 from nearplane.system.memory import release_all, return_large_blocks
+from nearplane.system.sizes import size_text
 
 SMALL_HEAD = 0.05  # of the bytes that are read for a token; halving it then gains less than the noise of a timing
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from nearplane.errors import ModelError
 from nearplane.models.conversion import renamed
-from nearplane.recipe.patterns import fault_of
 from nearplane.system.paths import TIED
+from nearplane.system.patterns import fault_of
 from nearplane.system.safetensors_files import TensorReader
 
 COUNT = re.compile(r"^(num|n|number)_\w+|layers?$|blocks?$|experts$|heads?$|depths?$|labels$|groups$")

@@ -18,7 +18,7 @@ from nearplane.models.kinds import has_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.models.structure import NOT_HANDLED, dots
-from nearplane.recipe.patterns import has_match
+from nearplane.system.patterns import has_match
 
 MAX_SUGGESTIONS = 3  # similar names that an error lists
 # ends of the names of transformers classes that do not predict the next token

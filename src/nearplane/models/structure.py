@@ -20,7 +20,7 @@ from nearplane.models.conversion import Names
 from nearplane.models.experts import is_stack, stacked_layers
 from nearplane.models.kinds import has_two_stacks, towers
 from nearplane.models.layers import EmbeddingLayer, Layer, as_layer
-from nearplane.recipe.patterns import has_match
+from nearplane.system.patterns import has_match
 
 IGNORED_REASON = "ignored"
 NOT_HANDLED = "is of no type that is handled"

@@ -1,1 +1,1 @@
-"""Decisions before the first layer: checks of the request, bits of each layer, memory and time."""
+"""Decisions before the first layer: checks of the request, a rehearsal of loading, bits of each layer, memory and time."""

@@ -36,7 +36,6 @@ from nearplane.planning.allocate import MIN_RATE
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import MEASURED_TYPES, AnyScheme, BlockScheme
-from nearplane.recipe.sizes import check_room
 from nearplane.record.model_card import model_card
 from nearplane.record.record import (
     OPTIONAL_FIELDS,
@@ -49,6 +48,7 @@ from nearplane.system.matmul_choice import Library
 from nearplane.system.paths import CONFIG, MAX_FILE
 from nearplane.system.safetensors_files import INDEX, index_text, shard_size
 from nearplane.system.shard_writer import file_names
+from nearplane.system.sizes import check_room
 
 SIZE_MARGIN = 0.001  # relative distance between the bytes that a run aims at and the size that was asked for
 RESERVED_BYTES = 64  # for record entries that are written last: seconds, bytes

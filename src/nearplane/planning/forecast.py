@@ -20,11 +20,9 @@ import torch
 from nearplane.calibration.one_forward import PAUSED_DIVISOR, MemorySetting, never_pauses
 from nearplane.calibration.stages import FirstLook, blocks_by_kind
 from nearplane.calibration.windows import Windows
-from nearplane.coding.blob import Contents, size
 from nearplane.errors import RecipeError
-from nearplane.lattice.grid import ProductGrid
 from nearplane.lattice.kernels import kernels_of
-from nearplane.matrix.on_grid import quantize_matrix
+from nearplane.matrix.to_rate import load_libraries
 from nearplane.models.experts import by_expert
 from nearplane.models.kinds import InputKind, input_kind
 from nearplane.models.layers import Layer
@@ -43,16 +41,14 @@ from nearplane.planning.memory_bound import (
 from nearplane.planning.plan import expected_work
 from nearplane.planning.request import rehearse
 from nearplane.recipe.layer_plan import Plan
-from nearplane.recipe.scheme import Solver
-from nearplane.recipe.schemes import GridScheme
-from nearplane.recipe.sizes import Limits, size_text
 from nearplane.system.device import Device, divided
 from nearplane.system.memory import free_memory, release_all, resident
 from nearplane.system.progress import duration
 from nearplane.system.ranks import current
+from nearplane.system.sizes import Limits, size_text
 
 log = logging.getLogger(__name__)
-ROWS, COLUMNS, SIDE = 128, 512, 1024  # shape of the layer that loads the libraries, size of the timed matrices
+SIDE = 1024  # size of the timed matrices
 HOST: Place = "host"
 DEVICE: Place = "device"
 RESERVE = 1.05  # factor of the recommended limit, because resident memory at the start differs between runs
@@ -250,18 +246,6 @@ def shapes_of(
         heads=getattr(model.config.get_text_config(), "num_attention_heads", 0),
         ranks=current().world,
     )
-
-
-@cache
-def load_libraries(solver: Solver, beam: int | None, *, entropy_coded: bool) -> None:
-    """Solve a small random layer, so that compiled kernels and libraries are part of the resident memory from now on."""
-    generator = torch.Generator().manual_seed(0)
-    W, X = torch.randn(ROWS, COLUMNS, generator=generator), torch.randn(2 * COLUMNS, COLUMNS, generator=generator)
-    matrix, _ = quantize_matrix(W, (X.T @ X / len(X)).double(), GridScheme(solver=solver, beam=beam))
-    if entropy_coded:
-        columns, rows = torch.zeros(COLUMNS, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
-        grid = ProductGrid(base=1.0, columns=columns, column_resolution=1, rows=rows, row_resolution=1)
-        size(Contents.of(matrix.codes, grid))
 
 
 @cache

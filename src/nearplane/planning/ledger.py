@@ -22,8 +22,8 @@ from nearplane.planning.allocate import MIN_RATE
 from nearplane.planning.folder_size import RESERVED_BYTES, Overhead, aim_of, completed_record, predict_overhead
 from nearplane.recipe.layer_plan import LayerPlan, Plan
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.sizes import size_text
 from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.system.sizes import size_text
 
 ACCEPTED_GAP = 0.004  # largest distance below the limit, relative to it, at which the last layers are not solved again
 MAX_SECONDS = 99999.999999  # duration of a layer in the length that the record reserves

@@ -21,13 +21,13 @@ from nearplane.formats.gguf.names import UNUSED_NAMES
 from nearplane.formats.gptq import FUSED_NAMES
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS
-from nearplane.loading.rehearsal import check_loads
 from nearplane.models.ignored import merged_experts, refuse_unmatched, refuse_unsupported, unquantized_patterns
 from nearplane.models.kinds import has_head, has_two_stacks
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
 from nearplane.number_formats import BlockType, NumberFormat
 from nearplane.planning.plan import check_budget
+from nearplane.planning.rehearsal import check_loads
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import is_integer
@@ -230,7 +230,7 @@ def quantization_config(model: Model, plan: Plan, layers: Sequence[Layer] | None
         grids=own_grids,
         experts=merged_experts(model, layers),
         routed={name for layer in layers if layer.routed for name in (layer.name, layer.written(model.weights))},
-        layers={  # matrices made of several tensors are refused later, see `loading/rehearsal.py`
+        layers={  # matrices made of several tensors are refused later, see `planning/rehearsal.py`
             layer.written(model.weights): grids[layer.name] for layer in layers if layer.stored_alone(model.weights)
         },
         embeddings=recipe.scheme.dense_ends,

@@ -22,11 +22,11 @@ from nearplane.planning.plan import plan
 from nearplane.planning.request import check_request, open_original, quantization_config, resolved
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.sizes import Limits
 from nearplane.record.record import RunRecord, versions
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library, recorded_library
 from nearplane.system.progress import Progress
+from nearplane.system.sizes import Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,11 @@ from typing import Any, Literal
 from nearplane.errors import RecipeError
 from nearplane.number_formats import FLOATS, InputRounding
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
-from nearplane.recipe.patterns import fault_of, has_match
 from nearplane.recipe.scheme import Activations, Allocation, names_of, spelled_out
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme, scheme_of
 from nearplane.recipe.spellings import translated
 from nearplane.system.arguments import MAX_SEED, check_fields, described, whole, within
+from nearplane.system.patterns import fault_of, has_match
 
 Rare = Literal["mean", "error"]
 FirstToken = Literal["auto", "none"]

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, Self
 from nearplane.errors import RecipeError
 from nearplane.number_formats import E2M1, ENTROPY_CODED_FORMAT, NumberFormat, find_format, integers
 from nearplane.recipe.file_formats import Format
-from nearplane.recipe.sizes import bytes_in
 from nearplane.system.arguments import check_fields, whole, within
+from nearplane.system.sizes import bytes_in
 
 Order = Literal["natural", "activation", "pivoted"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best"]

@@ -33,8 +33,8 @@ from nearplane.recipe.scheme import (
     options_of,
     spelled_out,
 )
-from nearplane.recipe.sizes import bytes_in
 from nearplane.system.arguments import check_fields, whole, within
+from nearplane.system.sizes import bytes_in
 
 Scale = Literal["minmax", "mse"]
 Rows = Literal["sensitivity", "equal"]

@@ -18,12 +18,12 @@ import yaml
 
 from nearplane.number_formats import BlockFormat, NumberFormat
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.sizes import counted, size_text
 from nearplane.record.evaluation_table import evaluation_tables
 from nearplane.record.record import RunRecord
 from nearplane.record.summary import losses
 from nearplane.record.uses import pipeline_tag, uses, uses_of_dense
 from nearplane.record.words import by_source, calibrated, degenerate, exceeding, few_tokens, left
+from nearplane.system.sizes import counted, size_text
 
 TAKEN = ("license", "license_name", "license_link", "language", "datasets", "tags")  # from the original's card
 KEYS = ("base_model", "base_model_relation", "library_name", "pipeline_tag", *TAKEN)  # all keys, in this order

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from nearplane.recipe.sizes import counted, size_text, three_places
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.words import (
     NOT_FITTED,
@@ -17,6 +16,7 @@ from nearplane.record.words import (
     next_commands,
     remarks,
 )
+from nearplane.system.sizes import counted, size_text, three_places
 
 NOTABLE_LOSS = 0.05  # share of a layer's output energy; at 4 bits most layers lose less than a tenth of it
 MAX_NAMED = 3  # layers with the largest losses that the summary names

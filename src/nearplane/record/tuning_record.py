@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from nearplane.errors import FormatError
 from nearplane.recipe.recipe import Tune
-from nearplane.recipe.sizes import counted, size_text
+from nearplane.system.sizes import counted, size_text
 
 KL_TOLERANCE = 1e-5  # relative tolerance of the held-out KL from files: float32 sums in another order
 

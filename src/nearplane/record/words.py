@@ -13,11 +13,11 @@ from nearplane.errors import first_few
 from nearplane.number_formats import TYPES
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 from nearplane.recipe.schemes import BlockScheme
-from nearplane.recipe.sizes import bytes_in, counted
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
 from nearplane.record.record import RunRecord
 from nearplane.record.uses import typed, uses
 from nearplane.system.files import read_object
+from nearplane.system.sizes import bytes_in, counted
 
 NOT_FITTED = "to which nothing was fitted"  # said of windows that follow the calibration windows in the text
 

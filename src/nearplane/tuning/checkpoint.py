@@ -32,10 +32,10 @@ from nearplane.models.kinds import has_head
 from nearplane.models.model import Model
 from nearplane.recipe.layer_plan import LayerPlan, Plan
 from nearplane.recipe.recipe import Calibration, Recipe
-from nearplane.recipe.sizes import size_text
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.device import Device
 from nearplane.system.memory import free_memory
+from nearplane.system.sizes import size_text
 from nearplane.tuning.levels import TunedLevels
 from nearplane.tuning.network import needed, norms_of
 from nearplane.tuning.parameters import TunedBlocks, TunedLadders, TunedLayer, TunedMatrix, TunedVector

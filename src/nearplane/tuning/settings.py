@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import CalibrationError
-from nearplane.recipe.sizes import counted
 from nearplane.record.record import RunRecord
+from nearplane.system.sizes import counted
 
 SAMPLES_FACTOR = 5  # windows for tuning by default, relative to the default of calibration; a fifth of them is held out
 WINDOWS_PER_HELD_OUT = 5  # one window of so many is held out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from collections.abc import Iterable, Mapping
@@ -11,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from nearplane.errors import RecipeError
 from nearplane.recipe.recipe import Way
-from nearplane.system.files import write_whole
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
 from nearplane.verbs.compare_recipes import WAYS
-from nearplane.verbs.early_checks import check_plot
+from nearplane.verbs.figure_file import figure_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,40 +41,31 @@ def draw(rows: Iterable[Row], out: str | Path) -> None:
     Raises:
         RecipeError: matplotlib is not installed, or `out` has another suffix.
     """
-    check_plot(out)
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    out = Path(out)
     measured = [row for row in rows if row.perplexity is not None]
     originals = [row for row in measured if row.method == ORIGINAL_METHOD]
-    if len(measured) == len(originals):
-        raise RecipeError("There is nothing to draw, because no method was measured.")
     methods: list[Way] = [way for way in WAYS if any(row.method == way for row in measured)]
-    with mpl.rc_context({"svg.hashsalt": "nearplane", "font.size": 10, "savefig.facecolor": "white"}):
+    with figure_file(out) as figure:
+        if not methods:
+            raise RecipeError("There is nothing to draw, because no method was measured.")
         if len(originals) == 1:
-            figure = Figure(figsize=(8.4, 4.4), layout="constrained")
+            figure.set_size_inches(8.4, 4.4)
             _curves(figure.subplots(), originals[0], {w: [r for r in measured if r.method == w] for w in methods})
             figure.legend(loc="outside right upper", frameon=False, fontsize=8)  # inside, its lines look like curves
-        else:
-            columns = min(3, len(methods))
-            lines = math.ceil(len(methods) / columns)
-            figure = Figure(figsize=(max(5.0, 3.4 * columns), max(3.6, 3.0 * lines)), layout="constrained")
-            panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
-            unit, word = (1e9, "GB") if max(row.bytes or 0 for row in measured) >= 1e8 else (1e6, "MB")
-            bits = sorted({row.asked for row in measured if row.asked is not None}, reverse=True)
-            markers = dict(zip(bits, itertools.cycle("osD^vP")))
-            for panel in panels[len(methods) :]:
-                panel.set_visible(False)
-            for panel, way in zip(panels, methods, strict=False):
-                _panel(panel, way, originals, [row for row in measured if row.method == way], unit, markers)
-            figure.supxlabel(f"weight files, {word}", fontsize=10)
-            figure.supylabel("perplexity", fontsize=10)
-            _name_markers(figure, markers)
-        content = io.BytesIO()
-        metadata = {"Date": None} if out.suffix == ".svg" else None
-        figure.savefig(content, format=out.suffix[1:], dpi=160, metadata=metadata)
-    write_whole(out, content.getvalue())
+            return
+        columns = min(3, len(methods))
+        lines = math.ceil(len(methods) / columns)
+        figure.set_size_inches(max(5.0, 3.4 * columns), max(3.6, 3.0 * lines))
+        panels = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flatten()
+        unit, word = (1e9, "GB") if max(row.bytes or 0 for row in measured) >= 1e8 else (1e6, "MB")
+        bits = sorted({row.asked for row in measured if row.asked is not None}, reverse=True)
+        markers = dict(zip(bits, itertools.cycle("osD^vP")))
+        for panel in panels[len(methods) :]:
+            panel.set_visible(False)
+        for panel, way in zip(panels, methods, strict=False):
+            _panel(panel, way, originals, [row for row in measured if row.method == way], unit, markers)
+        figure.supxlabel(f"weight files, {word}", fontsize=10)
+        figure.supylabel("perplexity", fontsize=10)
+        _name_markers(figure, markers)
 
 
 def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:

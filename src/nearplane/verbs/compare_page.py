@@ -8,7 +8,6 @@ from difflib import SequenceMatcher
 from html import escape
 from pathlib import Path
 
-from nearplane.recipe.sizes import counted, size_text, three_places
 from nearplane.record.report.drawing import (
     NO_VALUE,
     along,
@@ -24,14 +23,13 @@ from nearplane.record.report.drawing import (
 )
 from nearplane.record.report.page import framed
 from nearplane.system.files import write_whole
+from nearplane.system.sizes import counted, size_text, three_places
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
 from nearplane.verbs.compare_recipes import WAYS
 from nearplane.verbs.early_checks import check_page
 
 HEADS = ("model", "method", "asked", "bits/weight", "weight files", "perplexity", "KL to original", "time")
-PARTS = re.compile(
-    r"\s*(?:\w+|[^\w\s])|\s+"
-)  # of a text, which are compared: words and single signs with spaces before
+PARTS = re.compile(r"\s*(?:\w+|[^\w\s])|\s+")  # of a text: words and single signs, with spaces before
 
 
 def write_page(rows: Sequence[Row], out: str | Path, *, prompt: str | None = None) -> None:
@@ -58,21 +56,23 @@ def write_page(rows: Sequence[Row], out: str | Path, *, prompt: str | None = Non
     write_whole(Path(out), framed(f"Comparison of {names}", glyphs(1) + "\n".join(parts), command="compare").encode())
 
 
+def cells(row: Row, kl: str, none: str = NO_VALUE) -> tuple[str, ...]:
+    """Return the cells of a row below `HEADS`; `kl` is the printed KL, and `none` stands for other figures without a value."""
+    return (
+        Path(row.model).name,
+        row.method,
+        none if row.asked is None else f"{row.asked:g}",
+        three_places(row.rate),
+        none if row.bytes is None else size_text(row.bytes),
+        none if row.perplexity is None else f"{row.perplexity:#.4g}",
+        kl,
+        f"{row.seconds:.1f} s",
+    )
+
+
 def _table(rows: Sequence[Row]) -> str:
     """Return all rows as a table, with their notes below."""
-    lines = (
-        (
-            Path(row.model).name,
-            row.method,
-            NO_VALUE if row.asked is None else f"{row.asked:g}",
-            three_places(row.rate),
-            NO_VALUE if row.bytes is None else size_text(row.bytes),
-            NO_VALUE if row.perplexity is None else f"{row.perplexity:#.4g}",
-            NO_VALUE if row.kl is None else short(row.kl),
-            f"{row.seconds:.1f} s",
-        )
-        for row in rows
-    )
+    lines = (cells(row, NO_VALUE if row.kl is None else short(row.kl)) for row in rows)
     heads = "".join(f"<th>{escape(head)}</th>" for head in HEADS)
     body = "\n".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
     notes = "".join(f"<li>{escape(f'{_title(row)}: {row.note}')}</li>" for row in rows if row.note)

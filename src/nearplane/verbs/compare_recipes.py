@@ -1,4 +1,18 @@
-"""Recipes of the methods that `compare` runs, and the bits per weight that each method can have."""
+"""Recipes of the methods that `compare` runs, and the bits per weight that each method can have.
+
+    rtn-mse         weights rounded to nearest, b-bit symmetric groups, steps of least p-norm error; no calibration
+    gptq-mse        the same grids, GPTQ in its natural order, no corrected targets
+    rtn-huffman     weights rounded to nearest with one step per matrix and no limits; one Huffman code per matrix
+    gptq-huffman    the same coder, GPTQ in its natural order, no corrected targets (HPTQ)
+    nearplane-grid  the grids of the first two, with all defaults of nearplane
+    nearplane       entropy-coded, with all defaults: steps by water-filling, rates of layers by equal slope
+
+The first four are the rows of Table 1 in Chen et al., "The Geometry of LLM Quantization: GPTQ as Babai's Nearest Plane
+Algorithm" (2025). Order and damping, which it does not state for them, are GPTQ's own defaults.
+
+4.125 bits on a grid mean codes of 4 bits and a 16-bit step for every 128 weights. Groups that do not divide the layers are
+made smaller, and models in float32 get 32-bit steps.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +29,7 @@ from nearplane.recipe.file_formats import Format
 from nearplane.recipe.recipe import Calibration, Recipe, Way
 from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import GridScheme, RateScheme, fitting_group
-from nearplane.theory.hptq import hptq_recipe
+from nearplane.verbs.hptq import hptq_recipe
 
 WAYS: tuple[Way, ...] = Way.__args__  # type: ignore[attr-defined]
 HUFFMAN: tuple[Way, ...] = ("rtn-huffman", "gptq-huffman")

@@ -14,17 +14,17 @@ from typing import Any, get_args
 from nearplane.calibration.mix import check_shares
 from nearplane.calibration.text_files import check_named, is_cropped, texts_of
 from nearplane.errors import INSTALL, CalibrationError, ModelError, RecipeError
+from nearplane.evaluation.evaluate_request import PLAIN_WINDOWS, Protocol
 from nearplane.number_formats import integers
-from nearplane.recipe.evaluate_request import PLAIN_WINDOWS, Protocol
 from nearplane.recipe.file_formats import FILE_FORMATS
 from nearplane.recipe.recipe import Recipe, Way
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
-from nearplane.recipe.sizes import Limits, bytes_in, check_room
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.arguments import MAX_SEED, check_type, whole, within
 from nearplane.system.files import check_writable
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_path, folder_named
+from nearplane.system.sizes import Limits, bytes_in, check_room
 
 DENSE = "safetensors"  # format of `export` for decoded weights
 COMPARISON_TAG = b'<meta name="generator" content="nearplane compare">'  # marks a page of a comparison

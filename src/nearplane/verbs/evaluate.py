@@ -21,6 +21,7 @@ from nearplane.calibration.given import Encoded, Given, refuse_tokenizer
 from nearplane.calibration.texts import check_start, check_vocabulary
 from nearplane.calibration.windows import check_padding, digest_of
 from nearplane.errors import CalibrationError, ModelError, RecipeError
+from nearplane.evaluation.evaluate_request import PLAIN_WINDOWS, Protocol
 from nearplane.evaluation.predictions import Network, Outline, batches_here, opened
 from nearplane.evaluation.protocols import (
     LlamaCppFigure,
@@ -40,7 +41,6 @@ from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import InputKind
 from nearplane.models.pretrained import tokenizer_of
 from nearplane.models.two_tokenizers import check_same_tokens, decoded
-from nearplane.recipe.evaluate_request import PLAIN_WINDOWS, Protocol
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
 from nearplane.system.process_group import joined

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nearplane.errors import RecipeError
-from nearplane.system.files import write_whole
-from nearplane.verbs.early_checks import check_plot
 from nearplane.verbs.evaluate import Measured
+from nearplane.verbs.figure_file import figure_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,17 +37,12 @@ def draw(measured: Sequence[Measured], out: str | Path) -> None:
     Raises:
         RecipeError: matplotlib is not installed, `out` has another suffix, or no predictions were compared.
     """
-    check_plot(out)
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     compared = [each for each in measured if each.scores is not None and each.scores.kl is not None]
-    if not compared:
-        raise RecipeError("There is nothing to draw: an encoder has no predictions. Leave out --plot.")
-    out = Path(out)
-    with mpl.rc_context({"svg.hashsalt": "nearplane", "font.size": 10, "savefig.facecolor": "white"}):
+    with figure_file(out) as figure:
+        if not compared:
+            raise RecipeError("There is nothing to draw: an encoder has no predictions. Leave out --plot.")
         ranged = any(_ranges(each) > 1 for each in compared)  # llama.cpp scores positions of one range
-        figure = Figure(figsize=(9.0 if ranged else 4.8, 3.8), layout="constrained")
+        figure.set_size_inches(9.0 if ranged else 4.8, 3.8)
         *left, histogram = figure.subplots(1, 1 + ranged, squeeze=False)[0]
         for number, each in enumerate(compared):
             colour = COLOURS[number % len(COLOURS)]
@@ -65,10 +58,6 @@ def draw(measured: Sequence[Measured], out: str | Path) -> None:
         histogram.set_title("KL of single tokens; the dashed line is their mean", fontsize=9)
         if len(compared) > 1:
             histogram.legend(frameon=False, fontsize=8)
-        content = io.BytesIO()
-        metadata = {"Date": None} if out.suffix == ".svg" else None
-        figure.savefig(content, format=out.suffix[1:], dpi=160, metadata=metadata)
-    write_whole(out, content.getvalue())
 
 
 def _ranges(measured: Measured) -> int:

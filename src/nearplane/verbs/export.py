@@ -23,7 +23,6 @@ from nearplane.loading.dense_network import decoded_tensors, stacks_of
 from nearplane.models.config_checks import PACKED_NAMES
 from nearplane.models.conversion import as_saved
 from nearplane.models.pretrained import empty_network, vocabulary_of
-from nearplane.recipe.sizes import check_room
 from nearplane.record.record import read_record
 from nearplane.system.arguments import checked
 from nearplane.system.files import check_hashes
@@ -31,6 +30,7 @@ from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import CONFIG, RECORD
 from nearplane.system.safetensors_files import TensorReader
 from nearplane.system.shard_writer import ShardWriter
+from nearplane.system.sizes import check_room
 from nearplane.verbs.early_checks import DENSE, check_export
 from nearplane.verbs.export_integers import move_integers
 

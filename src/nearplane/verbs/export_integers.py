@@ -26,12 +26,12 @@ from nearplane.formats.layer_format import Held, LayerFormat
 from nearplane.formats.stored import Stored
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.grid import Grid
-from nearplane.loading.rehearsal import check_loads
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.models.layers import Layer
 from nearplane.models.model import DTYPES, Model
 from nearplane.number_formats import BlockType, NumberFormat
 from nearplane.planning.folder_size import max_record_bytes
+from nearplane.planning.rehearsal import check_loads
 from nearplane.planning.request import check_request, quantization_config
 from nearplane.planning.start import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
@@ -40,9 +40,9 @@ from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import LayerScheme, Recipe
 from nearplane.recipe.scheme import Scheme, options_of
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, Ends, GridScheme
-from nearplane.recipe.sizes import check_room
 from nearplane.record.record import RunRecord, read_record
 from nearplane.system.paths import RECORD
+from nearplane.system.sizes import check_room
 
 log = logging.getLogger("nearplane")
 

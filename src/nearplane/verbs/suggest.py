@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from nearplane.errors import RecipeError
-from nearplane.loading.rehearsal import check_readers
 from nearplane.models.described import open_described
 from nearplane.models.model import Model
 from nearplane.planning.cache_size import cache_bytes
 from nearplane.planning.folder_size import tensor_bytes
 from nearplane.planning.modes import MODES, Loss, Mode, Runtime
+from nearplane.planning.rehearsal import check_readers
 from nearplane.planning.request import check_request, resolved
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.sizes import SIZE_UNITS, size_text
 from nearplane.record.uses import typed
 from nearplane.system.arguments import checked
+from nearplane.system.sizes import SIZE_UNITS, size_text
 from nearplane.verbs.early_checks import check_suggest
 
 DEFAULT_CONTEXT = 8192

@@ -27,12 +27,12 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.forecast import within_limits
 from nearplane.planning.plan import moments_of_embeddings
-from nearplane.recipe.sizes import Limits
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.device import Device, dtype_name, without_number
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, counted
+from nearplane.system.sizes import Limits
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.tuning.loop import mean_kl
 from nearplane.tuning.network import TunedNetwork

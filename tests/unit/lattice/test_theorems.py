@@ -105,7 +105,7 @@ ELSEWHERE = {
     "../theory/test_vectors.py": {
         "lecture: absmax, zero point": "test_absmax_and_zero_point_are_those_of_the_slides",
     },
-    "../theory/test_hptq.py": {
+    "../verbs/test_hptq.py": {
         "AM / GM": "test_one_step_costs_what_the_unevenness_of_the_profile_says",
     },
     "../theory/test_shrunken.py": {

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from nearplane import FormatError, GridScheme, RateScheme, RecipeError
 from nearplane.recipe.recipe import Calibration, Recipe
-from nearplane.recipe.sizes import size_text
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.report.drawing import PLOT_HEIGHT, TIMES, Scale, spanning
 from nearplane.record.report.figures import kinds
 from nearplane.record.report.page import findings, render
+from nearplane.system.sizes import size_text
 from nearplane.verbs.report import write_report
 
 SHAPES = {

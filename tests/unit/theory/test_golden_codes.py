@@ -16,9 +16,9 @@ from torch import Tensor
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.solvers import nearest_plane
 from nearplane.recipe.recipe import Calibration
-from nearplane.theory.hptq import hptq, hptq_recipe
 from nearplane.theory.obq import greedy_sweep
 from nearplane.theory.qr_factor import append, factorize_root
+from nearplane.verbs.hptq import hptq, hptq_recipe
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_codes.json").read_text())
 

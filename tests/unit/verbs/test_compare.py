@@ -22,8 +22,9 @@ from nearplane.formats.stored import read_matrices
 from nearplane.models.model import open_model
 from nearplane.record.record import read_record
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
-from nearplane.verbs.compare_figure import check_plot, draw
+from nearplane.verbs.compare_figure import draw
 from nearplane.verbs.compare_recipes import WAYS, fixed_grid, recipe_for
+from nearplane.verbs.early_checks import check_plot
 
 TOKENS = Calibration(calibration=str(CALIBRATION), samples=10, seqlen=64)
 BITS = (3.125, 2.125)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from html import escape
 
-from nearplane.recipe.sizes import counted
 from nearplane.recipe.thresholds import MAX_CERTIFIED_INPUTS
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.report.drawing import (
@@ -35,6 +34,7 @@ from nearplane.record.report.drawing import (
     short,
     spanning,
 )
+from nearplane.system.sizes import counted
 
 MAX_MARKED_KINDS = 11  # of layers with a separate mark; all rarer kinds share one
 # bits per weight that rounding to evenly spaced values costs at high rates, 0.2546

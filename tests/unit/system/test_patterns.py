@@ -11,7 +11,7 @@ import nearplane
 from nearplane import FormatError, RecipeError
 from nearplane.errors import printable
 from nearplane.formats.layer_format import matches
-from nearplane.recipe.patterns import fault_of, has_match
+from nearplane.system.patterns import fault_of, has_match
 
 NAME = "model.layers.10.self_attn.q_proj"
 

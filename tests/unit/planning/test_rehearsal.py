@@ -19,9 +19,9 @@ from model_types import save_type
 from nearplane.errors import RecipeError
 from nearplane.formats.layer_format import EXPERTS_WITH, WEIGHTS, GridFormat, config_text
 from nearplane.formats.table import FORMATS
-from nearplane.loading.rehearsal import check_loads, faults
 from nearplane.models.model import Model, open_model
 from nearplane.number_formats import integers
+from nearplane.planning.rehearsal import check_loads, faults
 from nearplane.planning.request import quantization_config, resolved
 from nearplane.recipe.recipe import Recipe
 

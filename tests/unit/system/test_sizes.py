@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearplane import RecipeError
-from nearplane.recipe.sizes import bytes_in, check_room, size_text
+from nearplane.system.sizes import bytes_in, check_room, size_text
 
 
 @pytest.mark.parametrize(

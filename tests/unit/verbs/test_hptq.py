@@ -18,7 +18,7 @@ from nearplane.lattice.factor import factorize
 from nearplane.models.model import open_model
 from nearplane.recipe.recipe import Calibration
 from nearplane.system.device import Device
-from nearplane.theory.hptq import hptq, hptq_layers, hptq_recipe
+from nearplane.verbs.hptq import hptq, hptq_layers, hptq_recipe
 
 CODES = {
     "rtn-huffman at 3.125": ("5ffb3543b2177f1f57f720b9e75a7c1b", 3.1271158854166665),

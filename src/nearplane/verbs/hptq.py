@@ -1,7 +1,7 @@
 """HPTQ: GPTQ with one step per matrix and unbounded codes, entropy-coded by one Huffman code per matrix.
 
 Rounding to nearest is available too. The step is searched until the coded matrix has the given rate. No file is
-written: `compare` puts the values into the model and measures it, and sizes follow from code lengths (`huffman.py`).
+written: the values are put into a network in memory, and sizes follow from code lengths (`theory/huffman.py`).
 
 Chen et al., "The Geometry of LLM Quantization: GPTQ as Babai's Nearest Plane Algorithm" (2025), Table 1.
 """
@@ -9,17 +9,21 @@ Chen et al., "The Geometry of LLM Quantization: GPTQ as Babai's Nearest Plane Al
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.walk import walk
-from nearplane.calibration.windows import Windows
+from nearplane.calibration.windows import Windows, calibration_windows, check_tokens
 from nearplane.errors import NumericalError, RecipeError
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
@@ -31,7 +35,10 @@ from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import AnyScheme, RateScheme
 from nearplane.system.device import Device
+from nearplane.system.matmul_library import chosen_library
+from nearplane.system.progress import Progress, logged, silent
 from nearplane.theory.huffman import coded_bytes, estimated_size
+from nearplane.verbs.evaluate import load_dense
 
 MIN_RATE = 1.1  # bits per weight; every code word has at least one bit
 MAX_CARRYOVER = 0.02  # limit on the relative change of a layer's rate to use up the surplus bits of earlier blocks
@@ -138,3 +145,60 @@ def hptq_layers(model: Model, recipe: Recipe, windows: Windows, device: Device) 
                 values.append(coded.matrix.decode())
                 yield layer, coded
             stage.write(values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuffmanCoded:
+    """A network in memory whose layers have the values of their Huffman codes.
+
+    Args:
+        network: The network in float32.
+        tokenizer: Its tokenizer.
+        rate: Bits per quantized weight.
+        bytes: Size of all tensors if they were written.
+        seconds: Time that it took.
+    """
+
+    network: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    rate: float
+    bytes: int
+    seconds: float
+
+
+def huffman_coded(
+    source: str | Path,
+    opened: Model,
+    recipe: Recipe,
+    *,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> HuffmanCoded:
+    """Quantize a model with Huffman codes in one walk through the network, in memory; see `hptq_layers`.
+
+    Args:
+        source: Folder or hub id of the model.
+        opened: The same model, opened.
+        recipe: Recipe of `hptq_recipe`, in any order of columns.
+        device: Device to compute on.
+        trust_remote_code: Whether to run model code that comes with the checkpoint.
+        progress: Display that wraps the iterator over layers.
+    """
+    began, place, layers = time.perf_counter(), Device.named(device), opened.layers
+    windows = calibration_windows(opened, recipe)
+    check_tokens(opened, recipe, windows)
+    network, tokenizer = load_dense(source, place.place, trust_remote_code=trust_remote_code)
+    size = 0
+    with (
+        chosen_library([layer.shape for layer in layers], windows.count * windows.seqlen, place),
+        closing(hptq_layers(opened, recipe, windows, place)) as walked,
+    ):
+        for layer, coded in progress(logged(walked, "quantizing", len(layers)), "quantizing", len(layers)):
+            layer.within(network, "").write(coded.matrix.decode())
+            size += coded.bytes
+    reader, layer_tensors = opened.reader, {name for layer in layers for name in layer.copies(opened.weights)}
+    others = sum(reader.nbytes(name) for name in reader.names() if name not in layer_tensors)
+    rate = 8 * size / sum(math.prod(layer.shape) for layer in layers)
+    seconds = round(time.perf_counter() - began, 6)
+    return HuffmanCoded(network=network, tokenizer=tokenizer, rate=rate, bytes=size + others, seconds=seconds)

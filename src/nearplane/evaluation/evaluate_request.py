@@ -1,4 +1,4 @@
-"""What is asked of `evaluate`: the names of its protocols."""
+"""What is asked of `evaluate`: the names of its protocols. Needs no torch."""
 
 from __future__ import annotations
 

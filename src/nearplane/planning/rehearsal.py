@@ -32,11 +32,11 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from nearplane.errors import RecipeError, first_line
 from nearplane.formats.layer_format import GridFormat, LayerFormat
 from nearplane.formats.table import FORMATS, format_of
-from nearplane.loading.gptq_rules import EXPERTS_BY_GPTQMODEL, GPTQMODEL_ONLY_TYPES, RULES, Described
 from nearplane.models.ignored import pattern_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.number_formats import NumberFormat
+from nearplane.planning.gptq_rules import EXPERTS_BY_GPTQMODEL, GPTQMODEL_ONLY_TYPES, RULES, Described
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.system.safetensors_files import DTYPE_NAMES
