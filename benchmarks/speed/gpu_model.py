@@ -49,7 +49,8 @@ from nearplane.lattice.kernels import KERNELS, torch_kernels
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
 from nearplane.matrix import certificate, to_rate
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.inputs import LayerInput, corrected
+from nearplane.matrix.on_grid import joined
 from nearplane.planning.forecast import shapes_of
 from nearplane.planning.memory_bound import bound, choose, multiplications, settings, waits
 from nearplane.planning.request import resolved
@@ -221,10 +222,12 @@ def of_layer(mode: str, state: str, out: int, columns: int) -> tuple[list[dict[s
     kernels = STATES[state].kernels if state in STATES else compiled
     with pretended() as gpu, kernels(), divided() if state == "divided" else nullcontext():
         W, statistics = problem(out, columns)
-        inputs = Inputs(statistics)
-        for each in (inputs, inputs.of(statistics)):
+        inputs, storage = LayerInput.of(statistics), StepStorage(torch.float16)
+        for _ in range(2):
             with Sections(clock_of(gpu)) as sections:
-                solve_layer("a layer", W, each, LayerPlan(scheme=scheme), StepStorage(torch.float16))
+                target = corrected(W, inputs, scheme)
+                rows = solve_layer("a layer", W, target, inputs, LayerPlan(scheme=scheme), storage)
+                joined([rows], inputs, scheme, name="a layer")
             found.append(sections.spent)
     return found, sections.calls
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from nearplane.coding.blob import Contents, encode
 from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import factorize
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.inputs import LayerInput
 from nearplane.matrix.to_rate import Search, coded_rate, quantize_matrix_to_rate, secant, waterfilled_steps
 from nearplane.recipe.schemes import RateScheme
 from nearplane.theory.shrunken import shrunken
@@ -45,7 +45,7 @@ def excess_of_hptq(W: Tensor, H: Tensor, rate: float) -> tuple[float, float]:
     coded = hptq(W, H, RateScheme(rate=rate, damp=0.0, solver="nearest-plane"))
     T, found = W.double(), 8 * coded.bytes / W.numel()
     loss = float(quadratic(T - coded.matrix.decode().double(), H).mean() / W.shape[1])
-    return found, found - limit(loss, T.square().mean(1), Inputs(H).eigenvalues())
+    return found, found - limit(loss, T.square().mean(1), LayerInput.of(H).shared.eigenvalues)
 
 
 def excess_of_shrunken(W: Tensor, H: Tensor, rate: float) -> tuple[float, float]:
@@ -53,7 +53,7 @@ def excess_of_shrunken(W: Tensor, H: Tensor, rate: float) -> tuple[float, float]
 
     Step and noise determine each other: `mu = c^2 / (12 mean(W^2))` is what damps the factor.
     """
-    inputs = Inputs(H)
+    inputs = LayerInput.of(H)
     plain = RateScheme(rate=rate, damp=0.0, solver="nearest-plane")
 
     def searched(aim: Tensor, scheme: RateScheme) -> Search:
@@ -72,7 +72,7 @@ def excess_of_shrunken(W: Tensor, H: Tensor, rate: float) -> tuple[float, float]
     T, V = W.double(), trial.matrix.decode().double()
     V *= float((V @ H * T).sum() / (V @ H * V).sum())  # the scale of least loss, which costs nothing
     coded = 8 * len(encode(Contents.of(trial.matrix.codes, trial.matrix.grid))) / W.numel()
-    least = limit(float(quadratic(T - V, H).mean() / W.shape[1]), T.square().mean(1), inputs.eigenvalues())
+    least = limit(float(quadratic(T - V, H).mean() / W.shape[1]), T.square().mean(1), inputs.shared.eigenvalues)
     return coded, coded - least
 
 

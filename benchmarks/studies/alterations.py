@@ -32,7 +32,7 @@ from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import calibration_windows
 from nearplane.formats.stored import read_matrices
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.matrix.inputs import Inputs, corrected
+from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.models.model import open_model
 from nearplane.planning.plan import moments_of_embeddings
 from nearplane.recipe.scheme import Scheme
@@ -136,10 +136,10 @@ def every_code(folder: Path, source: str) -> Moves:
     )  # fmt: skip
 
 
-def moves(name: str, W: Tensor, inputs: Inputs, matrix: QuantizedMatrix, scheme: Scheme) -> Moves:
+def moves(name: str, W: Tensor, inputs: LayerInput, matrix: QuantizedMatrix, scheme: Scheme) -> Moves:
     """Compute what every move of one code of one layer would do; `name` is that of its tensors."""
     values, H = matrix.decode(), inputs.moments.H
-    E = corrected(W, inputs, scheme)[0].to(H.dtype) - values.to(H.dtype)
+    E = corrected(W, inputs, scheme).values.to(H.dtype) - values.to(H.dtype)
     EH = E @ H  # (out, in)
     steps = (matrix.grid.decode(matrix.codes + 1) - values).to(H.dtype)  # (out, in)
     groups = (EH * E).sum(1).tensor_split(row_groups(*W.shape))

@@ -40,7 +40,7 @@ from nearplane.evaluation.predictions import log_probabilities
 from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import nearest_plane
-from nearplane.matrix.inputs import Inputs, corrected
+from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.on_grid import quantize_matrix, solve
 from nearplane.models.kinds import Divergence, divergence
 from nearplane.recipe.schemes import GridScheme
@@ -110,7 +110,7 @@ def on_layers(chosen: Case, bits: int, names: list[str]) -> dict[str, Sums]:
                 scheme = GridScheme(
                     bits=bits, group_size=chosen.group_size, symmetric=False, correct=False, **VARIANTS[name]
                 )
-                target, _ = corrected(W, inputs, scheme)
+                target, _, *_ = corrected(W, inputs, scheme)
                 seconds, matrix = timed(lambda: solve(target, inputs, scheme, torch.float16).matrix)  # noqa: B023
                 E = (W - matrix.decode()).double()
                 damped = inputs.damped(inputs.factor(scheme.order, scheme.damp), torch.float64)
@@ -198,7 +198,7 @@ def large(n: int, bits: int, names: list[str]) -> None:
     """Print what the solve of one (n, n) matrix takes, and what all of `quantize_matrix` does."""
     g = torch.Generator().manual_seed(0)
     Q = torch.linalg.qr(torch.randn(n, n, generator=g)).Q.double()
-    inputs = Inputs(Q * torch.arange(1, n + 1, dtype=torch.float64).pow(-1.6) @ Q.T)
+    inputs = LayerInput.of(Q * torch.arange(1, n + 1, dtype=torch.float64).pow(-1.6) @ Q.T)
     W = torch.randn(n, n, generator=g)
     schemes = {
         name: GridScheme(bits=bits, group_size=128, symmetric=False, correct=False, **VARIANTS[name]) for name in names

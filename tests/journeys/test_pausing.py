@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import nearplane
 from alive import paused
 from families import VOCABULARY, config_of, random_model
 from nearplane.calibration.one_forward import MemorySetting
-from nearplane.calibration.walk import walk
+from nearplane.calibration.walk import Stage, walk
 from nearplane.calibration.windows import Windows
-from nearplane.matrix.inputs import Inputs, corrected
+from nearplane.matrix.inputs import Target
 from nearplane.models.model import open_model
 from nearplane.system.device import Device
 from nightly import daily
@@ -73,33 +72,35 @@ def test_without_free_memory_the_same_is_written(
     assert nearplane.verify(tmp_path / "none", against=model, calibration=TOKENS).faults == ()
 
 
-@pytest.mark.parametrize(("how", "where"), [(FAST, "on_grid"), ({"calibration": TOKENS, "rate": 3.0}, "to_rate")])
+@pytest.mark.parametrize("how", [FAST, {"calibration": TOKENS, "rate": 3.0}])
 def test_while_layers_are_solved_only_their_hessian_is_left_of_the_moments(
     how: dict[str, Any],
-    where: str,
     folder_of: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a target is made of is as large as the Hessian: the last layer of a stage lets go of it before it is solved."""
-    asked: list[Inputs] = []
+    asked: list[int] = []
+    target = Stage.target
 
-    def watched(W: Tensor, inputs: Inputs, *rest: Any) -> tuple[Tensor, float]:
-        moments = inputs.moments
+    def watched(stage: Stage, number: int, *rest: Any, **options: Any) -> Target:
+        moments = stage.inputs[number].moments
         if not moments.tokens:  # the layer that loads libraries
-            return corrected(W, inputs, *rest)
+            return target(stage, number, *rest, **options)
         assert moments.held_out is not None
         parts = (moments.C, moments.lost, moments.held_out.H, moments.held_out.C, moments.held_out.lost)
         refs = [weakref.ref(part) for part in parts if part is not None]
-        del moments, parts
-        asked.append(inputs)
-        found = corrected(W, inputs, *rest)
-        if inputs._last:
+        shared = stage.inputs[number].shared
+        last = all(later.shared is not shared for later in stage.inputs[number + 1 :])
+        del moments, parts, shared
+        asked.append(number)
+        found = target(stage, number, *rest, **options)
+        if last:
             assert refs, "targets are corrected"
             assert [ref() for ref in refs] == [None] * len(refs)
         return found
 
-    monkeypatch.setattr(f"nearplane.matrix.{where}.corrected", watched)
+    monkeypatch.setattr(Stage, "target", watched)
     nearplane.quantize(folder_of("llama"), tmp_path / "out", **how)
     assert len(asked) == 14
 

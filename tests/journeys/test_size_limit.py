@@ -93,12 +93,12 @@ def test_what_comes_last_is_solved_again_until_the_limit_is_kept(tiny, tmp_path,
     """The solver takes, of the last layer alone, 40 % more than it is told, or less."""
     told = []
 
-    def biased(name, W, inputs, plan, *options):
+    def biased(name, W, target, inputs, plan, *options):
         last = name == "model.layers.2.mlp.down_proj"
         if not last:
-            return solve_layer(name, W, inputs, plan, *options)
+            return solve_layer(name, W, target, inputs, plan, *options)
         told.append(plan.rate)
-        return solve_layer(name, W, inputs, replace(plan, rate=plan.rate * wrong), *options)
+        return solve_layer(name, W, target, inputs, replace(plan, rate=plan.rate * wrong), *options)
 
     monkeypatch.setattr(import_module("nearplane.planning.solve_stage"), "solve_layer", biased)
     nearplane.quantize(tiny, tmp_path / "out", size="160KB", **FAST)

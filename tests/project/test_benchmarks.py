@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pretended_kernels import compiled
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "guard"
 
 
@@ -119,7 +121,8 @@ def gpu():
 
 def lines(gpu, capsys, *words):
     """Return the cells of each line of the table."""
-    gpu.main(["--tiny", *words])
+    with compiled():
+        gpu.main(["--tiny", *words])
     heads, rule, *rows = capsys.readouterr().out.splitlines()
     assert heads == f"| {' | '.join(gpu.HEADS)} |"
     assert set(rule) == {"|", "-"}

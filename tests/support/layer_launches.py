@@ -24,7 +24,8 @@ from nearplane.lattice.grid import Grid
 from nearplane.lattice.kernels_torch import Columns, Rounding, Spans, State, Tally
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.inputs import LayerInput, corrected
+from nearplane.matrix.on_grid import joined
 from nearplane.planning.solve_stage import solve_layer
 from nearplane.recipe.layer_plan import LayerPlan
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
@@ -38,12 +39,9 @@ SCHEMES: dict[str, AnyScheme] = {
 }
 
 
-def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally) -> None:
-    """Sweep all columns on the CPU; E is used as targets and is not filled."""
-    E.copy_(columns.W)
-    swept = torch.empty_like(codes)
-    solvers._sweep_blocks(columns, U, E, swept, tally, 128)
-    codes.copy_(swept)
+def solve_pass(columns: Columns, U: Tensor, tally: Tally) -> tuple[Tensor, Tensor]:
+    """Sweep all columns on the CPU; the errors are not filled."""
+    return solvers._sweep_blocks(columns, U, tally, 128), torch.empty_like(columns.W)
 
 
 def descend_pass(state: State, W: Tensor, spans: Spans, rounding: Rounding | None, *, begins: bool) -> None:
@@ -133,12 +131,11 @@ def count(out: int, columns: int, scheme: AnyScheme) -> Gpu:
     """Solve a layer on a pretended GPU, the first of its stage, and send it to the CPU; return what was counted."""
     W = torch.randn(out, columns, generator=torch.Generator().manual_seed(1)) / columns**0.5
     with pretended(memory=1 << 45) as gpu:
-        inputs = Inputs(statistics(columns, True))
-        plan, storage = LayerPlan(scheme=scheme), StepStorage(torch.float16)
+        inputs, there = LayerInput.of(statistics(columns, True)), Pretend(W, 0)
         gpu.forget()
-        found = solve_layer("a layer", Pretend(W, 0), inputs, plan, storage)
-        assert isinstance(found, tuple), "the whole layer"
-        found[0].to("cpu")
+        target, storage = corrected(there, inputs, scheme), StepStorage(torch.float16)
+        rows = solve_layer("a layer", there, target, inputs, LayerPlan(scheme=scheme), storage)
+        joined([rows], inputs, scheme, name="a layer")[0].to("cpu")
     return gpu
 
 

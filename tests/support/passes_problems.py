@@ -124,10 +124,11 @@ def swept(case: Case) -> dict[str, Any]:
     """Sweep a matrix; return how far codes, E, losses and counts are from the formulas."""
     seen: list[tuple[Columns, Tensor, Tensor, Tensor, Tally]] = []
 
-    def kept(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally) -> None:
+    def kept(columns: Columns, U: Tensor, tally: Tally) -> tuple[Tensor, Tensor]:
         weights = columns.W.clone()
-        passes_triton.solve_pass(columns, U, codes, E, tally)
-        seen.append((columns._replace(W=weights), U, codes.clone(), E.clone(), tally))  # their memory is used again
+        codes, E = passes_triton.solve_pass(columns, U, tally)
+        seen.append((columns._replace(W=weights), U, codes.clone(), E.clone(), tally))
+        return codes, E
 
     kernels.KERNELS["pretend"] = lambda: replace(kernels._triton(), solve_pass=kept)
     factor = replace(case.factor, **{x: on_card(getattr(case.factor, x)) for x in ("order", "U", "d", "dead")})

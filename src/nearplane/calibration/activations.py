@@ -17,11 +17,22 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from nearplane.calibration.recorder import ENCODER_OUT, Call, End, FinalNorm, Recorder, Tape, mapped, part_of, with_part
+from nearplane.calibration.recorder import (
+    ENCODER_OUT,
+    Call,
+    End,
+    FinalNorm,
+    Recorder,
+    Stop,
+    Tape,
+    mapped,
+    part_of,
+    stop,
+    with_part,
+)
 from nearplane.calibration.rounded_stream import RoundedStream
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.texts import check_vocabulary
-from nearplane.calibration.watch import Stop, stop
 from nearplane.errors import CalibrationError
 from nearplane.models.kinds import InputKind, call_kwargs, input_kind, main_input, read_out
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model

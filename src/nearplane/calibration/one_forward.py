@@ -22,11 +22,12 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from nearplane.calibration.activations import Stream
+from nearplane.calibration.additions import Additions, Results, total, wide
 from nearplane.calibration.rounded_stream import RoundedStream
+from nearplane.calibration.rows import InParts, RoutedRows, Rows, Seen, rows_of
 from nearplane.calibration.stages import FirstLook, first_look, rows_by_batch
 from nearplane.calibration.states_on_disk import Keep, StatesOnDisk
 from nearplane.calibration.states_on_host import StatesOnHost
-from nearplane.calibration.watch import Additions, InParts, Results, RoutedRows, Rows, Seen, rows_of, total, wide
 from nearplane.errors import CalibrationError
 from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer

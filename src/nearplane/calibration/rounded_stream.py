@@ -46,7 +46,7 @@ class RoundedStream:
         self.scales |= dict.fromkeys((layer.name for layer in group), divisor_of(peak, E2M1[-1]))
 
     @contextmanager
-    def within(self, layers: Iterable[Layer]) -> Iterator[None]:
+    def applied(self, layers: Iterable[Layer]) -> Iterator[None]:
         """Let these layers multiply rounded inputs in this context."""
         with ExitStack() as hooks:
             for layer in layers:

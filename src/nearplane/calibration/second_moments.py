@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream
+from nearplane.calibration.rows import ExpertRows, InParts, RoutedRows, Rows
 from nearplane.calibration.stages import rows_by_batch, unreached
 from nearplane.calibration.sums_of_ranks import add_up, collect
-from nearplane.calibration.watch import ExpertRows, InParts, RoutedRows, Rows
 from nearplane.calibration.windows import EXTRA_TOKENS
 from nearplane.errors import CalibrationError, RankError
 from nearplane.lattice.exact_sum import unit_of
 from nearplane.lattice.moments import ExtraRows, Moments, MomentSums, MomentTotals, sum_dtype, wide_product
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.inputs import LayerInput, SharedInput
 from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
@@ -390,13 +390,14 @@ def _lost_outputs(rows: Rows, group: tuple[Layer, ...]) -> dict[str, Tensor]:
     return outputs
 
 
-def shared_inputs(observed: Observed) -> Iterator[Inputs]:
-    """Yield the `Inputs` of each layer, which share the factors of one Hessian."""
-    shared: Inputs | None = None
+def shared_inputs(observed: Observed) -> Iterator[LayerInput]:
+    """Yield the input of each layer, which share the factors of one Hessian."""
+    shared: SharedInput | None = None
     for layer in observed.layers:
         moments = observed.moments.get(layer.name)
         if moments is None:
-            shared = Inputs(torch.eye(layer.shape[1], dtype=torch.float64, device=layer.read().device))
+            yield LayerInput.of(torch.eye(layer.shape[1], dtype=torch.float64, device=layer.read().device))
         else:
-            shared = shared.of(moments) if shared else Inputs(moments)
-        yield shared
+            each = LayerInput.of(moments, shared)
+            shared = each.shared
+            yield each

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from nearplane.calibration.activations import Stream, skeleton
-from nearplane.calibration.recorder import Call
-from nearplane.calibration.watch import Additions, Results, RoutedRows, Rows, Seen, Stop, rows_of, total
+from nearplane.calibration.additions import Additions, Results, total
+from nearplane.calibration.recorder import Call, Stop
+from nearplane.calibration.rows import RoutedRows, Rows, Seen, rows_of
 from nearplane.errors import CalibrationError, ModelError, NearplaneError, first_few, first_line
-from nearplane.models.experts import unwatched
 from nearplane.models.ignored import pattern_of
-from nearplane.models.layers import Layer
+from nearplane.models.layers import Layer, unwatched
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 from nearplane.system.device import Device
 from nearplane.system.memory import is_out_of_memory, is_refused, release

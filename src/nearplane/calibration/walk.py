@@ -3,7 +3,7 @@
 Two streams run, of the original and of the quantized network. At each stage (layers that share one input) the walk sums
 the second moments of the input and waits until the caller writes the layers' values, which later layers then see.
 `quantize` solves for the values, `verify` and `tune` read them from files. Order of calls: `walk`, `observations` of a
-block, forward passes in `one_forward.py`, sums over rows in `second_moments.py`, one `Inputs` per layer, a `Stage`.
+block, forward passes in `one_forward.py`, sums over rows in `second_moments.py`, one `LayerInput` per layer, a `Stage`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from nearplane.calibration.stages import before_the_head
 from nearplane.calibration.windows import Windows
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.solvers import SOLVERS
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.inputs import LayerInput, Target, corrected
 from nearplane.models.kinds import joined_windows
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.scheme import Scheme
 from nearplane.system.device import Device
 from nearplane.system.matmul_choice import Library
 from nearplane.system.matmul_library import library_in_use, using_library
@@ -46,7 +47,7 @@ class Stage:
 
     Args:
         layers: Layers that share one input, in module order; or those of several experts; empty at the end of a block.
-        inputs: The `Inputs` of each layer; layers share the factors of one input, not the mismatch of the residual.
+        inputs: Input of each layer; layers share the factors of one input, not the mismatch of the residual.
         input_scales: {layer name: global scale of its rounded inputs}, where runtimes need one.
         first: Whether this is the first stage of a block.
         rest: Names of the tensors that are not quantized and are written with the block.
@@ -62,7 +63,7 @@ class Stage:
     def __init__(
         self,
         layers: tuple[Layer, ...] = (),
-        inputs: tuple[Inputs, ...] = (),
+        inputs: Iterable[LayerInput] = (),
         *,
         rest: tuple[str, ...],
         input_scales: Mapping[str, float] | None = None,
@@ -70,7 +71,7 @@ class Stage:
         blocks: int = 0,
         stream: Stream | None = None,
     ) -> None:
-        self.layers, self.inputs, self.rest, self.first = layers, inputs, rest, first
+        self.layers, self.inputs, self.rest, self.first = layers, list(inputs), rest, first
         self.blocks, self.stream, self.input_scales = blocks, stream, dict(input_scales or {})
         self.written = False
         self.solved: list[Any] = []
@@ -79,6 +80,36 @@ class Stage:
     def ends_block(self) -> bool:
         """Whether this is the end of a block: all layers that are written with `rest` are done."""
         return not self.layers
+
+    def target(
+        self, number: int, W: Tensor, scheme: Scheme, rows: slice = slice(None), *, again: bool = False
+    ) -> Target:
+        """Return the target of a layer, and drop what only targets need: moments, and the factors after the last one.
+
+        Args:
+            number: Number of the layer in the stage.
+            W, scheme, rows: See `corrected`.
+            again: Whether the layer may be solved once more, so that its moments are kept.
+        """
+        target = corrected(W, self.inputs[number], scheme, rows)
+        shared = self.inputs[number].shared
+        if self._is_last(number):
+            sweep = scheme.order, scheme.damp_of_the_sweep(self.inputs[number].corrects), False
+            shared.factors = {key: factor for key, factor in shared.factors.items() if key == sweep}
+        if not again:
+            self.inputs[number] = self.inputs[number].with_a_target()
+        release()  # the solve needs as much memory
+        return target
+
+    def measured(self, number: int) -> None:
+        """Drop the factors of a layer that is not solved again, after the last one: the limit takes as much memory."""
+        if self._is_last(number):
+            self.inputs[number].shared.factors = {}
+            release()
+
+    def _is_last(self, number: int) -> bool:
+        """Return whether no later layer shares the input of a layer."""
+        return all(later.shared is not self.inputs[number].shared for later in self.inputs[number + 1 :])
 
     def write(self, values: Iterable[Tensor | None]) -> None:
         """Write the values (out, in) of each layer into the block, in order; None leaves a layer unchanged.
@@ -93,7 +124,7 @@ class Stage:
             if each is not None:
                 layer.write(each)
             del each  # frees a copy: the block has the values
-        self.inputs, self.written = (), True
+        self.inputs, self.written = [], True
 
 
 class Resumed(Protocol):
@@ -228,7 +259,7 @@ class _Walk:
         for index, block in enumerate(model.in_turn(model.blocks[done:], place), done):
             with (
                 block.on(place, dtype, original=recipe.scheme.correct and stream is not None),
-                rounding.within(block.quantized_layers()) if rounding is not None else nullcontext(),
+                rounding.applied(block.quantized_layers()) if rounding is not None else nullcontext(),
             ):
                 unquantized = model.unquantized(index)
                 onward = index + 1 < last
@@ -268,7 +299,7 @@ class _Walk:
             release()  # memory of the forward passes, which solving needs
             stage = Stage(
                 tuple(layer for each in together for layer in each.layers),
-                tuple(inputs for each in together for inputs in shared_inputs(each)),
+                (inputs for each in together for inputs in shared_inputs(each)),
                 rest=rest,
                 input_scales=None if rounding is None else rounding.scales,
                 first=number == 0,

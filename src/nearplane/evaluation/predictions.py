@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from nearplane.calibration.activations import readout, skeleton
 from nearplane.calibration.given import check_model, model_label
-from nearplane.calibration.watch import Stop
+from nearplane.calibration.recorder import Stop
 from nearplane.errors import ModelError
 from nearplane.formats.layer_format import read_config
 from nearplane.formats.stored import DecodedReader, quantization_of, reader_of

@@ -45,7 +45,7 @@ class Kernels:
     beam_bytes: int
     beam_block: int = 64
     lanes: int = 1
-    solve_pass: Callable[..., None] | None = None
+    solve_pass: Callable[..., tuple[Tensor, Tensor]] | None = None
     descend_pass: Callable[..., None] | None = None
     fit_columns: Callable[..., None] | None = None
 

@@ -33,6 +33,15 @@ class Columns(NamedTuple):
     group: Tensor
     codebook: Codebook
 
+    @classmethod
+    def of(cls, W: Tensor, grid: Grid, order: Tensor) -> Columns:
+        """Return copies of all columns of weights (out, in) in an order, with their grid in the dtype of the weights."""
+        scale, zero = (
+            part.to(W.dtype).expand(len(W), -1).T.clone(memory_format=torch.contiguous_format)
+            for part in (grid.scale, grid.zero)
+        )
+        return cls(W.T.contiguous().index_select(0, order), scale, zero, grid.group[order], grid.codebook)
+
 
 class Tally(NamedTuple):
     """Sums per row over the columns of a sweep, at almost no cost.

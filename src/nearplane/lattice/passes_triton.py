@@ -26,18 +26,20 @@ STAGES = 3  # products whose operands are loaded at the same time
 WARPS = 4  # of a program
 
 
-def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tally) -> None:
-    """Round all columns by nearest plane, errors fed forward; fill `codes` and `E`.
+def solve_pass(columns: Columns, U: Tensor, tally: Tally) -> tuple[Tensor, Tensor]:
+    """Round all columns by nearest plane, errors fed forward.
 
     Args:
-        columns: Weights (in, out) in rounding order, and their grid.
+        columns: Weights (in, out) in rounding order, overwritten by the codes, and their grid.
         U: (in, in) unit upper triangle of the factor, in the dtype of the weights.
-        codes: (in, out) int32, written; may share the memory of the weights.
-        E: (in, out) errors, written.
         tally: Sums over the columns, updated; `moves` is False.
+
+    Returns:
+        (in, out) codes int32, and (in, out) errors.
     """
     W, scale, zero, group, codebook = columns
     n, out = W.shape
+    codes, E = W.view(torch.int32)[:, :out], torch.empty_like(W)
     if W.dtype != torch.float32:  # the codes of one strip may lie where the weights of another are still to be read
         W = W.clone()
     levels, middles = levels_on(codebook, W)
@@ -51,6 +53,7 @@ def solve_pass(columns: Columns, U: Tensor, codes: Tensor, E: Tensor, tally: Tal
             BITS=len(middles).bit_length(), T=TILE, **sizes,
             OFFSET=_offset_type(W, U), num_warps=WARPS, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
+    return codes, E
 
 
 def descend_pass(state: State, W: Tensor, spans: Spans, rounding: Rounding | None, *, begins: bool) -> None:

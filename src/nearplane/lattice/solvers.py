@@ -116,39 +116,26 @@ def nearest_plane(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) ->
 
 def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> Solution:
     """Round as `nearest_plane` does, and add up the loss and the number of clipped targets of every row."""
-    order, out = factor.order, len(W)
-    d = factor.d.masked_fill(factor.dead[order], factor.shift)  # a dead input has no length
+    d = factor.d.masked_fill(factor.dead[factor.order], factor.shift)  # a dead input has no length
     *extremes, mean = read(*W.aminmax(), *factor.d.aminmax(), d.mean())
     if not all(map(math.isfinite, extremes)):
         raise NumericalError("A weight or the factor of the Hessian is NaN or Inf.")
-    target = W.T.clone(memory_format=torch.contiguous_format)
-    WT = target.index_select(0, order)  # (in, out), in rounding order
-    scale, zero = (
-        part.to(W.dtype).expand(out, -1).T.clone(memory_format=torch.contiguous_format)
-        for part in (grid.scale, grid.zero)
-    )
-    group = grid.group[order]  # (in,)
-    _, octave = math.frexp(mean)
-    d = d * 2.0**-octave  # large weights times large inputs overflow float32
-    codebook, loss, outside = grid.codebook, W.new_zeros(out), torch.zeros(out, dtype=torch.int32, device=W.device)
-    columns, tally = Columns(WT, scale, zero, group, codebook), Tally(d, loss, outside, moves=False)
-    solve_pass = kernels_of(WT).solve_pass
-    # codes take the memory of what is read before: targets, or the weights of a pass that needs no targets
-    codes, free = (part.view(torch.int32)[:, :out] for part in ((WT, target) if solve_pass else (target, WT)))
-    if solve_pass is None:
-        target.copy_(WT)
-        _sweep_blocks(columns, factor.U, target, codes, tally, block)
+    _, octave = math.frexp(mean)  # large weights times large inputs overflow float32
+    loss, outside = W.new_zeros(len(W)), torch.zeros(len(W), dtype=torch.int32, device=W.device)
+    tally = Tally(d * 2.0**-octave, loss, outside, moves=False)
+    if (solve_pass := kernels_of(W).solve_pass) is None:
+        codes = _sweep_blocks(Columns.of(W, grid, factor.order), factor.U, tally, block)
     else:
-        solve_pass(columns, factor.U.to(W.dtype), codes, target, tally)
-    # reuses memory again: the first access to new memory costs most
-    codes_by_column = free.index_copy_(0, order, codes)
-    matrix = QuantizedMatrix(codes=codes_by_column.T.clone(memory_format=torch.contiguous_format), grid=grid)
+        codes, _ = solve_pass(Columns.of(W, grid, factor.order), factor.U.to(W.dtype), tally)
+    matrix = QuantizedMatrix(codes=codes.index_select(0, factor.order.argsort()).T.contiguous(), grid=grid)
     return Solution(matrix=matrix, losses=loss.double() * 2.0**octave, outside=outside)
 
 
-def _sweep_blocks(columns: Columns, U: Tensor, target: Tensor, codes: Tensor, tally: Tally, block: int) -> None:
-    """Sweep block after block; `target` (in, out) are the weights at first, `codes` may share its memory."""
+def _sweep_blocks(columns: Columns, U: Tensor, tally: Tally, block: int) -> Tensor:
+    """Sweep block after block, errors fed forward; return the codes (in, out)."""
     WT, scale, zero, group, codebook = columns
+    target = WT.clone()
+    codes = target.view(torch.int32)[:, : WT.shape[1]]  # in the memory of targets, which are read before
     E = torch.empty_like(WT[:block])  # weight minus value, of one block
     sweep = kernels_of(WT).sweep
     for a in range(0, len(WT), block):
@@ -157,6 +144,7 @@ def _sweep_blocks(columns: Columns, U: Tensor, target: Tensor, codes: Tensor, ta
         U_part = U[a:b, a:].to(WT.dtype)  # (b - a, columns left)
         sweep(target[a:b], part, U_part[:, : b - a], codes[a:b], E[: b - a], sums)
         target[b:].addmm_(U_part[:, b - a :].T, E[: b - a])
+    return codes
 
 
 SOLVERS: Mapping[str | None, Solver] = {

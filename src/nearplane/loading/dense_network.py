@@ -31,8 +31,8 @@ from nearplane.loading.coded_linear import CodedLinear
 from nearplane.loading.packed_grids import PackedGrids
 from nearplane.loading.packed_linear import PackedLinear
 from nearplane.models.conversion import Names, names_apart, patterns_apart
-from nearplane.models.experts import ExpertLayer, is_stack, stacked_layers
-from nearplane.models.layers import is_linear
+from nearplane.models.experts import ExpertLayer, stacked_layers
+from nearplane.models.layers import is_linear, is_stack
 from nearplane.models.pretrained import CPU, empty_network, network_of
 from nearplane.system.files import check_hashes
 from nearplane.system.fp8_mxfp4 import WidenedReader

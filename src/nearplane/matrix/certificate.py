@@ -26,7 +26,7 @@ from nearplane.lattice.bounds import (
 from nearplane.lattice.factor import Factor, read, solved_strips, strips
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.solvers import SOLVERS, Solution, sweep_planes
-from nearplane.matrix.inputs import Inputs, corrected
+from nearplane.matrix.inputs import LayerInput, SharedInput, Target
 from nearplane.recipe.schemes import AnyScheme
 from nearplane.recipe.thresholds import MAX_CERTIFIED_INPUTS
 from nearplane.record.record import LayerRecord, row_groups
@@ -96,59 +96,26 @@ class MeasuredRows:
         return replace(self, **moved, on_extra=on_extra)
 
 
-def remeasure(name: str, W: Tensor, inputs: Inputs, scheme: AnyScheme, known: SolvedMatrix) -> LayerRecord:
-    """Return the record that a run would write for a layer with known codes and grid; `verify` compares with it.
-
-    Args:
-        name: Full name of the layer.
-        W: (out, in) original weights.
-        inputs: Statistics of the layer's inputs.
-        scheme: The layer's own scheme, with its own bits.
-        known: Codes and grid of the layer.
-
-    Raises:
-        NumericalError: A Hessian cannot be factored.
-    """
-    known = replace(known, matrix=known.matrix.to(W.device))
-    return measure(name, W, corrected(W, inputs, scheme), known, inputs, scheme)
-
-
-def measure(
-    name: str, W: Tensor, aim: tuple[Tensor, float], known: SolvedMatrix, inputs: Inputs, scheme: AnyScheme
-) -> LayerRecord:
-    """Measure a quantized matrix against its target.
-
-    Args:
-        name: Full name of the layer.
-        W: (out, in) weights.
-        aim: (out, in) target that was quantized, and the part of the correction in it; see `inputs.corrected`.
-        known: Codes and grid.
-        inputs: Statistics of the layer's inputs.
-        scheme: Scheme of the layer: order, damping and storage of the codes.
-
-    Returns:
-        The layer's record without seconds, bytes, checksum and the rate that was asked for.
-    """
-    rows = measured_rows(W, slice(None), aim, known, inputs, scheme)
-    return record_of(name, [rows], known.matrix, inputs, scheme)
-
-
 def measured_rows(
-    W: Tensor, rows: slice, aim: tuple[Tensor, float], known: SolvedMatrix, inputs: Inputs, scheme: AnyScheme
+    W: Tensor, rows: slice, aim: Target, known: SolvedMatrix, inputs: LayerInput, scheme: AnyScheme
 ) -> MeasuredRows:
     """Measure some rows of a quantized matrix against their target.
 
     Args:
         W: (out, in) weights of all rows.
         rows: Which are measured.
-        aim: (rows, in) their target, and the part of the correction in it.
+        aim: Their target.
         known: Their codes and grid.
-        inputs, scheme: See `measure`.
+        inputs: Statistics of the layer's inputs.
+        scheme: Scheme of the layer: order, damping and storage of the codes.
+
+    Raises:
+        NumericalError: A Hessian cannot be factored.
     """
     release()  # free the solve's memory, because measuring needs as much
-    (target, correction), matrix, base, outside = aim, known.matrix, known.base, known.outside
+    target, matrix, base, outside = aim.values, known.matrix, known.base, known.outside
     moments, H, grid = inputs.moments, inputs.moments.H, matrix.grid
-    damped, sweep = inputs.damped_for_the_correction(scheme), inputs.factor_of_the_sweep(scheme)
+    sweep = inputs.factor_of_the_sweep(scheme)
     on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # as swept
     bounded = SOLVERS[scheme.solver].bounded and not known.tuned and not scheme.joins_rows
     if not bounded:
@@ -158,40 +125,46 @@ def measured_rows(
     elif outside is None:  # the final codes do not show where the sweep clipped
         wide = target.to(torch.promote_types(W.dtype, torch.float32))
         outside = clipped_targets(wide, cast(Grid, grid), sweep)
-    values, sweep_damp = None if base is None else matrix.decode(), sweep.damp
+    values = None if base is None else matrix.decode()
     solution = Solution(matrix=cast("QuantizedMatrix[Grid]", on_grid), outside=outside)
     facts, weights = LayerFacts.of(W, H), W[rows]
     figures = figures_of_rows(weights, target, solution, H, sweep, facts, values=values)
-    del sweep
-    inputs.certified(scheme)
     parts = [] if moments.extra is None else [moments.extra, *moments.extra.by_source()]
     on_extra = [
         None if part is None else losses_on_extra(weights, target, on_grid, part, values=values) for part in parts
     ]
     weight = grid.row_weight().to(figures).expand(len(target))
-    pruned = damped.dead if moments.alive is None else damped.dead & moments.alive
+    pruned = aim.dead if moments.alive is None else aim.dead & moments.alive
     return MeasuredRows(
         figures=figures,
         energy=torch.cat([target[part].to(figures).square().mean(1) for part in strips(target, MEASURED_ROWS)])
         * weight,
         weight=weight,
-        dead=torch.stack([damped.dead.sum(), pruned.sum()]),
+        dead=torch.stack([aim.dead.sum(), pruned.sum()]),
         on_extra=tuple(on_extra),
         layer=SharedFacts(
             weights=facts,
             swept=outside is not None,
-            correction=correction,
-            damp=damped.damp,
-            sweep_damp=sweep_damp,
+            correction=aim.correction,
+            damp=aim.damp,
+            sweep_damp=sweep.damp,
             base=base,
         ),
     )
 
 
+def relative_loss(measured: MeasuredRows, columns: int) -> float:
+    """Return the relative loss of a layer whose rows are all measured."""
+    return certificate_of(measured.figures, measured.layer.weights, columns, swept=measured.layer.swept).relative_loss
+
+
 def record_of(
-    name: str, measured: Sequence[MeasuredRows], matrix: QuantizedMatrix, inputs: Inputs, scheme: AnyScheme
+    name: str, measured: Sequence[MeasuredRows], matrix: QuantizedMatrix, inputs: LayerInput, scheme: AnyScheme
 ) -> LayerRecord:
-    """Return the record of a layer from its matrix and the figures of all its rows, in their order; see `measure`."""
+    """Return the record of a layer from its matrix and the figures of all its rows, in their order.
+
+    It is without seconds, bytes, checksum and the rate that was asked for.
+    """
     layer, moments, (out, columns) = measured[0].layer, inputs.moments, matrix.codes.shape
     figures = certificate_of(
         torch.cat([each.figures for each in measured], dim=1), layer.weights, columns, swept=layer.swept
@@ -222,7 +195,9 @@ def record_of(
         **fields_of_figures,
         format=scheme.number_format.name,
         row_losses=tuple(float(f"{each:.9g}") for each in row_losses),
-        limit=None if columns > MAX_CERTIFIED_INPUTS else limit_under(inputs, loss, energy, least, mean_log_energy),
+        limit=None
+        if columns > MAX_CERTIFIED_INPUTS
+        else limit_under(inputs.shared, loss, energy, least, mean_log_energy),
         entropy=entropy,
         base=layer.base,
         correction=layer.correction,
@@ -260,14 +235,14 @@ def means(x: Tensor, count: int) -> Tensor:
     return torch.cat([x[:cut].view(larger, size + 1).mean(1), x[cut:].view(count - larger, size).mean(1)])
 
 
-def limit_under(inputs: Inputs, loss: float, row_energy: Tensor, least: float, mean_log_energy: float) -> float:
+def limit_under(shared: SharedInput, loss: float, row_energy: Tensor, least: float, mean_log_energy: float) -> float:
     """Return the limit of `bounds.limit`, without computing eigenvalues if the water level is below all of them.
 
     Args:
-        inputs, loss, row_energy: Inputs with H, loss, and (out,) mean square of every row.
+        shared, loss, row_energy: Input with H, loss, and (out,) mean square of every row.
         least, mean_log_energy: Least of these mean squares, and the mean of their base-2 logarithms.
     """
-    mean_log = inputs.mean_log_eigenvalue(loss / least) if least > 0 else None
+    mean_log = shared.mean_log_eigenvalue(loss / least) if least > 0 else None
     if mean_log is None:
-        return limit(loss, row_energy, inputs.eigenvalues())
+        return limit(loss, row_energy, shared.eigenvalues)
     return limit_of_all(loss, mean_log_energy, mean_log)

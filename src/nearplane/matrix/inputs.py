@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,72 +22,34 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor, factorize, one_thread, read, solved_strips
 from nearplane.lattice.moments import Moments, correction, moment_difference, trust, weighted_difference
 from nearplane.recipe.scheme import Order, Scheme
-from nearplane.system.memory import release
 
 MAX_ASYMMETRY = 1e-4  # relative to the largest entry: rounding errors of a product in float32
 MAX_PEAK = 1e36  # largest entry of a Hessian, and one over the smallest: sums of squares in float32 have some room left
 TRIED_ROWS = 256  # rows on which the correction is tried to choose its weight, which is one number for all rows
 
 
-class Damped(NamedTuple):
-    """Damping of a factored H and (in,) mask of the inputs that were always 0, kept without the factor's triangle."""
-
-    damp: float
-    dead: Tensor
-
-
-class Inputs:
-    """Statistics of one layer input and their factors, made on first use and shared by all layers of that input.
-
-    Factors that only the correction needs are freed when the last of these layers has its target.
+class SharedInput:
+    """Hessian of an input that layers share, with its factors and eigenvalues, each computed once, on first use.
 
     Args:
-        statistics: Second moments, or (in, in) H alone.
+        H: (in, in) Hessian.
 
     Attributes:
-        moments: Second moments, as far as they are not freed.
-        corrects: Whether the moments hold the difference between original and quantized inputs.
-        spent: Whether a target was made and the moments for it were freed, see `used_once`.
+        factors: Factors by order, damping, and whether only of tokens that are not held out; `Stage` drops them.
     """
 
-    def __init__(self, statistics: Moments | Tensor) -> None:
-        self.moments = statistics if isinstance(statistics, Moments) else Moments(H=statistics, tokens=0)
-        self.corrects, self._once, self.spent = self.moments.corrects, False, False
-        held_out = self.moments.held_out
-        # whether factors may be float32 where no code or loss depends on the last digits: the inputs were float32
-        self._rough = held_out is not None and held_out.H.dtype == torch.float32
-        self._last = True  # whether no later layer shares this input
-        self._factors: dict[tuple[str, float | str, bool], Factor] = {}
-        self._damped: dict[tuple[str, float | str, bool], Damped] = {}
-        self._eigenvalues: list[Tensor] = []
-        self._mean_log: list[float | None] = []
-        self._reached: list[float] = []  # a level that an eigenvalue does not exceed, as was found for a layer
-        self._least_diagonal: list[float] = []
+    def __init__(self, H: Tensor) -> None:
+        self.H = H
+        self.factors: dict[tuple[str, float | str, bool], Factor] = {}
+        self._reached = math.inf  # a level that an eigenvalue does not exceed
 
-    def of(self, statistics: Moments) -> Inputs:
-        """Return the inputs of another layer with the same H: its own residual mismatch, shared factors."""
-        if statistics.H is not self.moments.H:
-            raise NumericalError("Factors are shared between layers whose inputs differ.")
-        other = Inputs(statistics)
-        other._factors, other._eigenvalues = self._factors, self._eigenvalues
-        other._mean_log, other._least_diagonal = self._mean_log, self._least_diagonal
-        other._reached = self._reached
-        other._damped, self._last = self._damped, False
-        return other
-
-    def used_once(self) -> Inputs:
-        """Free moments that only a target needs (half of them or more) once it is made; return these inputs."""
-        self._once = True
-        return self
-
+    @cached_property
     def eigenvalues(self) -> Tensor:
-        """Return (in,) eigenvalues of H, clipped at 0 from below."""
-        if not self._eigenvalues:
-            H = self.moments.H
-            diagonal = bool(H.count_nonzero() == H.diagonal().count_nonzero())
-            with one_thread():
-                self._eigenvalues.append((H.diagonal() if diagonal else torch.linalg.eigvalsh(H)).clamp(min=0))
-        return self._eigenvalues[0]
+        """(in,) eigenvalues of H, clipped at 0 from below."""
+        H = self.H
+        diagonal = bool(H.count_nonzero() == H.diagonal().count_nonzero())
+        with one_thread():
+            return (H.diagonal() if diagonal else torch.linalg.eigvalsh(H)).clamp(min=0)
 
     def mean_log_eigenvalue(self, level: float) -> float | None:
         """Return the mean of the base-2 logarithms of H's eigenvalues if all are above `level`, else None.
@@ -90,23 +57,57 @@ class Inputs:
         Two Cholesky decompositions, of `H - level I` in float32 and of H, cost a third of computing the
         eigenvalues. float32 is enough: `level` is far below the eigenvalues or among them. A failing one fails early.
         """
-        H = self.moments.H
-        if not self._least_diagonal:
-            self._least_diagonal.append(float(H.diagonal().min()))
-        if not 0 < level < min(self._least_diagonal + self._reached):
+        if not 0 < level < min(self._least_diagonal, self._reached):
             return None
-        lower = H.to(torch.float32, copy=True)
-        lower.diagonal().sub_(level)
         with one_thread():
-            if int(torch.linalg.cholesky_ex(lower).info):
-                self._reached.append(level)
+            if int(torch.linalg.cholesky_ex(_lowered(self.H, level)).info):
+                self._reached = level
                 return None
-            del lower
-            if not self._mean_log:
-                L, info = torch.linalg.cholesky_ex(H)
-                failed, mean_log = read(info, L.diagonal().double().log2().mean())
-                self._mean_log.append(None if failed else 2 * mean_log)
-        return self._mean_log[0]
+            return self._mean_log
+
+    @cached_property
+    def _least_diagonal(self) -> float:
+        return float(self.H.diagonal().min())
+
+    @cached_property
+    def _mean_log(self) -> float | None:
+        L, info = torch.linalg.cholesky_ex(self.H)
+        failed, mean_log = read(info, L.diagonal().double().log2().mean())
+        return None if failed else 2 * mean_log
+
+
+def _lowered(H: Tensor, level: float) -> Tensor:
+    """Return (in, in) `H - level I` in float32."""
+    lower = H.to(torch.float32, copy=True)
+    lower.diagonal().sub_(level)
+    return lower
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """Statistics of a layer's inputs: its own moments, and what it shares with the layers of the same input.
+
+    Args:
+        moments: Second moments; once the target is made, those that only it needs may be missing.
+        shared: Hessian of these moments with its factors.
+        corrects: Whether the moments for the target hold the difference between original and quantized inputs.
+    """
+
+    moments: Moments
+    shared: SharedInput
+    corrects: bool
+
+    @classmethod
+    def of(cls, statistics: Moments | Tensor, shared: SharedInput | None = None) -> LayerInput:
+        """Return the input of a layer from second moments or (in, in) H alone, maybe with what others computed of H."""
+        moments = statistics if isinstance(statistics, Moments) else Moments(H=statistics, tokens=0)
+        if shared is not None and moments.H is not shared.H:
+            raise NumericalError("Factors are shared between layers whose inputs differ.")
+        return cls(moments, shared or SharedInput(moments.H), moments.corrects)
+
+    def with_a_target(self) -> LayerInput:
+        """Return what is needed once the target is made: half of the moments or less."""
+        return replace(self, moments=replace(self.moments, C=None, lost=None, held_out=None))
 
     def damped(self, factor: Factor, dtype: torch.dtype) -> Tensor:
         """Return (in, in) the damped Hessian that was factored, as a copy."""
@@ -124,31 +125,9 @@ class Inputs:
         The factor is float32 if the inputs were and it is good to 1/1000, unless the sweep shares it.
         """
         shared = not fitting and scheme.damp == scheme.damp_of_the_sweep(self.corrects)
-        rough = self._rough and not shared
+        held_out = self.moments.held_out
+        rough = not shared and held_out is not None and held_out.H.dtype == torch.float32
         return self.factor(scheme.order, scheme.damp, fitting=fitting, dtype="auto" if rough else None)
-
-    def damped_for_the_correction(self, scheme: Scheme) -> Damped:
-        """Return damping and dead inputs of the correction's factor, which may have been freed."""
-        key = (scheme.order, scheme.damp, False)
-        if key not in self._damped:
-            self.factor_of_the_correction(scheme)
-        return self._damped[key]
-
-    def corrected(self, scheme: Scheme) -> None:
-        """Free what only the target needed: factors that no other layer needs, and moments that are used once."""
-        if self._last:
-            sweep_key = (scheme.order, scheme.damp_of_the_sweep(self.corrects), False)
-            for key in {(scheme.order, scheme.damp, False), (scheme.order, scheme.damp, True)} - {sweep_key}:
-                self._factors.pop(key, None)
-        if self._once:
-            self.moments = replace(self.moments, C=None, lost=None, held_out=None)
-            self.spent = True
-
-    def certified(self, scheme: Scheme) -> None:
-        """Free the factor of the sweep if these inputs are used once and no later layer shares them."""
-        if self._once and self._last:
-            self._factors.pop((scheme.order, scheme.damp_of_the_sweep(self.corrects), False), None)
-            release()  # the limit takes as much
 
     def factor(
         self,
@@ -160,34 +139,51 @@ class Inputs:
     ) -> Factor:
         """Factor H in an order; with `fitting`, H of the tokens not held out; `dtype` as in `factorize`."""
         key = (order, damp, fitting)
-        if key not in self._factors:
+        if key not in self.shared.factors:
             moments, held_out = self.moments, self.moments.held_out if fitting else None
             H = moments.H
             if held_out is not None:
                 H = weighted_difference(H.to(held_out.H.dtype), moments.tokens, held_out.H, held_out.tokens)
-            factor = factorize(H, order, damp=damp, dtype=dtype)
-            self._factors[key], self._damped[key] = factor, Damped(factor.damp, factor.dead)
-        return self._factors[key]
+            self.shared.factors[key] = factorize(H, order, damp=damp, dtype=dtype)
+        return self.shared.factors[key]
+
+
+class Target(NamedTuple):
+    """Target of the lattice problem of a layer.
+
+    Args:
+        values: (rows, in) weights to round, 0 for dead inputs.
+        correction: Weight (0 to 1) of the correction in them.
+        damp: Damping of the correction's factor.
+        dead: (in,) mask of the inputs that were always 0.
+        began: Time at which it was begun.
+    """
+
+    values: Tensor
+    correction: float
+    damp: float
+    dead: Tensor
+    began: float
 
 
 def lattice_problem(
-    W: Tensor | NDArray[Any], statistics: Tensor | NDArray[Any] | Moments | Inputs, name: str
-) -> tuple[Tensor, Inputs]:
+    W: Tensor | NDArray[Any], statistics: Tensor | NDArray[Any] | Moments | LayerInput, name: str
+) -> tuple[Tensor, LayerInput]:
     """Return weights and inputs in the form that the solvers take.
 
     Args:
         W: (out, in) weights of torch or numpy.
-        statistics: (in, in) Hessian `X^T X / tokens` of torch or numpy, or `Moments`, or `Inputs`.
+        statistics: (in, in) Hessian `X^T X / tokens` of torch or numpy, or `Moments`, or `LayerInput`.
         name: Name of the matrix in error messages.
 
     Raises:
         NumericalError: `W` or the Hessian has a wrong type, shape or value.
     """
     W = _floating(W, f"{name}: W", "(out, in) weights")
-    if isinstance(statistics, Inputs):
+    if isinstance(statistics, LayerInput):
         inputs = statistics
     elif isinstance(statistics, Moments):
-        inputs = Inputs(statistics)
+        inputs = LayerInput.of(statistics)
     else:
         H = _floating(statistics, f"{name}: H", "the (in, in) Hessian X^T X / tokens")
         if not bool(torch.isfinite(H).all()):
@@ -207,7 +203,7 @@ def lattice_problem(
                     f"{name}: H is not symmetric: entries across the diagonal differ by up to {asymmetry:.3g}, "
                     f"the largest is {largest:.3g}. Expected X^T X / tokens."
                 )
-        inputs = Inputs(H)
+        inputs = LayerInput.of(H)
     H = inputs.moments.H
     if tuple(H.shape) != (W.shape[1], W.shape[1]):
         raise NumericalError(
@@ -237,36 +233,41 @@ def _floating(array: Any, called: str, expected: str) -> Tensor:
     return array.detach().to(torch.promote_types(array.dtype, torch.float32))
 
 
-def corrected(W: Tensor, inputs: Inputs, scheme: Scheme, rows: slice = slice(None)) -> tuple[Tensor, float]:
-    """Return the target of the lattice problem, 0 for dead inputs, and the weight (0 to 1) of the correction in it.
+@contextmanager
+def named(name: str, tokens: int) -> Iterator[None]:
+    """Let numerical errors name the layer, and the tokens on which its inputs were observed."""
+    try:
+        yield
+    except NumericalError as error:
+        raise NumericalError(f"{name} ({tokens} tokens): {error}") from error
 
-    The weight is measured: a correction of `TRIED_ROWS` rows, fitted on four fifths of the windows, is scaled for the
-    least error on the other windows. The correction of all rows is fitted on all windows. The target has the dtype of
-    `W`; in float32 it is off by less than a thousandth of a step.
+
+def corrected(W: Tensor, inputs: LayerInput, scheme: Scheme, rows: slice = slice(None)) -> Target:
+    """Return the target of the lattice problem.
+
+    The weight of its correction is measured: a correction of `TRIED_ROWS` rows, fitted on four fifths of the windows, is
+    scaled for the least error on the other windows. The correction of all rows is fitted on all windows. The target has
+    the dtype of `W`; in float32 it is off by less than a thousandth of a step.
 
     Args:
         W: (out, in) weights of all rows.
         inputs, scheme: Statistics of the inputs, and whether and how to correct.
         rows: Rows of the target, from the first row of a strip on; see `solved_strips`.
     """
-    if inputs.spent:
-        raise NumericalError("These inputs were used once for a target, and their moments are freed. Make new Inputs.")
-    moments, dead = inputs.moments, inputs.damped_for_the_correction(scheme).dead
+    began, moments = time.perf_counter(), inputs.moments
+    if inputs.corrects and not moments.corrects:
+        raise NumericalError("These inputs have a target already, and their moments are freed. Make a new LayerInput.")
+    factor = inputs.factor_of_the_correction(scheme)
     weights, rho = W[rows], 0.0
     target = weights.clone()
     if scheme.correct and moments.corrects and moments.held_out is not None and moments.held_out.corrects:
         rho = _correction_weight(W, inputs, scheme)
         if rho != 0.0:
-            first, factor = rows.start or 0, inputs.factor_of_the_correction(scheme)
-            difference = _difference(W, moments)
+            first, difference = rows.start or 0, _difference(W, moments)
             for part in solved_strips(len(target), target.device):
                 lost = _lost(weights[part], moments, difference, slice(first + part.start, first + part.stop))
                 target[part].add_(correction(lost, factor), alpha=rho)
-            del difference
-    del moments
-    inputs.corrected(scheme)
-    release()  # free the correction's memory, because solving needs as much
-    return target.masked_fill_(dead, 0), rho
+    return Target(target.masked_fill_(factor.dead, 0), rho, factor.damp, factor.dead, began)
 
 
 def _difference(W: Tensor, moments: Moments) -> Tensor | None:
@@ -285,7 +286,7 @@ def _lost(W: Tensor, moments: Moments, difference: Tensor | None, rows: Tensor |
     return moments.lost[rows].to(W.dtype)
 
 
-def _correction_weight(W: Tensor, inputs: Inputs, scheme: Scheme) -> float:
+def _correction_weight(W: Tensor, inputs: LayerInput, scheme: Scheme) -> float:
     """Return the weight of the correction, see `trust`, from the gain of some evenly spread rows on held-out tokens."""
     moments, held_out = inputs.moments, inputs.moments.held_out
     assert held_out is not None

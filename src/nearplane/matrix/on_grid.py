@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ from nearplane.lattice.polish import polish, refine
 from nearplane.lattice.scale import Search, Steps, StepStorage
 from nearplane.lattice.solvers import SOLVERS, Problem, Solution
 from nearplane.matrix.certificate import MeasuredRows, SolvedMatrix, measured_rows, record_of
-from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
+from nearplane.matrix.inputs import LayerInput, Target, corrected, lattice_problem, named
 from nearplane.recipe.scheme import Scheme
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme
 from nearplane.record.record import LayerRecord
@@ -48,7 +48,7 @@ STEP_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of steps in file
 @checked("W", "statistics", "scheme", verb=False)
 def quantize_matrix(
     W: Tensor | NDArray[Any],
-    statistics: Tensor | NDArray[Any] | Moments | Inputs,
+    statistics: Tensor | NDArray[Any] | Moments | LayerInput,
     scheme: GridScheme | BlockScheme,
     *,
     storage: torch.dtype | StepStorage = torch.float16,
@@ -59,7 +59,7 @@ def quantize_matrix(
 
     Args:
         W: (out, in) weights of torch or numpy; the results are of torch.
-        statistics: (in, in) Hessian `X^T X / tokens` of torch or numpy, or `Moments`, or `Inputs` that matrices share.
+        statistics: (in, in) Hessian `X^T X / tokens` of torch or numpy, or `Moments`, or `LayerInput`.
         scheme: Grid, order and solver.
         storage: Dtype in which steps will be stored, maybe with the peak of matrices that share a global scale; steps are
             rounded before the solve.
@@ -75,37 +75,34 @@ def quantize_matrix(
             definite, not symmetric or of a wrong size.
     """
     W, inputs = lattice_problem(W, statistics, name)
-    rows = solve_rows(W, slice(None), inputs, scheme, storage=storage, name=name, together=together)
+    stored = check_rows(W, scheme, storage, name)
+    with named(name, inputs.moments.tokens):
+        target = corrected(W, inputs, scheme)
+    rows = solve_rows(W, slice(None), target, inputs, scheme, storage=stored, name=name, together=together)
     return joined([rows], inputs, scheme, name=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedRows:
-    """Some rows of a layer after their solve: codes on a grid, figures for the layer's record, and the time that they took."""
-
-    matrix: QuantizedMatrix[Grid]
-    measured: MeasuredRows
-    seconds: float
-
-
-def solve_rows(
-    W: Tensor,
-    rows: slice,
-    inputs: Inputs,
-    scheme: GridScheme | BlockScheme,
-    *,
-    storage: torch.dtype | StepStorage = torch.float16,
-    name: str = "matrix",
-    together: Sequence[Tensor] = (),
-) -> SolvedRows:
-    """Solve some rows of a layer on a fixed grid, to the same bits as with all others; see `quantize_matrix`.
+    """Some rows of a layer after their solve, or all.
 
     Args:
-        W: (out, in) weights of all rows.
-        rows: Whole strips of rows, see `solved_strips`; all rows if a two-sided scheme joins them.
-        inputs, scheme, storage, name, together: See `quantize_matrix`.
+        matrix: Codes and grid.
+        measured: Figures for the layer's record.
+        seconds: Time that they took.
+        asked: Rate that the search was for; None on a fixed grid.
     """
-    began = time.perf_counter()
+
+    matrix: QuantizedMatrix
+    measured: MeasuredRows
+    seconds: float
+    asked: float | None = None
+
+
+def check_rows(
+    W: Tensor, scheme: GridScheme | BlockScheme, storage: torch.dtype | StepStorage, name: str
+) -> StepStorage:
+    """Return how the steps of a layer (out, in) will be stored; for errors see `quantize_matrix`."""
     if getattr(scheme, "entropy_coded", True):
         raise RecipeError(
             f"{name}: found a {type(scheme).__name__}, expected a GridScheme. Use quantize_matrix_to_rate for a rate."
@@ -126,35 +123,56 @@ def solve_rows(
             f"{name}: {len(W)} outputs are not a multiple of the {shared} rows that share steps. Use another --grid."
         )
     if stored.peak is None and scheme.number_format.global_scale:
-        stored = stored._replace(peak=float(W.abs().max()))
-    try:
-        aim = corrected(W, inputs, scheme, rows)
-        wide = aim[0].to(torch.promote_types(W.dtype, torch.float32))
+        return stored._replace(peak=float(W.abs().max()))
+    return stored
+
+
+def solve_rows(
+    W: Tensor,
+    rows: slice,
+    target: Target,
+    inputs: LayerInput,
+    scheme: GridScheme | BlockScheme,
+    *,
+    storage: StepStorage,
+    name: str = "matrix",
+    together: Sequence[Tensor] = (),
+) -> SolvedRows:
+    """Solve some rows of a layer on a fixed grid, to the same bits as with all others; see `quantize_matrix`.
+
+    Args:
+        W: (out, in) weights of all rows.
+        rows: Whole strips of rows, see `solved_strips`; all rows if a two-sided scheme joins them.
+        target: Target of these rows.
+        inputs, scheme, name, together: See `quantize_matrix`.
+        storage: How steps are stored, see `check_rows`.
+    """
+    scheme = scheme.grouped([W.shape[1]])
+    with named(name, inputs.moments.tokens):
+        wide = target.values.to(torch.promote_types(W.dtype, torch.float32))
         if scheme.joins_rows and together:
-            solution = solve_joined(wide, together, lambda part: solve(part, inputs, scheme, stored))
+            solution = solve_joined(wide, together, lambda part: solve(part, inputs, scheme, storage))
         else:
-            solution = solve(wide, inputs, scheme, stored)
-        check_steps(solution.matrix.grid, wide, W, importance_of(inputs, scheme), steps_of(scheme, stored))
+            solution = solve(wide, inputs, scheme, storage)
+        check_steps(solution.matrix.grid, wide, W, importance_of(inputs, scheme), steps_of(scheme, storage))
         known = SolvedMatrix(matrix=solution.matrix, outside=solution.outside)
-        measured = measured_rows(W, rows, aim, known, inputs, scheme)
-    except NumericalError as error:
-        raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
-    return SolvedRows(matrix=solution.matrix, measured=measured, seconds=time.perf_counter() - began)
+        measured = measured_rows(W, rows, target, known, inputs, scheme)
+    return SolvedRows(matrix=solution.matrix, measured=measured, seconds=time.perf_counter() - target.began)
 
 
 def joined(
-    parts: Sequence[SolvedRows], inputs: Inputs, scheme: AnyScheme, *, name: str
-) -> tuple[QuantizedMatrix[Grid], LayerRecord]:
+    parts: Sequence[SolvedRows], inputs: LayerInput, scheme: AnyScheme, *, name: str
+) -> tuple[QuantizedMatrix, LayerRecord]:
     """Return codes and grid of a layer, and its record, from all its rows in their order."""
     began = time.perf_counter()
-    matrix = stacked([part.matrix for part in parts])
+    matrix: QuantizedMatrix = stacked([cast("QuantizedMatrix[Grid]", part.matrix) for part in parts])
     scheme = scheme.grouped([matrix.codes.shape[1]])
     record = record_of(name, [part.measured for part in parts], matrix, inputs, scheme)
     seconds = sum(part.seconds for part in parts) + time.perf_counter() - began
-    return matrix, replace(record, seconds=round(seconds, 6))
+    return matrix, replace(record, asked=parts[0].asked, seconds=round(seconds, 6))
 
 
-def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, storage: StepStorage) -> Solution:
+def solve(target: Tensor, inputs: LayerInput, scheme: GridScheme | BlockScheme, storage: StepStorage) -> Solution:
     """Fit a grid to the target, round the target to it, and refine both, strip by strip."""
     factor = inputs.factor_of_the_sweep(scheme)
     importance = importance_of(inputs, scheme)
@@ -190,7 +208,7 @@ def solve(target: Tensor, inputs: Inputs, scheme: GridScheme | BlockScheme, stor
     )
 
 
-def importance_of(inputs: Inputs, scheme: Scheme) -> Tensor:
+def importance_of(inputs: LayerInput, scheme: Scheme) -> Tensor:
     """Return (in,) the importance of the errors of each column when steps are fitted: the root mean square of its input."""
     H = inputs.moments.H
     return H.diagonal().sqrt() if scheme.calibrated else torch.ones_like(H.diagonal())

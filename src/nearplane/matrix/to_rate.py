@@ -24,9 +24,9 @@ from nearplane.lattice.factor import Factor, read, strips
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, too_small, waterfill_exponents
-from nearplane.matrix.certificate import SolvedMatrix, measure
-from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
-from nearplane.matrix.on_grid import quantize_matrix, rounded
+from nearplane.matrix.certificate import SolvedMatrix, measured_rows, relative_loss
+from nearplane.matrix.inputs import LayerInput, Target, corrected, lattice_problem, named
+from nearplane.matrix.on_grid import SolvedRows, joined, quantize_matrix, rounded
 from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import AnyScheme, GridScheme, RateScheme
 from nearplane.record.record import LayerRecord
@@ -146,7 +146,7 @@ def scaled(matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor) -> Quanti
 @checked("W", "statistics", verb=False)
 def quantize_matrix_to_rate(
     W: Tensor | NDArray[Any],
-    statistics: Tensor | NDArray[Any] | Moments | Inputs,
+    statistics: Tensor | NDArray[Any] | Moments | LayerInput,
     scheme: RateScheme,
     rate: float | None = None,
     *,
@@ -167,19 +167,36 @@ def quantize_matrix_to_rate(
     Raises:
         NumericalError: The matrix or its statistics cannot be solved, see `quantize_matrix`.
     """
-    began = time.perf_counter()
+    W, inputs = lattice_problem(W, statistics, name)
+    with named(name, inputs.moments.tokens):
+        target = corrected(W, inputs, scheme)
+    rows = solve_to_rate(W, target, inputs, scheme, rate, sensitivity=sensitivity, max_loss=max_loss, name=name)
+    return joined([rows], inputs, scheme, name=name)
+
+
+def solve_to_rate(
+    W: Tensor,
+    target: Target,
+    inputs: LayerInput,
+    scheme: RateScheme,
+    rate: float | None,
+    *,
+    sensitivity: Tensor | None = None,
+    max_loss: float | None = None,
+    name: str = "matrix",
+) -> SolvedRows:
+    """Solve a layer at a rate from its target; see `quantize_matrix_to_rate`."""
     rate = scheme.rate if rate is None else rate
     if rate is None:
         raise RecipeError(f"{name}: a size is for a whole checkpoint. Pass a rate in bits per weight.")
-    W, inputs = lattice_problem(W, statistics, name)
     if sensitivity is not None and sensitivity.shape != W.shape[:1]:
         raise NumericalError(
             f"{name}: sensitivity is {tuple(sensitivity.shape)}; expected one number per row, ({len(W)},)."
         )
     within("rate", rate, 0 < rate <= MAX_RATE, f"up to {MAX_RATE} bits per weight")
     within("max_loss", max_loss, max_loss is None or 0 < max_loss < 1, "between 0 and 1")
-    try:
-        T, rho = corrected(W, inputs, scheme)
+    T = target.values
+    with named(name, inputs.moments.tokens):
         steps = waterfilled_steps(W, inputs.factor_of_the_sweep(scheme), sensitivity)
         while True:
             trial = search(T, inputs, scheme, rate, steps)
@@ -187,13 +204,13 @@ def quantize_matrix_to_rate(
             check_scales(trial.matrix.grid, T)
             matrix = scaled(trial.matrix, T, inputs.moments.H)
             known = SolvedMatrix(matrix=matrix, base=trial.matrix.grid.base)
-            record = measure(name, W, (T, rho), known, inputs, scheme)
-            if max_loss is None or record.relative_loss <= max_loss or rate >= HIGHEST_RATE:
+            measured = measured_rows(W, slice(None), target, known, inputs, scheme)
+            if max_loss is None or rate >= HIGHEST_RATE:
                 break
-            rate = min(HIGHEST_RATE, rate + max(0.02, 0.5 * math.log2(record.relative_loss / max_loss)))  # 6 dB per bit
-    except NumericalError as error:
-        raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
-    return matrix, replace(record, asked=rate, seconds=round(time.perf_counter() - began, 6))
+            if (loss := relative_loss(measured, W.shape[1])) <= max_loss:
+                break
+            rate = min(HIGHEST_RATE, rate + max(0.02, 0.5 * math.log2(loss / max_loss)))  # 6 dB per bit
+    return SolvedRows(matrix=matrix, measured=measured, seconds=time.perf_counter() - target.began, asked=rate)
 
 
 def check_codes(codes: Tensor, T: Tensor) -> None:
@@ -233,7 +250,7 @@ def waterfilled_steps(W: Tensor, factor: Factor, sensitivity: Tensor | None) -> 
 
 
 def search(
-    T: Tensor, inputs: Inputs, scheme: AnyScheme, rate: float, steps: ProductGrid, sized: Sized = coded_rate
+    T: Tensor, inputs: LayerInput, scheme: AnyScheme, rate: float, steps: ProductGrid, sized: Sized = coded_rate
 ) -> Trial:
     """Find the step c for which steps of c times `steps` give `rate` bits per weight as measured by `sized`.
 

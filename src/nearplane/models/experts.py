@@ -19,12 +19,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 from transformers.integrations.moe import ExpertsInterface
 
 from nearplane.models.conversion import Names, Weights
-from nearplane.models.layers import Layer
+from nearplane.models.layers import Layer, Layout, layout_of
 
 NAME = "nearplane"  # name of the forward here among transformers' implementations of experts
 Side = Literal["up", "down"]  # the two products of an expert: from hidden states (gate and up), and back to them
@@ -205,65 +204,6 @@ def _slice(parts: Sequence[tuple[ExpertLayer, Tensor]]) -> Tensor:
     if not torch.equal(position, in_order):
         rows = rows[position.argsort()]
     return rows.T if parts[0][0].transposed else rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Storage of the matrices in a module of experts.
-
-    Args:
-        up: Name of the parameter that multiplies hidden states: "gate_up_proj" if it holds gate and up.
-        transposed: Whether slices are (in, out).
-        halves: Whether the outputs of gate come before those of up; else they alternate.
-        called_with: Arguments of its forward: hidden states and routing, or one row per expert and token, which is 0 if
-            the token is not routed to the expert.
-    """
-
-    up: str
-    transposed: bool
-    halves: bool
-    called_with: Literal["routing", "rows"]
-
-
-ROWS_CLASS = "Llama4TextExperts"  # class of transformers whose forward takes rows and is not in `ExpertsInterface`
-ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "config")
-
-
-def layout_of(module: nn.Module) -> Layout | None:
-    """Return the storage of experts whose forward can be replaced; None for any other module."""
-    stack: Any = module
-    if type(module).__name__ == ROWS_CLASS:
-        layout = Layout(up="gate_up_proj", transposed=True, halves=True, called_with="rows")
-    elif all(hasattr(module, mark) for mark in ATTRIBUTES):
-        layout = Layout(
-            up="gate_up_proj" if stack.has_gate else "up_proj",
-            transposed=stack.is_transposed,
-            halves=stack.is_concatenated,
-            called_with="routing",
-        )
-    else:
-        return None
-    parts: dict[str, nn.Parameter] = dict(module.named_parameters(recurse=False))
-    return layout if all(name in parts and parts[name].dim() == 3 for name in (layout.up, "down_proj")) else None
-
-
-def is_stack(module: nn.Module) -> bool:
-    """Whether a module holds experts whose forward can be replaced."""
-    return layout_of(module) is not None
-
-
-def unwatched(name: str, root: nn.Module) -> str:
-    """Return the name of a submodule with stacked matrices that cannot be observed; "" if there is none.
-
-    Args:
-        name: Name of the module.
-        root: The module.
-    """
-    for path, module in root.named_modules():
-        stacked = any(p.dim() >= 3 and min(p.shape) > 1 for p in module.parameters(recurse=False))
-        if stacked and not isinstance(module, _ConvNd) and not is_stack(module):
-            return f"{name}.{path}" if path else name
-    return ""
 
 
 def make_observable(root: nn.Module) -> None:

@@ -24,7 +24,7 @@ from nearplane.errors import ModelError
 from nearplane.models.conversion import Load, Weights
 from nearplane.models.experts import make_observable
 from nearplane.models.kinds import padded_positions, towers
-from nearplane.models.layers import Layer
+from nearplane.models.layers import Layer, is_stack
 from nearplane.models.pretrained import (
     empty_network,
     find_folder,
@@ -357,7 +357,8 @@ class Block:
             loaded = None if coming is None else coming.result()
             self._model.weights.fill(self.quantized, f"{self.name}.", torch.device(device), dtype, loaded=loaded)
             del coming, loaded  # the host's copy
-            make_observable(self.quantized)
+            if any(map(is_stack, self.quantized.modules())):
+                make_observable(self.quantized)
             self.original = deepcopy(self.quantized, dict(shared)) if original else None
             for name, values in self._model.tuned.items():
                 if name.startswith(f"{self.name}."):

@@ -17,9 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 from nearplane.errors import ModelError, RecipeError
 from nearplane.models.conversion import Names
-from nearplane.models.experts import is_stack, stacked_layers
+from nearplane.models.experts import stacked_layers
 from nearplane.models.kinds import has_two_stacks, towers
-from nearplane.models.layers import EmbeddingLayer, Layer, as_layer
+from nearplane.models.layers import EmbeddingLayer, Layer, as_layer, is_stack
 from nearplane.system.patterns import has_match
 
 IGNORED_REASON = "ignored"

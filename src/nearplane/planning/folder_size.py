@@ -38,7 +38,7 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import MEASURED_TYPES, AnyScheme, BlockScheme
 from nearplane.record.model_card import model_card
 from nearplane.record.record import (
-    OPTIONAL_FIELDS,
+    LEFT_OUT_OF_LAYERS,
     LayerRecord,
     RunRecord,
     one_line,
@@ -273,7 +273,7 @@ def _of_tensor(name: str, dtype: str, shape: Sequence[int], size: int, file: str
 
 def _of_layer(layer: Layer) -> float:
     """Return the estimated characters of a layer in the record: a line per field, a figure per group of rows."""
-    written = (field.name for field in fields(LayerRecord) if field.name not in OPTIONAL_FIELDS)
+    written = (field.name for field in fields(LayerRecord) if field.name not in LEFT_OUT_OF_LAYERS)
     lines = sum(len(f'   "{name}": ,\n') + FIGURE_LENGTH for name in written)
     return lines + FIGURE_LENGTH * row_groups(*layer.shape) + 2 * len(layer.name)
 

@@ -21,7 +21,7 @@ from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.scale import StepStorage, high_rate_step
 from nearplane.lattice.solvers import sweep_planes
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.inputs import LayerInput
 from nearplane.matrix.on_grid import solve
 from nearplane.models.model import Block
 from nearplane.recipe.scheme import Scheme
@@ -57,12 +57,12 @@ class Perturbations:
         sensitivity: (out,) sensitivity of the network to errors of each output, by layer; may lack layers.
     """
 
-    of: Callable[[Tensor, Inputs], Sequence[Callable[[], Perturbed]]]
+    of: Callable[[Tensor, LayerInput], Sequence[Callable[[], Perturbed]]]
     points: int
     together: bool = False
     sensitivity: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def expected(self, name: str, W: Tensor, perturbed: Perturbed, inputs: Inputs) -> float:
+    def expected(self, name: str, W: Tensor, perturbed: Perturbed, inputs: LayerInput) -> float:
         """Return the expected loss of the network in nats per token by the errors of a layer; 0 without its sensitivity."""
         if name not in self.sensitivity:
             return 0.0
@@ -83,11 +83,11 @@ def to_rates(rates: Sequence[float], scheme: Scheme) -> Perturbations:
     return Perturbations(of=partial(_at_rates, rates, scheme), points=1)
 
 
-def _at_rates(rates: Sequence[float], scheme: Scheme, W: Tensor, inputs: Inputs) -> list[Callable[[], Perturbed]]:
+def _at_rates(rates: Sequence[float], scheme: Scheme, W: Tensor, inputs: LayerInput) -> list[Callable[[], Perturbed]]:
     return [partial(_at_the_middle, rates, scheme, W, inputs)]
 
 
-def _at_the_middle(rates: Sequence[float], scheme: Scheme, W: Tensor, inputs: Inputs) -> Perturbed:
+def _at_the_middle(rates: Sequence[float], scheme: Scheme, W: Tensor, inputs: LayerInput) -> Perturbed:
     factor = inputs.factor(scheme.order, scheme.damp)
     W = W.masked_fill(factor.dead, 0)
     points = [waterfilled(W, factor, rate) for rate in rates]
@@ -144,7 +144,7 @@ def to_widths(widths: Sequence[int], scheme: GridScheme, storage: torch.dtype) -
 
 
 def _at_widths(
-    schemes: Sequence[GridScheme], storage: torch.dtype, W: Tensor, inputs: Inputs
+    schemes: Sequence[GridScheme], storage: torch.dtype, W: Tensor, inputs: LayerInput
 ) -> list[Callable[[], Perturbed]]:
     return [partial(_on_grid, W, inputs, float(scheme.bits), scheme, storage) for scheme in schemes]
 
@@ -154,13 +154,15 @@ def to_types(names: Sequence[str], scheme: BlockScheme) -> Perturbations:
     return Perturbations(of=partial(_at_types, names, replace(scheme, polish=0, rounds=0)), points=len(names))
 
 
-def _at_types(names: Sequence[str], scheme: BlockScheme, W: Tensor, inputs: Inputs) -> list[Callable[[], Perturbed]]:
+def _at_types(
+    names: Sequence[str], scheme: BlockScheme, W: Tensor, inputs: LayerInput
+) -> list[Callable[[], Perturbed]]:
     kinds = sorted({fitting(name, W.shape[1]) for name in names}, key=lambda kind: kind.rate)
     return [partial(_on_grid, W, inputs, kind.rate, scheme.stored_in(kind), torch.float16) for kind in kinds]
 
 
 def _on_grid(
-    W: Tensor, inputs: Inputs, rate: float, scheme: GridScheme | BlockScheme, storage: torch.dtype
+    W: Tensor, inputs: LayerInput, rate: float, scheme: GridScheme | BlockScheme, storage: torch.dtype
 ) -> Perturbed:
     factor = inputs.factor(scheme.order, scheme.damp)
     solution = solve(W.masked_fill(factor.dead, 0), inputs, scheme, StepStorage(storage))
@@ -183,7 +185,7 @@ class Change(NamedTuple):
     loss: float | None
 
 
-def within(layer: str, block: str) -> str:
+def name_in_block(layer: str, block: str) -> str:
     """Return the name of a layer within its block."""
     return layer.removeprefix(f"{block}.")
 
@@ -199,7 +201,9 @@ def measured_blocks(blocks: Sequence[Block], most: int) -> frozenset[int]:
     kinds: dict[tuple[str, ...], list[int]] = {}
     for number, block in enumerate(blocks):
         if block.layers:
-            kinds.setdefault(tuple(sorted(within(layer.name, block.name) for layer in block.layers)), []).append(number)
+            kinds.setdefault(tuple(sorted(name_in_block(layer.name, block.name) for layer in block.layers)), []).append(
+                number
+            )
     chosen: set[int] = set()
     for numbers in kinds.values():
         count = max(min(2, len(numbers)), most * len(numbers) // len(blocks))

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream, positions_per_window, readout, skeleton
+from nearplane.calibration.rows import RoutedRows, Rows
 from nearplane.calibration.second_moments import observe, sum_moments
 from nearplane.calibration.stages import rows_by_batch, stages
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.walk import Followed
-from nearplane.calibration.watch import RoutedRows, Rows
 from nearplane.errors import CalibrationError
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.inputs import LayerInput
 from nearplane.models.kinds import (
     NOTHING_TO_MEASURE,
     Divergence,
@@ -32,7 +32,14 @@ from nearplane.models.kinds import (
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.planning.allocate import Curve, sum_of
-from nearplane.planning.perturb import Change, Perturbations, corrected_losses, measured_blocks, relative_energy, within
+from nearplane.planning.perturb import (
+    Change,
+    Perturbations,
+    corrected_losses,
+    measured_blocks,
+    name_in_block,
+    relative_energy,
+)
 from nearplane.system.matmul_choice import Library
 from nearplane.system.matmul_library import library_in_use, using_library
 from nearplane.system.memory import release
@@ -90,6 +97,27 @@ class _Traveller:
     block: int = 0
     place: int | None = None
     loss: float | None = None
+
+
+class _Regime(NamedTuple):
+    """Which perturbations are propagated to the logits, and how the losses of all others are estimated.
+
+    A network with few layers has all of them propagated. Of a deep one it is one per layer, from some blocks; losses are
+    then estimated from sensitivities, or without these from the relative change of the hidden states after the block.
+
+    Args:
+        blocks: Numbers of the blocks whose perturbations are propagated.
+        point: Number of the perturbation of each layer that is propagated; None: all.
+        by_change: Whether losses are estimated from the change of the hidden states.
+    """
+
+    blocks: frozenset[int]
+    point: int | None = None
+    by_change: bool = False
+
+    def propagates(self, block: int, point: int) -> bool:
+        """Return whether a perturbation of a block is propagated."""
+        return block in self.blocks and self.point in (None, point)
 
 
 class _Turns:
@@ -153,6 +181,8 @@ def probe(
     layers = {layer.name for block in model.blocks for layer in block.layers}
     if not (deep and perturbations.sensitivity.keys() >= layers):
         perturbations = replace(perturbations, sensitivity={})
+    middle = perturbations.points // 2
+    regime = _Regime(measured, middle, by_change=not perturbations.sensitivity) if deep else _Regime(measured)
     stream = skeleton(model, windows.split(min(BATCH, size)), device=device, dtype=dtype, keep=keep)
     batches = size // min(BATCH, size)
     travellers: list[_Traveller | None] = []  # None: of another rank
@@ -170,13 +200,12 @@ def probe(
                 travellers.append(born)
                 if born is None:
                     continue
-                travels = not deep or (number in measured and born.point == perturbations.points // 2)
-                seen = range(batches) if travels or not perturbations.sensitivity else ()
-                difference = [onward(i, torch.zeros(())) for i in seen]
-                if deep and not perturbations.sensitivity:
+                born.block, propagates = number, regime.propagates(number, born.point)
+                if propagates or regime.by_change:
+                    difference = [onward(i, torch.zeros(())) for i in range(batches)]
+                if regime.by_change:
                     born.expected = relative_energy(difference, after)
-                born.block = number
-                if travels:
+                if propagates:
                     born.place = len(differences)
                     differences.extend(difference)
             stream.passed(block)
@@ -188,7 +217,7 @@ def probe(
     every = [next(one for one in same if one is not None) for same in zip(*ranks.gather(travellers), strict=True)]
     if not deep:
         return _curves(model, every, [one.loss for one in every if one.loss is not None], tied=perturbations.together)
-    names = {layer.name: within(layer.name, block.name) for block in model.blocks for layer in block.layers}
+    names = {layer.name: name_in_block(layer.name, block.name) for block in model.blocks for layer in block.layers}
     changes = [Change(one.block, tuple(names[layer] for layer in one.layers), one.expected, one.loss) for one in every]
     return _curves(model, every, corrected_losses(changes), tied=perturbations.together)
 
@@ -291,9 +320,9 @@ def _perturbed(
             sides = [(routed[i], [[rows[i]] for rows in shown]) for i in some]
             yield from _experts_perturbed(sides, stream, perturbations, turns)
         del shown
-    inputs: dict[str, Inputs] = {}
+    inputs: dict[str, LayerInput] = {}
     for observed in observe(block, groups, stream, onward=True):
-        shared = Inputs(observed.moments[observed.layers[0].name])
+        shared = LayerInput.of(observed.moments[observed.layers[0].name])
         inputs |= dict.fromkeys((layer.name for layer in observed.layers), shared)
     sets = _sets(groups, block.name) if perturbations.together else [(layer,) for group in groups for layer in group]
     for layers in sets:
@@ -351,7 +380,7 @@ def _experts_perturbed(
         expected = 0.0
         for group, shown in sides:
             for observed in sum_moments([group], shown, stream):
-                inputs = Inputs(observed.moments[observed.layers[0].name])
+                inputs = LayerInput.of(observed.moments[observed.layers[0].name])
                 for layer in observed.layers:
                     W = layer.read()
                     variant = perturbations.of(W, inputs)[point]()

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from nearplane.calibration.walk import Stage
 from nearplane.lattice.factor import solved_strips
-from nearplane.lattice.grid import QuantizedMatrix, narrowed
+from nearplane.lattice.grid import narrowed
 from nearplane.lattice.scale import StepStorage
-from nearplane.matrix.inputs import Inputs, lattice_problem
-from nearplane.matrix.on_grid import SolvedRows, joined, quantize_matrix, solve_rows
-from nearplane.matrix.to_rate import quantize_matrix_to_rate
+from nearplane.matrix.inputs import LayerInput, Target, named
+from nearplane.matrix.on_grid import SolvedRows, check_rows, joined, solve_rows
+from nearplane.matrix.to_rate import solve_to_rate
 from nearplane.models.layers import Layer
 from nearplane.planning.ledger import Solved
 from nearplane.recipe.layer_plan import LayerPlan
 from nearplane.recipe.schemes import RateScheme
-from nearplane.record.record import LayerRecord
 from nearplane.system.memory import working_on
 from nearplane.system.ranks import current, evened
 
@@ -54,26 +53,38 @@ class Order:
         scheme = self.plan.scheme
         return not (scheme.entropy_coded or (scheme.joins_rows and self.plan.together))
 
-    def solved(self, stage: Stage) -> Found:
+    def solved(self, stage: Stage) -> SolvedRows:
         """Solve the layer, or its rows, with its weights and inputs on this rank."""
-        layer, inputs = stage.layers[self.number], stage.inputs[self.number]
-        inputs = inputs if self.again else inputs.used_once()
+        layer, inputs, rows = stage.layers[self.number], stage.inputs[self.number], self.rows or slice(None)
         with working_on(layer.name):
-            return solve_layer(layer.name, layer.read(), inputs, self.plan, self.storage, self.rows)
+            W = layer.read()
+            with named(layer.name, inputs.moments.tokens):
+                target = stage.target(self.number, W, self.plan.scheme, rows, again=self.again)
+            found = solve_layer(layer.name, W, target, inputs, self.plan, self.storage, rows)
+        if not self.again:
+            stage.measured(self.number)
+        return found
 
 
 def solve_layer(
-    name: str, W: Tensor, inputs: Inputs, plan: LayerPlan, storage: StepStorage, rows: slice | None = None
-) -> Found:
-    """Quantize one layer as planned, or some of its rows, deterministically.
+    name: str,
+    W: Tensor,
+    target: Target,
+    inputs: LayerInput,
+    plan: LayerPlan,
+    storage: StepStorage,
+    rows: slice = slice(None),
+) -> SolvedRows:
+    """Quantize a layer as planned, or whole strips of its rows, deterministically; `joined` makes the layer of all rows.
 
     Args:
         name: Full name of the layer, for the record and for error messages.
         W: (out, in) weights.
-        inputs: Statistics of the layer's inputs, shared by layers of the same input; if `used_once`, solve only once.
+        target: Target of the layer, or of these rows.
+        inputs: Statistics of the layer's inputs, shared by layers of the same input.
         plan: What is decided of the layer.
         storage: How steps of grids are stored.
-        rows: Whole strips of rows of a layer on a fixed grid, which `joined` puts together; None: the whole layer.
+        rows: The rows to solve, whole strips of a layer on a fixed grid.
 
     Raises:
         NumericalError: A weight is not finite, or the Hessian is not positive definite.
@@ -81,18 +92,11 @@ def solve_layer(
     scheme = plan.scheme
     if isinstance(scheme, RateScheme):
         sensitivity = None if plan.sensitivity is None else plan.sensitivity.to(W.device)
-        return quantize_matrix_to_rate(
-            W, inputs, scheme, plan.rate, sensitivity=sensitivity, max_loss=plan.max_loss, name=name
+        return solve_to_rate(
+            W, target, inputs, scheme, plan.rate, sensitivity=sensitivity, max_loss=plan.max_loss, name=name
         )
-    if rows is not None:
-        W, inputs = lattice_problem(W, inputs, name)
-        return solve_rows(W, rows, inputs, scheme, storage=storage, name=name)
-    together = tuple(G.to(W.device) for G in plan.together)
-    return quantize_matrix(W, inputs, scheme, storage=storage, name=name, together=together)
-
-
-Found = tuple[QuantizedMatrix, LayerRecord] | SolvedRows
-"""A solved layer with its record, or some rows of it."""
+    storage, together = check_rows(W, scheme, storage, name), tuple(G.to(W.device) for G in plan.together)
+    return solve_rows(W, rows, target, inputs, scheme, storage=storage, name=name, together=together)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +109,17 @@ class _Share:
         stage.solved = [order.solved(stage) for order in self.orders[current().rank]]
 
 
-def _results(stage: Stage) -> list[Found]:
+def _results(stage: Stage) -> list[SolvedRows]:
     """Return what this rank has solved of a stage, with matrices on the CPU and narrow codes."""
     found = [_moved(each, torch.device("cpu"), narrowed) for each in stage.solved]
     stage.solved = []
     return found
 
 
-def _moved(found: Found, device: torch.device, codes: Callable[[Tensor], Tensor]) -> Found:
+def _moved(found: SolvedRows, device: torch.device, codes: Callable[[Tensor], Tensor]) -> SolvedRows:
     """Return what was solved on another device, its codes in another dtype."""
-    if isinstance(found, SolvedRows):
-        there, measured = found.matrix.to(device), found.measured.to(device)
-        return replace(found, matrix=replace(there, codes=codes(there.codes)), measured=measured)
-    matrix, record = found[0].to(device), found[1]
-    return replace(matrix, codes=codes(matrix.codes)), record
+    there, measured = found.matrix.to(device), found.measured.to(device)
+    return replace(found, matrix=replace(there, codes=codes(there.codes)), measured=measured)
 
 
 def solve_stage(stage: Stage, orders: Sequence[Order]) -> list[Solved]:
@@ -132,7 +133,7 @@ def solve_stage(stage: Stage, orders: Sequence[Order]) -> list[Solved]:
     share = _Share(dealt(orders, stage.layers, ranks.world))
     ranks.start(share)
     share(stage)
-    found: dict[int, list[Found]] = {order.number: [] for order in orders}
+    found: dict[int, list[SolvedRows]] = {order.number: [] for order in orders}
     for order, each in zip(share.orders[0], stage.solved, strict=True):
         found[order.number].append(each)
     stage.solved = []
@@ -144,15 +145,11 @@ def solve_stage(stage: Stage, orders: Sequence[Order]) -> list[Solved]:
     return [_whole(stage, order, found[order.number]) for order in orders]
 
 
-def _whole(stage: Stage, order: Order, found: list[Found]) -> Solved:
+def _whole(stage: Stage, order: Order, found: list[SolvedRows]) -> Solved:
     """Return a solved layer from what ranks found, in the order of its rows."""
     layer, inputs = stage.layers[order.number], stage.inputs[order.number]
-    rows = [each for each in found if isinstance(each, SolvedRows)]
-    if rows:
-        with working_on(layer.name):
-            return Solved(layer, *joined(rows, inputs, order.plan.scheme, name=layer.name))
-    (matrix, record), *_ = (each for each in found if not isinstance(each, SolvedRows))
-    return Solved(layer, matrix, record)
+    with working_on(layer.name):
+        return Solved(layer, *joined(found, inputs, order.plan.scheme, name=layer.name))
 
 
 def dealt(orders: Sequence[Order], layers: Sequence[Layer], ranks: int) -> tuple[tuple[Order, ...], ...]:

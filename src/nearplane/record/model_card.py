@@ -20,9 +20,8 @@ from nearplane.number_formats import BlockFormat, NumberFormat
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.evaluation_table import evaluation_tables
 from nearplane.record.record import RunRecord
-from nearplane.record.summary import losses
 from nearplane.record.uses import pipeline_tag, uses, uses_of_dense
-from nearplane.record.words import by_source, calibrated, degenerate, exceeding, few_tokens, left
+from nearplane.record.words import by_source, calibrated, degenerate, exceeding, few_tokens, left, losses
 from nearplane.system.sizes import counted, size_text
 
 TAKEN = ("license", "license_name", "license_link", "language", "datasets", "tags")  # from the original's card

@@ -27,7 +27,11 @@ from nearplane.system.paths import INCOMPLETE, RECORD, refuse_adapter, unfinishe
 
 installed_version = cache(version)  # parses a file of metadata
 VERSION = 5  # of the record; records of other versions are refused
-OPTIONAL_FIELDS = ("degenerate", "extra_by_source")  # of layers; not in the file where they are empty
+# values with which fields are not in the file: of a run, of each of its layers, of its recipe and of its calibration
+LEFT_OUT: dict[str, object] = {"sources": (), "card": 0, "compute_dtype": "auto"}
+LEFT_OUT_OF_LAYERS: dict[str, object] = {"degenerate": "", "extra_by_source": ()}
+LEFT_OUT_OF_RECIPE: dict[str, object] = {"activations": "none", "like": None}
+LEFT_OUT_OF_CALIBRATION: dict[str, object] = {"first_token": "none"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,20 +249,14 @@ class RunRecord:
         return one_line(json.dumps(self.fields(), indent=1))
 
     def fields(self) -> dict[str, Any]:
-        """Return all fields as in JSON; those that only some runs or layers have are left out where they are empty."""
+        """Return all fields as in JSON, without those that only some runs or layers have and that are `LEFT_OUT` of others."""
         fields = asdict(self)
-        for part, names in ((fields, ["sources", "card"]), *((layer, OPTIONAL_FIELDS) for layer in fields["layers"])):
-            for name in names:
-                if not part[name]:
+        recipe = fields["recipe"]
+        parts = [(fields, LEFT_OUT), (recipe, LEFT_OUT_OF_RECIPE), (recipe["calibration"], LEFT_OUT_OF_CALIBRATION)]
+        for part, left_out in (*parts, *((layer, LEFT_OUT_OF_LAYERS) for layer in fields["layers"])):
+            for name, value in left_out.items():
+                if part[name] == value:
                     del part[name]
-        if self.compute_dtype == "auto":
-            del fields["compute_dtype"]
-        if self.recipe.activations == "none":
-            del fields["recipe"]["activations"]
-        if self.recipe.like is None:
-            del fields["recipe"]["like"]
-        if self.recipe.calibration.first_token == "none":
-            del fields["recipe"]["calibration"]["first_token"]
         return fields
 
     def embedded(self) -> RunRecord:

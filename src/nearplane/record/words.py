@@ -20,6 +20,8 @@ from nearplane.system.files import read_object
 from nearplane.system.sizes import bytes_in, counted
 
 NOT_FITTED = "to which nothing was fitted"  # said of windows that follow the calibration windows in the text
+NOTABLE_LOSS = 0.05  # share of a layer's output energy; at 4 bits most layers lose less than a tenth of it
+MAX_NAMED = 3  # layers with the largest losses that are named
 
 
 def calibrated(record: RunRecord) -> str:
@@ -28,6 +30,43 @@ def calibrated(record: RunRecord) -> str:
         return "not calibrated: losses are computed as if all inputs of a layer were independent"
     measured = f", measured on {counted(record.extra_windows, 'extra window')}" if record.extra_windows else ""
     return f"calibrated on {record.tokens:,} tokens ({counted(record.windows, 'window')} of {record.seqlen}){measured}"
+
+
+def losses(record: RunRecord) -> Iterator[str]:
+    """Yield what the layers lost: on the extra windows where there are some, else on the windows that were fitted.
+
+    Losses on windows that were fitted look better than they are. Losses on extra windows compare the outputs with those
+    of the original network, so they include what the layers before lost.
+    """
+    losses = [
+        (layer.extra_relative_loss, layer.extra_nearest_loss, layer.extra_loss, layer.name)
+        for layer in record.measured
+        if layer.extra_relative_loss is not None
+    ]
+    if losses:
+        where = f" on {counted(record.extra_windows, 'extra window')}, {NOT_FITTED}"
+    else:
+        losses = [(layer.relative_loss, layer.nearest_loss, layer.loss, layer.name) for layer in record.measured]
+        where = ""
+        if record.tokens and not record.extra_windows:
+            where = " on the calibration tokens, as the text has no further windows"
+    if not losses:
+        return
+    worst = sorted(losses, key=lambda loss: loss[0], reverse=True)
+    above = sum(loss > NOTABLE_LOSS for loss, *_ in losses)
+    exceeding_it = f"{above or 'no'} {'layer loses' if above < 2 else 'layers lose'} more than {_percent(NOTABLE_LOSS)}"
+    yield (
+        f"share of a layer's output that is lost{where}: {_percent(worst[len(worst) // 2][0])} in the median layer; {exceeding_it}"
+    )
+    yield "most is lost in " + ", ".join(f"{name} ({_percent(loss)})" for loss, _, _, name in worst[:MAX_NAMED])
+    better = sorted(nearest / loss for _, nearest, loss, _ in losses if nearest and loss)
+    if record.tokens and better:
+        times = better[len(better) // 2]
+        yield f"rounding every weight to the nearest value of the same grids would lose {times:.1f} times as much (median layer)"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
 
 
 def remarks(record: RunRecord) -> Iterator[str]:

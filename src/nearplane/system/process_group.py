@@ -24,8 +24,8 @@ from torch import Tensor
 
 from nearplane.errors import NearplaneError, RankError, first_line
 from nearplane.system.heartbeat import LOST, Heartbeat, Peer
-from nearplane.system.launch import Launch, ended_children, launched
-from nearplane.system.ranks import Ranks, current, within
+from nearplane.system.launch import Launch, ended_children
+from nearplane.system.ranks import Ranks, within
 
 T = TypeVar("T")
 ARRIVAL = 300.0  # seconds until all processes must have arrived: nodes of a cluster do not start together
@@ -183,11 +183,13 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
-    """Take part in the run that torchrun, srun or --processes started; a process alone is a run of its own.
+def connected(launch: Launch | None) -> Iterator[Ranks]:
+    """Connect the processes of a run, or those of the group that the program made; the group itself is not used.
 
-    The processes of a group that the program made are used as well; the group itself is not. If the body raises an error,
-    it is told to the other ranks, which raise it as well.
+    If the body raises an error, it is told to the other ranks, which raise it as well.
+
+    Args:
+        launch: How this process was started among others; None: the program made a group.
 
     Yields:
         The ranks.
@@ -195,11 +197,6 @@ def joined() -> Iterator[Ranks]:
     Raises:
         RankError: The processes cannot be connected, some do not arrive, or one of them fails or is gone.
     """
-    theirs = dist.is_available() and dist.is_initialized()
-    launch = None if theirs else launched()
-    if current().world > 1 or (not theirs and launch is None) or (theirs and dist.get_world_size() == 1):
-        yield current()
-        return
     if launch is None:
         store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     else:

@@ -43,11 +43,10 @@ from nearplane.models.pretrained import tokenizer_of
 from nearplane.models.two_tokenizers import check_same_tokens, decoded
 from nearplane.system.arguments import checked
 from nearplane.system.device import Device
-from nearplane.system.process_group import joined
 from nearplane.system.progress import Progress, logged, shown, silent
 from nearplane.system.ranks import current
 from nearplane.verbs.early_checks import check_evaluate
-from nearplane.verbs.follow import agree, files_of
+from nearplane.verbs.follow import agree, files_of, on_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +201,7 @@ class PreparedTexts:
     options: EvaluationOptions
     rounded: RoundedLayers
 
-    @joined()
+    @on_all_ranks()
     def measure(self) -> list[Measured]:
         """Read the models, and measure them on each text by itself; the floor is measured on the first."""
         options, outlines = self.options, self.outlines

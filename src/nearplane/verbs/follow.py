@@ -11,15 +11,40 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+import torch.distributed as dist
+
 from nearplane.errors import RankError
 from nearplane.models.model import Model
 from nearplane.record.record import versions
 from nearplane.system.device import Device, without_number
+from nearplane.system.launch import launched
 from nearplane.system.matmul_library import processor
+from nearplane.system.process_group import connected
 from nearplane.system.ranks import Ranks, current
 
 T = TypeVar("T")
 log = logging.getLogger("nearplane")
+
+
+@contextmanager
+def on_all_ranks() -> Iterator[Ranks]:
+    """Take part in the run that torchrun, srun or --processes started; a process alone is a run of its own.
+
+    The processes of a group that the program made are used as well.
+
+    Yields:
+        The ranks.
+
+    Raises:
+        RankError: See `connected`.
+    """
+    theirs = dist.is_available() and dist.is_initialized()
+    launch = None if theirs else launched()
+    if current().world > 1 or (not theirs and launch is None) or (theirs and dist.get_world_size() == 1):
+        yield current()
+        return
+    with connected(launch) as ranks:
+        yield ranks
 
 
 @dataclass(frozen=True)

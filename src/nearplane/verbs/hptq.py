@@ -24,10 +24,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows, calibration_windows, check_tokens
-from nearplane.errors import NumericalError, RecipeError
+from nearplane.errors import RecipeError
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Moments
-from nearplane.matrix.inputs import Inputs, corrected, lattice_problem
+from nearplane.matrix.inputs import LayerInput, corrected, lattice_problem, named
 from nearplane.matrix.to_rate import search
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
@@ -75,7 +75,7 @@ def hptq_recipe(rate: float, calibration: Calibration, *, calibrated: bool = Tru
 
 def hptq(
     W: Tensor,
-    statistics: Tensor | Moments | Inputs,
+    statistics: Tensor | Moments | LayerInput,
     scheme: AnyScheme,
     rate: float | None = None,
     *,
@@ -99,13 +99,11 @@ def hptq(
     zeros = torch.zeros(max(W.shape), dtype=torch.int32, device=W.device)
     out, columns = W.shape
     one_step = ProductGrid(base=1.0, columns=zeros[:columns], column_resolution=1, rows=zeros[:out], row_resolution=1)
-    try:
-        T, _ = corrected(W, inputs, scheme)
+    with named(name, inputs.moments.tokens):
+        T = corrected(W, inputs, scheme).values
         trial = search(
             T, inputs, scheme, rate, one_step, lambda matrix: estimated_size(_numbers(matrix)).bits / W.numel()
         )
-    except NumericalError as error:
-        raise NumericalError(f"{name} ({inputs.moments.tokens} tokens): {error}") from error
     return Coded(matrix=trial.matrix, bytes=coded_bytes(_numbers(trial.matrix)))
 
 
@@ -139,7 +137,7 @@ def hptq_layers(model: Model, recipe: Recipe, windows: Windows, device: Device) 
                 )
             values = []
             for layer, inputs in zip(stage.layers, stage.inputs, strict=True):
-                coded = hptq(layer.read(), inputs.used_once(), scheme, rate, name=layer.name)
+                coded = hptq(layer.read(), inputs, scheme, rate, name=layer.name)
                 weights = math.prod(layer.shape)
                 surplus, remaining = surplus + target * weights - 8 * coded.bytes, remaining - weights
                 values.append(coded.matrix.decode())

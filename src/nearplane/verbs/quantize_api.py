@@ -32,12 +32,11 @@ from nearplane.system.device import Device
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import refuse_unfinished
-from nearplane.system.process_group import joined
 from nearplane.system.progress import Progress, say_compiling, silent
 from nearplane.system.ranks import current
 from nearplane.tuning.checkpoint import check_layers, check_tunable
 from nearplane.verbs.early_checks import check_quantize, check_recipe
-from nearplane.verbs.follow import Follower, files_of, run_on_rank_0
+from nearplane.verbs.follow import Follower, files_of, on_all_ranks, run_on_rank_0
 from nearplane.verbs.quantize import quantize_folder
 from nearplane.verbs.tune import tune
 
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 @checked("model")
-@joined()
+@on_all_ranks()
 def quantize(
     model: str | Path | PreTrainedModel,
     out: str | Path,

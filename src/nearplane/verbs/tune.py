@@ -20,17 +20,16 @@ from torch import Tensor
 
 from nearplane.calibration.given import Encoded, Given
 from nearplane.calibration.texts import DEFAULT_DATASET
+from nearplane.calibration.walk import Stage
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
 from nearplane.errors import CalibrationError, FormatError
 from nearplane.formats.container import Container, written
 from nearplane.formats.find_record import sound_record
 from nearplane.formats.journal_pages import run_inputs
 from nearplane.formats.stored import Stored
-from nearplane.matrix.certificate import SolvedMatrix, remeasure
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.certificate import SolvedMatrix
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.matrix.to_rate import TOLERANCE
-from nearplane.models.layers import Layer
 from nearplane.models.model import Block
 from nearplane.models.two_tokenizers import check_same_tokens
 from nearplane.planning.folder_size import max_record_bytes
@@ -57,7 +56,7 @@ from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split, split
 from nearplane.verbs.early_checks import check_tune
-from nearplane.verbs.verify_losses import along_both_networks, tuned_norms
+from nearplane.verbs.verify_losses import along_both_networks, remeasured, tuned_norms
 
 
 @checked("calibration")
@@ -304,10 +303,10 @@ def _agree(outcome: Outcome, by_files: float) -> None:
         )
 
 
-def _certified(retuned: Checkpoint, layer: Layer, inputs: Inputs, old: LayerRecord) -> tuple[Tensor, LayerRecord]:
+def _certified(retuned: Checkpoint, stage: Stage, number: int, old: LayerRecord) -> tuple[Tensor, LayerRecord]:
     """Return the values of a tuned layer from its files, and its certificate."""
     matrix = retuned.stored.matrix(old.stored, retuned.stored.tensors(old.stored))
     known = SolvedMatrix(matrix=matrix, base=matrix.grid.base, tuned=True)  # tuned codes have no other base of a sweep
-    new = remeasure(layer.name, layer.read(), inputs.used_once(), retuned.plan.layers[layer.name].scheme, known)
+    new, _ = remeasured(stage, number, retuned.plan.layers[stage.layers[number].name].scheme, known)
     new = with_tensors(new, old.stored, old.bytes, old.checksum)
     return matrix.decode(), replace(new, asked=old.asked, seconds=old.seconds)

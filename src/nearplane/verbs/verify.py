@@ -43,12 +43,11 @@ from nearplane.system.files import sha256, unordered
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.paths import CONFIG, GPTQ_CONFIG, RECORD, TIED
-from nearplane.system.process_group import joined
 from nearplane.system.progress import Progress, silent
 from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.verbs.early_checks import check_verify
-from nearplane.verbs.follow import Follower, run_on_rank_0
+from nearplane.verbs.follow import Follower, on_all_ranks, run_on_rank_0
 from nearplane.verbs.verify_files import Fault, names, shard, sound_files
 from nearplane.verbs.verify_losses import MAX_NAMED, Agreement, losses_again, tuned_norms
 
@@ -92,7 +91,7 @@ class Verified:
 
 
 @checked("calibration")
-@joined()
+@on_all_ranks()
 def verify(
     out: str | Path,
     *,

@@ -16,17 +16,16 @@ from torch import Tensor
 
 from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.stages import try_blocks
-from nearplane.calibration.walk import walk
+from nearplane.calibration.walk import Stage, walk
 from nearplane.calibration.windows import Windows, digest_of
 from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, first_few
 from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.matrix.certificate import SolvedMatrix, remeasure
-from nearplane.matrix.inputs import Inputs
-from nearplane.models.layers import Layer
+from nearplane.matrix.certificate import SolvedMatrix, measured_rows, record_of
 from nearplane.models.model import Model
 from nearplane.planning.forecast import within_limits
 from nearplane.planning.plan import moments_of_embeddings
+from nearplane.recipe.schemes import AnyScheme
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.device import Device, dtype_name, without_number
@@ -97,7 +96,7 @@ def along_both_networks(
     saved: Checkpoint,
     windows: Windows,
     progress: Progress,
-    measure: Callable[[Layer, Inputs, LayerRecord], tuple[Tensor | None, Measured]],
+    measure: Callable[[Stage, int, LayerRecord], tuple[Tensor | None, Measured]],
     input_scales: dict[str, float] | None = None,
 ) -> list[Measured]:
     """Pass windows through the original and the quantized network, and return the measurement of every layer.
@@ -106,7 +105,8 @@ def along_both_networks(
         saved: The checkpoint to measure.
         windows: Calibration windows.
         progress: Display that wraps the iterator over layers.
-        measure: Function that returns the weights that later layers see (None: the original's) and a measurement.
+        measure: Function of a layer, by its stage and number, that returns the weights that later layers see (None: the
+            original's) and a measurement.
         input_scales: Receives {layer name: global scale of its rounded inputs}, where there are such.
     """
     model, entries = saved.model, {layer.name: layer for layer in saved.record.layers}
@@ -118,8 +118,7 @@ def along_both_networks(
         counted(progress, "measuring", len(entries), blocks=model.layers_by_block) as count,
     ):
         for stage in stages:
-            pairs = zip(stage.layers, stage.inputs, strict=True)
-            measured = [measure(layer, inputs, entries[layer.name]) for layer, inputs in pairs]
+            measured = [measure(stage, number, entries[layer.name]) for number, layer in enumerate(stage.layers)]
             stage.write(values for values, _ in measured)
             results += [each for _, each in measured]
             count(len(measured))
@@ -140,23 +139,37 @@ def _setting(saved: Checkpoint, windows: Windows) -> MemorySetting:
     return MemorySetting.usual(windows.seqlen, device, batch)
 
 
+def remeasured(stage: Stage, number: int, scheme: AnyScheme, known: SolvedMatrix) -> tuple[LayerRecord, Tensor]:
+    """Return the record that a run would write for a layer with known codes and grid, and its inputs that are always 0.
+
+    Raises:
+        NumericalError: A Hessian cannot be factored.
+    """
+    layer = stage.layers[number]
+    W = layer.read()
+    known = replace(known, matrix=known.matrix.to(W.device))
+    target = stage.target(number, W, scheme)
+    rows = measured_rows(W, slice(None), target, known, stage.inputs[number], scheme)
+    stage.measured(number)
+    return record_of(layer.name, [rows], known.matrix, stage.inputs[number], scheme), target.dead
+
+
 def losses_again(
     saved: Checkpoint, windows: Windows, agreement: Agreement, progress: Progress, faults: list[Fault]
 ) -> bool:
     """Measure every layer and the held-out KL again; adds to `faults`, returns whether all layers could be measured."""
     tuned = saved.record.tuning is not None
 
-    def measure(layer: Layer, inputs: Inputs, entry: LayerRecord) -> tuple[Tensor | None, bool]:
-        scheme = saved.plan.layers[layer.name].scheme
+    def measure(stage: Stage, number: int, entry: LayerRecord) -> tuple[Tensor | None, bool]:
+        layer = stage.layers[number]
         try:
             matrix = saved.stored.matrix(entry.stored, saved.stored.tensors(entry.stored), layer.weight.device)
             known = SolvedMatrix(matrix=matrix, base=entry.base, tuned=tuned)
-            again = remeasure(layer.name, layer.read(), inputs.used_once(), scheme, known)
+            again, dead = remeasured(stage, number, saved.plan.layers[layer.name].scheme, known)
         except (FormatError, ModelError, NumericalError) as error:
             faults.append(Fault(where=layer.name, what=str(error)))
             return None, False
         faults.extend(_compare(again, entry, agreement))
-        dead = inputs.damped_for_the_correction(scheme).dead
         if not tuned and _moved(matrix, dead):  # no loss shows it; tuning on other text may move these codes
             faults.append(Fault(where=layer.name, what="weights of inputs that were always 0 are not 0"))
         return matrix.decode(), True

@@ -13,8 +13,8 @@ from bare_blocks import both
 from nearplane.calibration.activations import readout, skeleton
 from nearplane.calibration.one_forward import BlockForward
 from nearplane.calibration.recorder import joined_stacks
+from nearplane.calibration.rows import Rows
 from nearplane.calibration.stages import rows_by_batch, stages
-from nearplane.calibration.watch import Rows
 from nearplane.errors import ModelError
 from nearplane.models.model import open_model
 from translating import VOCABULARY, predicted, save_translating

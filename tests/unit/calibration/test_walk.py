@@ -13,10 +13,12 @@ import nearplane
 from alive import forget, living, paused
 from families import VOCABULARY, config_of, random_model
 from nearplane.calibration.one_forward import MemorySetting
-from nearplane.calibration.walk import walk
+from nearplane.calibration.walk import Stage, walk
 from nearplane.calibration.windows import Windows
 from nearplane.lattice.moments import Moments
+from nearplane.matrix.inputs import LayerInput
 from nearplane.models.model import open_model
+from nearplane.recipe.schemes import GridScheme
 from nearplane.system.device import Device
 from pretended import pretended
 
@@ -148,3 +150,21 @@ def test_a_gpu_is_waited_for_once_a_stage_and_for_a_batch_only_by_experts(
                     stage.write([None for _ in stage.layers])
     assert waits[4] - waits[3] == 2 * by_batch
     assert waits[3] <= 2 * (by_block + 3 * by_batch)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_stage_drops_what_targets_and_measurements_leave_behind(again: bool) -> None:
+    """Factors after the last layer that shares them, and moments of layers that are not solved again."""
+    g = torch.Generator().manual_seed(0)
+    H, C = (x @ x.T / 40 for x in torch.randn(2, 8, 40, dtype=torch.float64, generator=g))
+    known = Moments(H=H, C=C, tokens=40, held_out=Moments(H=H, C=C, tokens=8))
+    first = LayerInput.of(known)
+    stage, scheme = Stage((), [first, LayerInput.of(known, first.shared)], rest=()), GridScheme(damp=0.02)
+    W, shared = torch.randn(4, 8, dtype=torch.float64, generator=g), first.shared
+    for number, kept in ((0, {(0.02, False), (0.02, True), (0.1, False)}), (1, {(0.1, False)})):
+        sweep = first.factor_of_the_sweep(scheme)
+        stage.target(number, W, scheme, again=again)
+        assert {key[1:] for key in shared.factors} == kept
+        assert stage.inputs[number].moments.corrects == again
+        stage.measured(number)
+        assert (first.factor_of_the_sweep(scheme) is sweep) == (number == 0)

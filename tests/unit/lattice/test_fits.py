@@ -44,6 +44,7 @@ def weights(rows: int) -> Tensor:
     return W
 
 
+@cache
 def quantized(kind: NumberFormat, exponent: int, storage: torch.dtype) -> tuple[QuantizedMatrix, LayerRecord]:
     in_blocks = kind.name in TYPES and (kind.levels is None or kind.only_in_gguf)
     options = {"grid": kind.name} if in_blocks or kind.levels is not None else options_of(kind)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.formats.gguf.gguf_layers import pack, unpack
+from nearplane.formats.gguf.gguf_layers import packed_blocks, unpack
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.kernels_torch import State
 from nearplane.lattice.polish import descend
@@ -43,7 +43,7 @@ def fitted(kind: BlockFormat, W: Tensor, storage: torch.dtype = torch.float16) -
 @KINDS
 def test_what_is_found_is_what_files_hold(kind: BlockType, W: Tensor) -> None:
     matrix = round_to_nearest(W, fitted(kind, W))
-    back = unpack(kind, pack(kind, matrix), 512)
+    back = unpack(kind, packed_blocks(kind, matrix), 512)
     assert back.same_as(matrix)
     assert torch.equal(back.decode(), matrix.decode())
 
@@ -75,7 +75,7 @@ def test_zeros_tiny_and_large_weights_have_finite_values(kind: BlockType, W: Ten
     assert bool(torch.isfinite(matrix.decode()).all())
     assert bool(torch.isfinite(matrix.grid.zero).all())
     assert float((W - matrix.decode()).abs().max()) <= max(float(W.abs().max()), 2.0**-24)
-    pack(kind, matrix)
+    packed_blocks(kind, matrix)
 
 
 @KINDS
@@ -94,7 +94,10 @@ def test_fitting_lowers_the_loss_by_what_it_says(kind: BlockType, W: Tensor, H: 
     assert bool((gained <= 0).all())
     assert float(after.sum()) < 0.8 * float(before.sum())
     single = found.grid.to(torch.float32)
-    assert pack(kind, type(found)(codes=found.codes, grid=single)).shape == (24, 512 // kind.columns * kind.bytes)
+    assert packed_blocks(kind, type(found)(codes=found.codes, grid=single)).shape == (
+        24,
+        512 // kind.columns * kind.bytes,
+    )
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32], ids=str)

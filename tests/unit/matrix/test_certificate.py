@@ -16,8 +16,8 @@ from nearplane.lattice.factor import rounding_order
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.matrix import certificate
-from nearplane.matrix.certificate import SolvedMatrix, remeasure
-from nearplane.matrix.inputs import Inputs, corrected
+from nearplane.matrix.certificate import SolvedMatrix, measured_rows, record_of
+from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.on_grid import quantize_matrix
 from nearplane.matrix.to_rate import quantize_matrix_to_rate
 from nearplane.recipe.schemes import GridScheme, RateScheme
@@ -220,7 +220,7 @@ def test_every_figure_of_a_fixed_grid_is_its_definition(scheme: GridScheme, corr
     W, X = inputs_of()
     statistics = seen(X) if corrects else Moments(H=X.T @ X / len(X), tokens=len(X))
     matrix, record = quantize_matrix(W, statistics, scheme, name="mlp.up_proj")
-    target, rho = corrected(W, Inputs(statistics), scheme)
+    target, rho, *_ = corrected(W, LayerInput.of(statistics), scheme)
     sweep_damp = scheme.sweep_damp or (0.1 if corrects else scheme.damp)
     plain = Plain(target, matrix, None, statistics.H, scheme.order, sweep_damp)
     assert (rho > 0) == corrects
@@ -267,7 +267,7 @@ def test_every_figure_of_an_entropy_coded_matrix_is_its_definition(scheme: RateS
     statistics = seen(X) if corrects else Moments(H=X.T @ X / len(X), tokens=len(X))
     sensitivity = torch.exp(torch.randn(OUT, generator=torch.Generator().manual_seed(5)).mul(3))
     matrix, record = quantize_matrix_to_rate(W, statistics, scheme, sensitivity=sensitivity)
-    target, rho = corrected(W, Inputs(statistics), scheme)
+    target, rho, *_ = corrected(W, LayerInput.of(statistics), scheme)
     sweep_damp = 0.1 if corrects else scheme.damp
     plain = Plain(target, matrix, record.base, statistics.H, scheme.order, sweep_damp)
     coded = Contents.of(matrix.codes, matrix.grid)
@@ -299,10 +299,16 @@ def test_in_rate_mode_the_damped_loss_is_that_of_the_step_of_the_sweep_not_of_th
     assert record.loss == pytest.approx(plain.loss(plain.decoded).mean(), rel=1e-9)
 
 
+def remeasure(name: str, W: Tensor, inputs: LayerInput, scheme: GridScheme, known: SolvedMatrix) -> LayerRecord:
+    """Measure a matrix with known codes and grid."""
+    rows = measured_rows(W, slice(None), corrected(W, inputs, scheme), known, inputs, scheme)
+    return record_of(name, [rows], known.matrix, inputs, scheme)
+
+
 def test_measuring_again_what_was_solved_gives_the_same_record() -> None:
     """As `verify` does, from the codes and the grid in the file."""
     W, X = inputs_of()
-    inputs = Inputs(seen(X))
+    inputs = LayerInput.of(seen(X))
     for scheme in (GridScheme(bits=3, group_size=8), GridScheme(bits=3, group_size=8, solver="k-best", beam=2)):
         matrix, record = quantize_matrix(W, inputs, scheme)
         again = remeasure("matrix", W, inputs, scheme, SolvedMatrix(matrix=matrix))
@@ -311,7 +317,7 @@ def test_measuring_again_what_was_solved_gives_the_same_record() -> None:
 
 def test_one_code_moved_by_one_shows_in_its_group_of_rows() -> None:
     W, X = inputs_of()
-    inputs, scheme = Inputs(X.T @ X / len(X)), GridScheme(bits=3, group_size=8)
+    inputs, scheme = LayerInput.of(X.T @ X / len(X)), GridScheme(bits=3, group_size=8)
     matrix, record = quantize_matrix(W, inputs, scheme)
     codes = matrix.codes.clone()
     live = int(inputs.moments.H.diagonal().argmax())
@@ -337,7 +343,7 @@ def test_the_limit_is_that_of_all_eigenvalues_with_them_and_without(bits: int, m
 def test_the_solver_says_what_clipped_and_nothing_is_swept_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """But by `verify`, which has only the codes, and finds the same."""
     W, X = inputs_of()
-    inputs, scheme, swept = Inputs(seen(X)), GridScheme(bits=2, group_size=8), []
+    inputs, scheme, swept = LayerInput.of(seen(X)), GridScheme(bits=2, group_size=8), []
     sweep = certificate.sweep_planes
     monkeypatch.setattr(certificate, "sweep_planes", lambda *given: swept.append(given) or sweep(*given))
     matrix, record = quantize_matrix(W, inputs, scheme)

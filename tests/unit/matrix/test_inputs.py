@@ -13,7 +13,7 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.moments import Moments
-from nearplane.matrix.inputs import Inputs, corrected
+from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.recipe.scheme import Scheme
 from nearplane.recipe.schemes import GridScheme, RateScheme
 from oracles import same
@@ -50,7 +50,7 @@ def product(factor: Factor) -> Tensor:
 
 @given(problems(dead=0), st.sampled_from(NAMED))
 def test_the_damped_hessian_is_what_was_factored(p: Problem, order: str) -> None:
-    inputs = Inputs(p.H)
+    inputs = LayerInput.of(p.H)
     factor = inputs.factor(order, p.damp)
     assert same(inputs.damped(factor, torch.float64), product(factor))
     assert same(inputs.damped(factor, torch.float64), p.damped_hessian(factor))
@@ -59,7 +59,7 @@ def test_the_damped_hessian_is_what_was_factored(p: Problem, order: str) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_damped_hessian_has_its_own_memory(dtype: torch.dtype, generator: torch.Generator) -> None:
     H = seen(*streams(generator)).H
-    before, inputs = H.clone(), Inputs(H)
+    before, inputs = H.clone(), LayerInput.of(H)
     damped = inputs.damped(inputs.factor("natural", 0.01), dtype)
     assert damped.dtype == dtype
     damped.zero_()
@@ -67,7 +67,7 @@ def test_the_damped_hessian_has_its_own_memory(dtype: torch.dtype, generator: to
 
 
 def test_each_factor_is_made_once(generator: torch.Generator) -> None:
-    inputs = Inputs(seen(*streams(generator)))
+    inputs = LayerInput.of(seen(*streams(generator)))
     some = [
         inputs.factor(order, damp, fitting=f) for order in NAMED for damp in (0.01, 0.1, "auto") for f in (False, True)
     ]
@@ -76,12 +76,12 @@ def test_each_factor_is_made_once(generator: torch.Generator) -> None:
     ]
     assert all(a is b for a, b in zip(some, again, strict=True))
     assert len({id(factor) for factor in some}) == len(some)
-    assert inputs.eigenvalues() is inputs.eigenvalues()
+    assert inputs.shared.eigenvalues is inputs.shared.eigenvalues
 
 
 def test_the_fitting_factor_is_that_of_the_tokens_not_held_out(generator: torch.Generator) -> None:
     X, X_hat = streams(generator)
-    inputs = Inputs(seen(X, X_hat))
+    inputs = LayerInput.of(seen(X, X_hat))
     rest = X_hat[FITTING].T @ X_hat[FITTING] / FITTING.stop
     for order in NAMED:
         for fitting, H in ((True, rest), (False, X_hat.T @ X_hat / TOKENS)):
@@ -91,7 +91,7 @@ def test_the_fitting_factor_is_that_of_the_tokens_not_held_out(generator: torch.
 
 
 def test_without_tokens_held_out_the_fitting_factor_is_that_of_all(generator: torch.Generator) -> None:
-    inputs = Inputs(replace(seen(*streams(generator)), held_out=None))
+    inputs = LayerInput.of(replace(seen(*streams(generator)), held_out=None))
     one, other = (inputs.factor("activation", 0.01, fitting=fitting) for fitting in (False, True))
     assert torch.equal(one.U, other.U)
 
@@ -99,7 +99,7 @@ def test_without_tokens_held_out_the_fitting_factor_is_that_of_all(generator: to
 def test_eigenvalues_are_those_of_the_hessian_none_below_zero(generator: torch.Generator) -> None:
     X = streams(generator)[0][:5]  # five tokens: seven eigenvalues are 0, some computed below it
     H = X.T @ X / 5
-    found = Inputs(H).eigenvalues()
+    found = LayerInput.of(H).shared.eigenvalues
     assert bool((found >= 0).all())
     expected = torch.cat([torch.zeros(COLUMNS - 5).double(), torch.linalg.svdvals(X).square().flip(0) / 5])
     assert bool(((found - expected).abs() <= 1e-12 * expected.max()).all())
@@ -108,7 +108,7 @@ def test_eigenvalues_are_those_of_the_hessian_none_below_zero(generator: torch.G
 def test_eigenvalues_of_a_diagonal_hessian_are_its_diagonal(generator: torch.Generator) -> None:
     diagonal = torch.rand(COLUMNS, generator=generator, dtype=torch.float64)
     diagonal[3] = 0
-    assert torch.equal(Inputs(diagonal.diag()).eigenvalues(), diagonal)
+    assert torch.equal(LayerInput.of(diagonal.diag()).shared.eigenvalues, diagonal)
 
 
 def test_the_mean_logarithm_of_eigenvalues_above_a_level_needs_no_eigenvalues(
@@ -116,22 +116,22 @@ def test_the_mean_logarithm_of_eigenvalues_above_a_level_needs_no_eigenvalues(
 ) -> None:
     H = seen(*streams(generator)).H
     eigenvalues = torch.linalg.eigvalsh(H)
-    inputs = Inputs(H)
-    assert inputs.mean_log_eigenvalue(1.001 * float(eigenvalues[0])) is None
+    inputs = LayerInput.of(H)
+    assert inputs.shared.mean_log_eigenvalue(1.001 * float(eigenvalues[0])) is None
     monkeypatch.setattr(torch.linalg, "eigvalsh", lambda _: pytest.fail("eigenvalues were computed"))
-    found = inputs.mean_log_eigenvalue(0.999 * float(eigenvalues[0]))
+    found = inputs.shared.mean_log_eigenvalue(0.999 * float(eigenvalues[0]))
     assert found == pytest.approx(float(eigenvalues.log2().mean()), rel=1e-12)
-    assert Inputs(torch.zeros(3, 3).double()).mean_log_eigenvalue(1e-9) is None
-    assert inputs.mean_log_eigenvalue(0.0) is None
+    assert LayerInput.of(torch.zeros(3, 3).double()).shared.mean_log_eigenvalue(1e-9) is None
+    assert inputs.shared.mean_log_eigenvalue(0.0) is None
 
 
 def test_layers_share_factors_but_not_their_own_residual(generator: torch.Generator) -> None:
     known = seen(*streams(generator))
-    one = Inputs(known)
-    factor, eigenvalues = one.factor("pivoted", 0.01), one.eigenvalues()
-    other = one.of(replace(known, C=None, lost=torch.ones(4, COLUMNS).double()))
+    one = LayerInput.of(known)
+    factor, eigenvalues = one.factor("pivoted", 0.01), one.shared.eigenvalues
+    other = LayerInput.of(replace(known, C=None, lost=torch.ones(4, COLUMNS).double()), one.shared)
     assert other.factor("pivoted", 0.01) is factor
-    assert other.eigenvalues() is eigenvalues
+    assert other.shared.eigenvalues is eigenvalues
     assert one.moments.lost is None
     assert other.moments.lost is not None
     later = other.factor("natural", 0.01)
@@ -145,7 +145,7 @@ def test_the_factor_of_the_sweep_is_damped_as_the_scheme_says(
 ) -> None:
     """What it says is in `tests/unit/recipe/test_schemes.py`."""
     known = seen(*streams(generator))
-    inputs = Inputs(known if corrects else known.H)
+    inputs = LayerInput.of(known if corrects else known.H)
     found = inputs.factor_of_the_sweep(scheme)
     assert found is inputs.factor(scheme.order, scheme.damp_of_the_sweep(corrects))
 
@@ -161,7 +161,7 @@ def test_without_a_correction_the_target_is_the_weights_with_dead_inputs_at_0(
     known = replace(known, held_out=None) if why == "nothing held out" else known
     W = torch.randn(5, COLUMNS, generator=generator, dtype=torch.float64)
     before = W.clone()
-    target, rho = corrected(W, Inputs(known), GridScheme(correct=why != "not asked for"))
+    target, rho, *_ = corrected(W, LayerInput.of(known), GridScheme(correct=why != "not asked for"))
     assert rho == 0.0
     assert torch.equal(target, before.index_fill(1, torch.tensor([4]), 0.0))
     assert torch.equal(W, before)
@@ -175,7 +175,7 @@ def test_a_drift_that_is_linear_is_undone(generator: torch.Generator) -> None:
     D[4] = D[:, 4] = 0
     X_hat = X @ (torch.eye(COLUMNS, dtype=torch.float64) + D)
     W = torch.randn(5, COLUMNS, generator=generator, dtype=torch.float64)
-    target, rho = corrected(W, Inputs(seen(X, X_hat)), GridScheme(damp=1e-9))
+    target, rho, *_ = corrected(W, LayerInput.of(seen(X, X_hat)), GridScheme(damp=1e-9))
     assert rho == pytest.approx(1.0, abs=1e-6)
     assert not target[:, 4].any()
     assert torch.allclose(X_hat @ target.T, X @ W.T, rtol=0, atol=1e-5 * float((X @ W.T).abs().max()))
@@ -201,9 +201,9 @@ def wide_problem(rows: int, tokens: int = 4000) -> tuple[Tensor, Moments, Moment
 
 def test_some_rows_tell_how_far_a_correction_is_to_be_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     W, single, _ = wide_problem(1000, tokens=200)
-    some, told = corrected(W, Inputs(single), GridScheme())
+    some, told, *_ = corrected(W, LayerInput.of(single), GridScheme())
     monkeypatch.setattr("nearplane.matrix.inputs.TRIED_ROWS", len(W))
-    every, rho = corrected(W, Inputs(single), GridScheme())
+    every, rho, *_ = corrected(W, LayerInput.of(single), GridScheme())
     assert 0 < rho < 1
     assert told != rho
     assert told == pytest.approx(rho, abs=0.02)
@@ -212,37 +212,28 @@ def test_some_rows_tell_how_far_a_correction_is_to_be_trusted(monkeypatch: pytes
 
 def test_factors_in_float32_are_as_good_where_nothing_hangs_on_the_last_digits() -> None:
     W, single, double = wide_problem(32)
-    (target, rho), (exact, expected) = (corrected(W, Inputs(each), GridScheme()) for each in (single, double))
+    (target, rho), (exact, expected) = (
+        corrected(W, LayerInput.of(each), GridScheme())[:2] for each in (single, double)
+    )
     assert rho == pytest.approx(expected, rel=1e-4)
     assert float((target - exact).norm()) <= 1e-4 * float((exact - W).norm())
-    one, other = Inputs(single), Inputs(double)
+    one, other = LayerInput.of(single), LayerInput.of(double)
     assert one.factor_of_the_correction(GridScheme()).U.dtype == torch.float32
     assert one.factor_of_the_sweep(GridScheme()).U.dtype == torch.float64
     assert other.factor_of_the_correction(GridScheme()).U.dtype == torch.float64
 
 
-def test_moments_that_are_used_once_are_let_go_and_a_second_target_is_refused(generator: torch.Generator) -> None:
+def test_with_a_target_only_its_moments_are_missing_and_a_second_target_is_refused(generator: torch.Generator) -> None:
     scheme = GridScheme(bits=4)
     W = torch.randn(6, COLUMNS, generator=generator, dtype=torch.float64)
-    moments = seen(*streams(generator))
-    kept, once = Inputs(moments), Inputs(moments).used_once()
-    assert same(corrected(W, kept, scheme)[0], corrected(W, once, scheme)[0])
-    assert kept.moments is moments
-    assert (once.moments.C, once.moments.lost, once.moments.held_out) == (None, None, None)
-    assert torch.equal(kept.factor_of_the_sweep(scheme).U, once.factor_of_the_sweep(scheme).U)
-    with pytest.raises(NumericalError, match="Make new Inputs"):
-        corrected(W, once, scheme)
-
-
-def test_the_last_certificate_lets_the_factor_of_the_sweep_go(generator: torch.Generator) -> None:
-    """Only of inputs that are used once: others may be solved again."""
-    scheme, moments = GridScheme(bits=4), seen(*streams(generator))
-    first, kept = Inputs(moments).used_once(), Inputs(moments)
-    last = first.of(moments).used_once()
-    factor, again = first.factor_of_the_sweep(scheme), kept.factor_of_the_sweep(scheme)
-    first.certified(scheme)  # another layer shares it
-    assert last.factor_of_the_sweep(scheme) is factor
-    last.certified(scheme)
-    assert last.factor_of_the_sweep(scheme) is not factor
-    kept.certified(scheme)
-    assert kept.factor_of_the_sweep(scheme) is again
+    inputs = LayerInput.of(seen(*streams(generator)))
+    before = inputs.moments
+    assert before.corrects
+    corrected(W, inputs, scheme)
+    solving = inputs.with_a_target()
+    assert inputs.moments is before
+    assert (solving.moments.C, solving.moments.lost, solving.moments.held_out) == (None, None, None)
+    assert solving.moments.H is before.H
+    assert solving.factor_of_the_sweep(scheme) is inputs.factor_of_the_sweep(scheme)
+    with pytest.raises(NumericalError, match="Make a new LayerInput"):
+        corrected(W, solving, scheme)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nearplane.errors import NumericalError, RecipeError
-from nearplane.formats.gguf.gguf_layers import pack, unpack
+from nearplane.formats.gguf.gguf_layers import packed_blocks, unpack
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.moments import Moments, correction, trust
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import round_to_nearest
-from nearplane.matrix.inputs import Inputs, corrected
+from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.on_grid import quantize_matrix, with_tensors
 from nearplane.number_formats import TYPES, integers
 from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
@@ -267,7 +267,7 @@ def test_the_correction_is_fitted_on_some_tokens_trusted_on_the_others_and_fitte
 
     rho = trust(known.held_out.lost, known.held_out.H, delta(rest))
     assert 0 < rho < 1
-    target, found = corrected(W, Inputs(known), GridScheme(damp=0.1))
+    target, found, *_ = corrected(W, LayerInput.of(known), GridScheme(damp=0.1))
     assert found == pytest.approx(rho, rel=1e-12)
     assert same(target, W + rho * delta(known))
 
@@ -299,20 +299,21 @@ def test_shared_inputs_give_what_separate_ones_give(correct: bool, generator: to
     W = torch.randn(8, 16, generator=generator, dtype=torch.float64)
     known, crossed = statistics(drifted(2, 300), W), statistics(drifted(2, 300))
     other = replace(crossed, H=known.H)
-    shared = Inputs(known)
+    shared = LayerInput.of(known)
+    second = LayerInput.of(other, shared.shared)
     scheme = GridScheme(bits=3, group_size=8, correct=correct)
-    for inputs, alone in ((shared, known), (shared.of(other), other), (shared, known)):
+    for inputs, alone in ((shared, known), (second, other), (shared, known)):
         (matrix, record), (expected, separate) = (quantize_matrix(W, s, scheme) for s in (inputs, alone))
         assert torch.equal(matrix.codes, expected.codes)
         assert torch.equal(matrix.grid.scale, expected.grid.scale)
         assert untimed(record) == untimed(separate)
-    assert shared.of(other).factor("pivoted", 0.01) is shared.factor("pivoted", 0.01)
+    assert second.factor("pivoted", 0.01) is shared.factor("pivoted", 0.01)
 
 
 def test_factors_are_not_shared_between_inputs_that_differ() -> None:
     known = statistics(drifted(2, 300))
     with pytest.raises(NumericalError, match="differ"):
-        Inputs(known).of(replace(known, H=known.H.clone()))
+        LayerInput.of(replace(known, H=known.H.clone()), LayerInput.of(known).shared)
 
 
 def test_codes_rounded_to_nearest_claim_none_of_babais_bounds(generator: torch.Generator) -> None:
@@ -344,7 +345,7 @@ def test_blocks_of_llama_cpp_are_solved_like_any_grid(kind: str, generator: torc
     assert record.format == kind
     assert record.worst_case is not None
     assert record.clipped_rows > 0 or record.damped_loss <= record.worst_case
-    back = unpack(TYPES[kind], pack(TYPES[kind], matrix), 256)
+    back = unpack(TYPES[kind], packed_blocks(TYPES[kind], matrix), 256)
     assert back.same_as(matrix)
     E = (W - back.decode()).double()
     assert record.loss == pytest.approx(float(((E @ H.double()) * E).mean(0).sum() / 256), rel=1e-4)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nearplane.lattice.kernels import CPU
 from nearplane.lattice.moments import Extra, Moments
-from nearplane.matrix.inputs import Inputs
-from nearplane.matrix.on_grid import joined, quantize_matrix, solve_rows
+from nearplane.matrix.inputs import LayerInput, corrected
+from nearplane.matrix.on_grid import SolvedRows, check_rows, joined, quantize_matrix, solve_rows
 from nearplane.number_formats import BY_NAME
 from nearplane.recipe.schemes import BlockScheme, GridScheme
 
@@ -55,8 +55,14 @@ def test_rows_that_are_solved_apart_have_the_bits_of_the_whole(
     known, scheme = moments(generator), SCHEMES[name]
     matrix, record = quantize_matrix(W, known, scheme)
     cuts = [slice(0, CPU.strip_rows), slice(CPU.strip_rows, 2 * CPU.strip_rows), slice(2 * CPU.strip_rows, rows)]
-    parts = [solve_rows(W, some, Inputs(known).used_once(), scheme) for some in cuts]  # each with inputs of its own
-    both, of_both = joined(parts, Inputs(known), scheme, name="matrix")
+
+    def solved(some: slice) -> SolvedRows:
+        inputs = LayerInput.of(known)  # of its own
+        target, storage = corrected(W, inputs, scheme, some), check_rows(W, scheme, torch.float16, "matrix")
+        return solve_rows(W, some, target, inputs.with_a_target(), scheme, storage=storage)
+
+    parts = [solved(some) for some in cuts]
+    both, of_both = joined(parts, LayerInput.of(known), scheme, name="matrix")
     assert both.same_as(matrix)
     assert record.correction
     assert replace(of_both, seconds=0.0) == replace(record, seconds=0.0)

@@ -10,7 +10,7 @@ import torch
 from nearplane.coding.blob import Contents, decode, encode
 from nearplane.errors import NumericalError, RecipeError
 from nearplane.lattice.bounds import limit
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.inputs import LayerInput
 from nearplane.matrix.to_rate import quantize_matrix_to_rate
 from nearplane.recipe.schemes import RateScheme
 
@@ -114,7 +114,7 @@ def test_a_matrix_of_zeros_is_coded():
 
 def test_the_record_can_be_recomputed():
     W, H = gaussian(96, 64), power_law(64, 1.0)
-    matrix, record = quantize_matrix_to_rate(W, Inputs(H), RateScheme(rate=2.5))
+    matrix, record = quantize_matrix_to_rate(W, LayerInput.of(H), RateScheme(rate=2.5))
     E = W.double() - matrix.decode().double()
     assert record.loss == pytest.approx(float(((E @ H) * E).sum() / E.numel()), rel=1e-9)
     assert record.limit == pytest.approx(

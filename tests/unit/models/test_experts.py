@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bare_blocks import both
 from model_types import save_type, tiny_config
 from nearplane.calibration.activations import Stream, skeleton
+from nearplane.calibration.rows import RoutedRows
 from nearplane.calibration.second_moments import Observed, observe, sum_moments
-from nearplane.calibration.watch import RoutedRows
 from nearplane.errors import CalibrationError, RecipeError
-from nearplane.models.experts import ExpertLayer, Routed, by_expert, is_stack, make_observable
+from nearplane.models.experts import ExpertLayer, Routed, by_expert, make_observable
+from nearplane.models.layers import is_stack
 from nearplane.models.model import Model, open_model
 
 KINDS = ("qwen3_moe", "mixtral", "gpt_oss", "nemotron_h", "granitemoe", "deepseek_v3", "llama4_text")

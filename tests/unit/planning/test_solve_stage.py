@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +11,15 @@ from torch import Tensor
 
 from layer_launches import SCHEMES, count, kernels_of_cuda
 from nearplane.lattice import bounds, kernels, polish
+from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
-from nearplane.matrix.inputs import Inputs
+from nearplane.matrix.inputs import LayerInput, corrected
+from nearplane.matrix.on_grid import joined
 from nearplane.planning.solve_stage import solve_layer
 from nearplane.recipe.layer_plan import LayerPlan
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
+from nearplane.record.record import LayerRecord
 from pretended import Gpu, Pretend, pretended
 
 LAYER = 13  # waits of a layer on a grid
@@ -55,8 +57,11 @@ def moments(place: type[Pretend] | None) -> tuple[Tensor, Moments]:
     return put(W), replace(of(slice(None), torch.float64), held_out=held_out, extra=extra)
 
 
-def solved(W: Tensor, inputs: Inputs, scheme: AnyScheme) -> Any:
-    return solve_layer("a layer", W, inputs, LayerPlan(scheme=scheme), StepStorage(torch.float16, 4.0))
+def solved(W: Tensor, inputs: LayerInput, scheme: AnyScheme) -> tuple[QuantizedMatrix, LayerRecord]:
+    """Solve a layer."""
+    target, storage = corrected(W, inputs, scheme), StepStorage(torch.float16, 4.0)
+    rows = solve_layer("a layer", W, target, inputs, LayerPlan(scheme=scheme), storage)
+    return joined([rows], inputs, scheme, name="a layer")
 
 
 def waits_of_two_layers(gpu: Gpu, scheme: AnyScheme) -> list[int]:
@@ -64,8 +69,8 @@ def waits_of_two_layers(gpu: Gpu, scheme: AnyScheme) -> list[int]:
     found = []
     W, statistics = moments(None)
     there, statistics_there = moments(Pretend)
-    inputs, inputs_there = Inputs(statistics), Inputs(statistics_there)
-    layers = (1.0, inputs, inputs_there), (1.5, inputs.of(statistics), inputs_there.of(statistics_there))
+    inputs, inputs_there = LayerInput.of(statistics), LayerInput.of(statistics_there)
+    layers = (1.0, inputs, inputs_there), (1.5, inputs, inputs_there)
     for times, of_the_layer, of_the_layer_there in layers:
         gpu.forget()
         matrix, record = solved(there * times, of_the_layer_there, scheme)

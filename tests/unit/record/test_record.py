@@ -8,7 +8,15 @@ from dataclasses import MISSING, fields, replace
 import pytest
 
 from nearplane import FormatError, GridScheme, ModelError, RateScheme, Recipe
-from nearplane.record.record import OPTIONAL_FIELDS, LayerRecord, RunRecord, Source, digest_of, read_record, row_groups
+from nearplane.record.record import (
+    LEFT_OUT_OF_LAYERS,
+    LayerRecord,
+    RunRecord,
+    Source,
+    digest_of,
+    read_record,
+    row_groups,
+)
 from nearplane.system.matmul_choice import Products
 from nearplane.system.paths import RECORD, folder_named
 
@@ -251,7 +259,7 @@ def test_no_field_of_a_certificate_is_left_out_of_the_file(name):
     """But that records of usual layers are as they were before there was a name for others."""
     usual, other = json.loads(replace(RUN, layers=(LAYER, DEGENERATE)).to_json())["layers"]
     assert name in other
-    assert (name in usual) == (name not in OPTIONAL_FIELDS)
+    assert (name in usual) == (name not in LEFT_OUT_OF_LAYERS)
 
 
 def test_a_folder_that_a_run_has_not_finished_is_told_as_such(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nearplane.formats.gguf.gguf_layers import pack, unpack
+from nearplane.formats.gguf.gguf_layers import packed_blocks, unpack
 from nearplane.lattice.solvers import round_to_nearest
 from nearplane.lattice.superblock_fit import fit_blocks
 from nearplane.number_formats import TYPES
@@ -32,7 +32,7 @@ def test_values_are_those_of_the_file(generator, kind):
     found = tuned.matrix()
     assert not found.grid.same_as(start.grid)
     assert torch.equal(found.grid.sc, start.grid.sc)
-    back = unpack(TYPES[kind], pack(TYPES[kind], found), 512)
+    back = unpack(TYPES[kind], packed_blocks(TYPES[kind], found), 512)
     assert back.same_as(found)
     assert torch.equal(tuned.values(), back.decode())
     assert torch.equal(found.codes, start.codes) == (TYPES[kind].bits >= 4)

@@ -28,7 +28,7 @@ CHANGES: Mapping[str, tuple[Change, Change]] = {  # of values, into the file and
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class Strided:
     """Numbers of rows: `start + i * strides[0] + j * strides[1] + ...` for i, j, ... below `shape`, last fastest.
 
     Args:
@@ -56,18 +56,18 @@ def is_vector(shape: Sequence[int]) -> bool:
     return math.prod(shape) == max(shape, default=0)
 
 
-def strided(numbers: Tensor) -> Iterator[Rows]:
-    """Yield numbers (n,) as few runs of `Rows`."""
+def strided(numbers: Tensor) -> Iterator[Strided]:
+    """Yield numbers (n,) as few runs of `Strided`."""
     if (whole := _nested(numbers)) is not None:
         yield whole
         return
     breaks = ((numbers[1:] - numbers[:-1]) != 1).nonzero()[:, 0] + 1
     for run in torch.tensor_split(numbers, breaks):
-        yield Rows(start=int(run[0]), shape=(len(run),), strides=(1,))
+        yield Strided(start=int(run[0]), shape=(len(run),), strides=(1,))
 
 
-def _nested(numbers: Tensor) -> Rows | None:
-    """Return numbers as one `Rows`; None if they are not regular."""
+def _nested(numbers: Tensor) -> Strided | None:
+    """Return numbers as one `Strided`; None if they are not regular."""
     start = int(numbers[0])
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
@@ -81,7 +81,7 @@ def _nested(numbers: Tensor) -> Rows | None:
         if not torch.equal(runs - runs[:, :1], (runs[:1] - runs[0, 0]).expand_as(runs)):
             return None
         shape, strides, numbers = (length, *shape), (int(steps[0]), *strides), runs[:, 0]
-    return Rows(start=start, shape=shape or (1,), strides=strides or (1,))
+    return Strided(start=start, shape=shape or (1,), strides=strides or (1,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Part:
 
     name: str
     shape: tuple[int, ...]
-    rows: Rows
+    rows: Strided
 
     @property
     def flat(self) -> tuple[int, int]:
@@ -138,7 +138,7 @@ class Content:
         parts = tuple(
             Part(
                 name=str(name), shape=_lengths(shape),
-                rows=Rows(start=int(start), shape=_lengths(count), strides=tuple(map(int, strides))),
+                rows=Strided(start=int(start), shape=_lengths(count), strides=tuple(map(int, strides))),
             )
             for name, shape, start, count, strides in fields["parts"]
         )  # fmt: skip

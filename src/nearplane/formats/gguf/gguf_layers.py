@@ -24,7 +24,7 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.compressed_tensors.fp4_packed import codes_of, nibbles
 from nearplane.formats.compressed_tensors.packing import exponents, powers
 from nearplane.formats.gguf.gguf_header import FILE
-from nearplane.formats.gguf.kquants import KQUANTS, Fields, joined, split
+from nearplane.formats.gguf.kquants import KQUANTS, Fields, in_bytes, split
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import ConfigFile, Held, LayerFormat, Quantized
 from nearplane.lattice.grid import Grid, QuantizedMatrix
@@ -57,7 +57,7 @@ class Blocks(LayerFormat):
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the blocks of one layer."""
         kind, matrix = _with_blocks(name, matrix)
-        return {f"{name}.weight_{kind.name}": pack(kind, matrix)}
+        return {f"{name}.weight_{kind.name}": packed_blocks(kind, matrix)}
 
     def held(self, matrix: QuantizedMatrix[Any], format: NumberFormat) -> Held:
         """Return the matrix in blocks of the first type that has its codes and divides its groups.
@@ -166,7 +166,7 @@ def _stored(name: str, tensors: Mapping[str, Tensor]) -> BlockType:
     return kinds[0]
 
 
-def pack(kind: BlockType, matrix: QuantizedMatrix) -> Tensor:
+def packed_blocks(kind: BlockType, matrix: QuantizedMatrix) -> Tensor:
     """Return the blocks of a matrix, (out, bytes of a row) uint8.
 
     Args:
@@ -295,8 +295,8 @@ def _pack(kind: BlockType, f: Fields) -> Tensor:
     """Return the bytes of blocks of 32: d, the minimum, four bytes of fifth bits, codes; 8-bit codes are signed."""
     if kind.bits == 8:
         return torch.cat([f.d, f.codes ^ 128], 1)
-    fifth = joined((f.codes >> 4).view(-1, 4, 8).mT, 1) if kind.bits == 5 else f.codes[:, :0]
-    return torch.cat([f.d, _negative(f.dmin), fifth, joined((f.codes & 15).view(-1, 2, 16), 4)], 1)
+    fifth = in_bytes((f.codes >> 4).view(-1, 4, 8).mT, 1) if kind.bits == 5 else f.codes[:, :0]
+    return torch.cat([f.d, _negative(f.dmin), fifth, in_bytes((f.codes & 15).view(-1, 2, 16), 4)], 1)
 
 
 def _unpack(kind: BlockType, raw: Tensor) -> Fields:

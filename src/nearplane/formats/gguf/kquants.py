@@ -46,8 +46,8 @@ def pack_q3_k(f: Fields) -> Tensor:
     """Return (blocks, 110) bytes: 32 of third bits, 64 of two lower bits, 12 of 6-bit sc + 32, d."""
     sc = (f.sc + 32).to(torch.uint8)  # (blocks, 16)
     low = sc[:, :8] & 15 | (sc[:, 8:] & 15) << 4
-    high = joined((sc >> 4).view(-1, 4, 4), 2)  # byte j holds the bits of groups j, j + 4, j + 8, j + 12
-    third = joined((f.codes >> 2).view(-1, 8, 32), 1)
+    high = in_bytes((sc >> 4).view(-1, 4, 4), 2)  # byte j holds the bits of groups j, j + 4, j + 8, j + 12
+    third = in_bytes((f.codes >> 2).view(-1, 8, 32), 1)
     return torch.cat([third, _packed(f.codes & 3, 2), low, high, f.d], 1)
 
 
@@ -73,7 +73,7 @@ def unpack_q4_k(raw: Tensor) -> Fields:
 
 def pack_q5_k(f: Fields) -> Tensor:
     """Return (blocks, 176) bytes: d, dmin, 12 of 6-bit sc and m, 32 of fifth bits, 128 of four lower bits."""
-    fifth = joined((f.codes >> 4).view(-1, 8, 32), 1)
+    fifth = in_bytes((f.codes >> 4).view(-1, 8, 32), 1)
     return torch.cat([f.d, f.dmin, _sixes(f), fifth, _packed(f.codes & 15, 4)], 1)
 
 
@@ -86,7 +86,7 @@ def unpack_q5_k(raw: Tensor) -> Fields:
 
 def pack_q6_k(f: Fields) -> Tensor:
     """Return (blocks, 210) bytes: 128 of four lower bits, 64 of two upper bits, 16 signed sc, d."""
-    low = joined((f.codes & 15).view(-1, 2, 64), 4)  # the first 64 of 128 codes in the lower halves
+    low = in_bytes((f.codes & 15).view(-1, 2, 64), 4)  # the first 64 of 128 codes in the lower halves
     return torch.cat([low.view(-1, 128), _packed(f.codes >> 4, 2), f.sc.to(torch.int8).view(torch.uint8), f.d], 1)
 
 
@@ -100,8 +100,8 @@ def unpack_q6_k(raw: Tensor) -> Fields:
 def pack_iq4_xs(f: Fields) -> Tensor:
     """Return (blocks, 136) bytes: d, 2 of the upper two bits of sc + 32, 4 of its lower four bits, 128 of codes."""
     sc = (f.sc + 32).to(torch.uint8)  # (blocks, 8)
-    high, low = joined((sc >> 4).view(-1, 2, 4).mT, 2), joined((sc & 15).view(-1, 4, 2).mT, 4)
-    codes = joined(f.codes.reshape(-1, 2, 16), 4)  # of 32 columns, the first 16 in the lower halves
+    high, low = in_bytes((sc >> 4).view(-1, 2, 4).mT, 2), in_bytes((sc & 15).view(-1, 4, 2).mT, 4)
+    codes = in_bytes(f.codes.reshape(-1, 2, 16), 4)  # of 32 columns, the first 16 in the lower halves
     return torch.cat([f.d, high, low, codes.view(-1, 128)], 1)
 
 
@@ -115,7 +115,7 @@ def unpack_iq4_xs(raw: Tensor) -> Fields:
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
     """Return (blocks, 32 * bits) bytes; the codes in one byte are 32 columns apart, the first in the lowest bits."""
-    return joined(codes.reshape(-1, 8 // bits, 32), bits).view(-1, 32 * bits)
+    return in_bytes(codes.reshape(-1, 8 // bits, 32), bits).view(-1, 32 * bits)
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
@@ -140,7 +140,7 @@ def _of_sixes(packed: Tensor) -> tuple[Tensor, Tensor]:
     return sc.short(), m.short()
 
 
-def joined(parts: Tensor, bits: int) -> Tensor:
+def in_bytes(parts: Tensor, bits: int) -> Tensor:
     """Pack (n, 8 / bits, k) uint8 runs of `bits` bits into (n, k) bytes, the first run in the lowest bits."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=parts.device)[:, None]
     return (parts << shifts).sum(1, dtype=torch.uint8)

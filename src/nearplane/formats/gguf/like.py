@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.architecture import rope_factors
-from nearplane.formats.gguf.contents import CHANGES, Content, Part, Rows, is_vector, strided
+from nearplane.formats.gguf.contents import CHANGES, Content, Part, Strided, is_vector, strided
 from nearplane.formats.gguf.gguf_header import NUMBER, Header, Info, read_header
 from nearplane.formats.gguf.gguf_reader import DENSE
 from nearplane.formats.gguf.names import ROTARY
@@ -323,7 +323,7 @@ def _changed(wanted: Tensor, sources: Mapping[str, Source]) -> Content | None:
         values = sources[name].read()
         for change, (into, _) in CHANGES.items():
             if _equal(into(values).to(wanted.dtype), wanted):
-                rows = Rows(start=0, shape=(math.prod(shape[:-1]),), strides=(1,))
+                rows = Strided(start=0, shape=(math.prod(shape[:-1]),), strides=(1,))
                 return Content(parts=(Part(name=name, shape=shape, rows=rows),), change=change)
     return None
 

@@ -133,7 +133,7 @@ def block_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-class Row:
+class LayerAxis:
     """Horizontal axis of layers side by side: the position and the kind of each layer.
 
     Args:
@@ -235,7 +235,7 @@ def _finite(values: Iterable[float | None]) -> Iterator[float]:
 
 def losses(record: RunRecord) -> Figure:
     """Draw the loss of every layer with its bounds and the loss of rounding to nearest."""
-    row, layers = Row(record, by_kind=True), record.layers
+    row, layers = LayerAxis(record, by_kind=True), record.layers
     words = "The squared error that rounding adds to the outputs of each layer, on a logarithmic axis; lower is better."
     keys = [f"{key(0)} loss"]
     if bounded := any(positive(layer.worst_case) for layer in layers):
@@ -278,7 +278,7 @@ def losses(record: RunRecord) -> Figure:
 
 def shares(record: RunRecord) -> Figure:
     """Draw the loss of every layer as a share of its worst case."""
-    heading, row = "Share of the worst case", Row(record)
+    heading, row = "Share of the worst case", LayerAxis(record)
     share = {
         index: layer.damped_loss / layer.worst_case
         for index, layer in enumerate(record.layers)
@@ -303,7 +303,7 @@ def shares(record: RunRecord) -> Figure:
 
 def above_limit(record: RunRecord) -> Figure:
     """Draw the distance of every layer from the rate-distortion limit."""
-    heading, row, why = "Bits above the limit", Row(record), _no_limit(record)
+    heading, row, why = "Bits above the limit", LayerAxis(record), _no_limit(record)
     above = {
         index: value
         for index, layer in enumerate(record.layers)
@@ -340,7 +340,7 @@ def _no_limit(record: RunRecord) -> str:
 
 def rates(record: RunRecord) -> Figure:
     """Draw the bits per weight of every layer."""
-    heading, row = "Bits per weight", Row(record)
+    heading, row = "Bits per weight", LayerAxis(record)
     y = spanning([*(layer.rate for layer in record.layers), *_finite(x.asked for x in record.layers)], least=0)
 
     def title_of(layer: LayerRecord, value: float) -> str:
@@ -362,7 +362,7 @@ def rates(record: RunRecord) -> Figure:
 
 def plane(record: RunRecord) -> Figure:
     """Draw every layer in the rate-distortion plane, connected to its limit."""
-    heading, row = "Rate and distortion", Row(record)
+    heading, row = "Rate and distortion", LayerAxis(record)
     layers = [(i, x) for i, x in enumerate(record.layers) if positive(x.relative_loss) and not x.degenerate]
     if not layers:
         return Figure(heading=heading, words="not drawn, as every loss is 0.")

@@ -129,7 +129,7 @@ def test_a_step_that_is_no_power_of_two_is_refused(matrix):
         ("nvfp4", 4.5, SIZES),
         pytest.param("fp8", 8.25, SIZES, marks=pytest.mark.nightly),
         ("fp8-block", 8.001, BLOCKS),
-        ("mxfp8", 8.25, SIZES),
+        pytest.param("mxfp8", 8.25, SIZES, marks=pytest.mark.nightly),
     ],
 )
 def test_a_model_is_quantized_verified_loaded_and_read_by_transformers(tmp_path, tokens, dtype, grid, rate, sizes):

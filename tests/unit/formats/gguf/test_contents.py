@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearplane.formats.gguf.contents import Content, Part, Rows, strided
+from nearplane.formats.gguf.contents import Content, Part, Strided, strided
 from nearplane.formats.gguf.gguf_header import Info
 
 
 @given(st.integers(0, 9), st.lists(st.tuples(st.integers(1, 4), st.integers(1, 40)), min_size=1, max_size=3))
 def test_regular_rows_are_one_run(start: int, loops: list[tuple[int, int]]) -> None:
-    rows = Rows(start=start, shape=tuple(n for n, _ in loops), strides=tuple(s for _, s in loops))
+    rows = Strided(start=start, shape=tuple(n for n, _ in loops), strides=tuple(s for _, s in loops))
     (found,) = strided(rows.index())
     assert torch.equal(found.index(), rows.index())
     assert len(found) == len(rows)
@@ -29,12 +29,12 @@ def test_any_rows_come_back(numbers: list[int]) -> None:
 
 def test_the_rows_of_rotary_heads_are_one_run() -> None:
     heads = torch.arange(64).view(4, 2, 8).transpose(1, 2).reshape(-1)
-    assert list(strided(heads)) == [Rows(start=0, shape=(4, 8, 2), strides=(16, 1, 8))]
+    assert list(strided(heads)) == [Strided(start=0, shape=(4, 8, 2), strides=(16, 1, 8))]
 
 
 PARTS = (
-    Part(name="q.weight", shape=(8, 4), rows=Rows(start=0, shape=(8,), strides=(1,))),
-    Part(name="k.weight", shape=(4, 4), rows=Rows(start=0, shape=(2, 2), strides=(1, 2))),
+    Part(name="q.weight", shape=(8, 4), rows=Strided(start=0, shape=(8,), strides=(1,))),
+    Part(name="k.weight", shape=(4, 4), rows=Strided(start=0, shape=(2, 2), strides=(1, 2))),
 )
 INFO = Info(name="blk.0.attn_qk.weight", shape=(12, 4), type=0, begin=64, size=192)
 

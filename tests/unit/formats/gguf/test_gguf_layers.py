@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
-from nearplane.formats.gguf.gguf_layers import pack, unpack
+from nearplane.formats.gguf.gguf_layers import packed_blocks, unpack
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.number_formats import MXFP4, TYPES, BlockType
 
@@ -51,7 +51,7 @@ def test_random_blocks_mean_what_gguf_reads_in_them_and_come_back_bit_for_bit(ki
     raw = blocks(kind, 5, 3)
     matrix = unpack(kind, raw, 3 * kind.columns)
     assert torch.equal(matrix.decode(), expected(kind, raw))
-    assert torch.equal(pack(kind, matrix), raw)
+    assert torch.equal(packed_blocks(kind, matrix), raw)
 
 
 @KINDS
@@ -63,7 +63,7 @@ def test_extreme_blocks_too(kind: BlockType, fill: int) -> None:
     wanted = expected(kind, raw)
     assert bool(torch.isfinite(wanted).all())
     assert torch.equal(matrix.decode(), wanted)
-    assert torch.equal(pack(kind, matrix), raw)
+    assert torch.equal(packed_blocks(kind, matrix), raw)
 
 
 @KINDS
@@ -79,7 +79,7 @@ def test_sizes_are_those_of_the_package(kind: BlockType) -> None:
 def test_values_that_gguf_quantized_pack_to_its_own_bytes(kind: BlockType) -> None:
     values = np.random.default_rng(0).normal(size=(4, 96)).astype(np.float32)
     raw = torch.from_numpy(gguf.quants.quantize(values, gguf.GGMLQuantizationType(kind.number)))
-    assert torch.equal(pack(kind, unpack(kind, raw, 96)), raw)
+    assert torch.equal(packed_blocks(kind, unpack(kind, raw, 96)), raw)
 
 
 def test_what_a_type_with_levels_cannot_hold_is_refused() -> None:
@@ -87,13 +87,13 @@ def test_what_a_type_with_levels_cannot_hold_is_refused() -> None:
     matrix = unpack(kind, blocks(kind, 2, 2), 64)
     grid = matrix.grid
     with pytest.raises(FormatError, match="iq4_nl: codes from 0 to 16"):
-        pack(kind, replace(matrix, codes=matrix.codes.clone().fill_(0).index_fill_(1, torch.tensor(3), 16)))
+        packed_blocks(kind, replace(matrix, codes=matrix.codes.clone().fill_(0).index_fill_(1, torch.tensor(3), 16)))
     with pytest.raises(FormatError, match=r"a step \(d\) is not exact in float16"):
-        pack(kind, replace(matrix, grid=replace(grid, scale=grid.scale + 1e-4 * torch.pi)))
+        packed_blocks(kind, replace(matrix, grid=replace(grid, scale=grid.scale + 1e-4 * torch.pi)))
     others = {"levels": grid.levels + 1, "zero": grid.zero + 1, "group": grid.group.flip(0), "scale": grid.scale[:, :1]}
     for name, other in others.items():
         with pytest.raises(FormatError, match="expected one for each 32 neighbours, the type's levels, and no zeros"):
-            pack(kind, replace(matrix, grid=replace(grid, **{name: other})))
+            packed_blocks(kind, replace(matrix, grid=replace(grid, **{name: other})))
 
 
 def test_steps_of_mxfp4_are_powers_of_two_and_a_negative_zero_is_read_as_zero() -> None:
@@ -101,9 +101,9 @@ def test_steps_of_mxfp4_are_powers_of_two_and_a_negative_zero_is_read_as_zero() 
     raw[0, 0] = 127
     matrix = unpack(MXFP4, raw, 32)
     assert torch.equal(matrix.decode(), expected(MXFP4, raw))
-    assert pack(MXFP4, matrix).tolist() == [[127, *[0] * 16]]
+    assert packed_blocks(MXFP4, matrix).tolist() == [[127, *[0] * 16]]
     with pytest.raises(FormatError, match="mxfp4: a step is not a power of two"):
-        pack(MXFP4, replace(matrix, grid=replace(matrix.grid, scale=matrix.grid.scale * 1.5)))
+        packed_blocks(MXFP4, replace(matrix, grid=replace(matrix.grid, scale=matrix.grid.scale * 1.5)))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TYPES.values() if kind.levels is None], ids=lambda kind: kind.name)
@@ -112,18 +112,18 @@ def test_what_a_type_cannot_hold_is_refused(kind: BlockType) -> None:
     grid = matrix.grid
     far = replace(matrix, codes=matrix.codes.clone().fill_(kind.high + 1))
     with pytest.raises(FormatError, match=f"{kind.name}: codes from {kind.high + 1}"):
-        pack(kind, far)
+        packed_blocks(kind, far)
     with pytest.raises(FormatError, match=r"a step \(d\) is not exact in float16"):
-        pack(kind, replace(matrix, grid=replace(grid, d=grid.d + 1e-4 * torch.pi)))
+        packed_blocks(kind, replace(matrix, grid=replace(grid, d=grid.d + 1e-4 * torch.pi)))
     with pytest.raises(FormatError, match=f"sc from .* expected {kind.sc[0]} to {kind.sc[1]}"):
-        pack(kind, replace(matrix, grid=replace(grid, sc=grid.sc + kind.sc[1] + 1 - int(grid.sc.max()))))
+        packed_blocks(kind, replace(matrix, grid=replace(grid, sc=grid.sc + kind.sc[1] + 1 - int(grid.sc.max()))))
     with pytest.raises(FormatError, match=r"groups of .* neighbours"):
-        pack(kind, replace(matrix, grid=replace(grid, group=grid.group.flip(0) + 1)))
+        packed_blocks(kind, replace(matrix, grid=replace(grid, group=grid.group.flip(0) + 1)))
     plain = Grid(scale=grid.scale, zero=grid.zero, group=grid.group, low=kind.low, high=kind.high)
     with pytest.raises(FormatError, match="on a Grid, expected a SuperGrid"):
-        pack(kind, QuantizedMatrix(codes=matrix.codes, grid=plain))
+        packed_blocks(kind, QuantizedMatrix(codes=matrix.codes, grid=plain))
     with pytest.raises(FormatError, match="not a multiple"):
-        pack(kind, QuantizedMatrix(codes=matrix.codes[:, 1:], grid=grid))
+        packed_blocks(kind, QuantizedMatrix(codes=matrix.codes[:, 1:], grid=grid))
 
 
 @KINDS
