@@ -51,10 +51,11 @@ from nearplane.lattice.scale import StepStorage
 from nearplane.matrix import certificate, to_rate
 from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.on_grid import joined
-from nearplane.matrix.solve_layer import Task, solve_layer
 from nearplane.planning.forecast import shapes_of
 from nearplane.planning.memory_bound import bound, choose, multiplications, settings, waits
 from nearplane.planning.request import resolved
+from nearplane.planning.solve_stage import solve_layer
+from nearplane.recipe.layer_plan import LayerPlan
 from nearplane.recipe.recipe import Recipe
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -225,8 +226,8 @@ def of_layer(mode: str, state: str, out: int, columns: int) -> tuple[list[dict[s
         for _ in range(2):
             with Sections(clock_of(gpu)) as sections:
                 target = corrected(W, inputs, scheme)
-                task = Task(name="a layer", W=W, target=target, inputs=inputs, scheme=scheme, storage=storage)
-                joined([solve_layer(task)], inputs, scheme, name="a layer")
+                rows = solve_layer("a layer", W, target, inputs, LayerPlan(scheme=scheme), storage)
+                joined([rows], inputs, scheme, name="a layer")
             found.append(sections.spent)
     return found, sections.calls
 

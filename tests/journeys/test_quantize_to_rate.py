@@ -113,7 +113,7 @@ def test_what_is_not_weights_is_foretold(small, tmp_path):
     assert record.folder == found
     rest = found - sum(layer.bytes for layer in record.layers)
     assert bytes_of(folder) - bytes_of(small) > 120_000
-    told = predict_overhead(open_model(str(folder), ignore=recipe.ignore), recipe, recipe.scheme).total()
+    told = predict_overhead(open_model(str(folder), ignore=recipe.ignore), recipe).total()
     assert told == pytest.approx(rest, abs=0.002 * found)
 
 

@@ -166,7 +166,7 @@ def test_no_finished_block_is_solved_again(model, text, stop, whole, tmp_path, m
     solved = []
     program = importlib.import_module("nearplane.planning.solve_stage")
     solve = program.solve_layer
-    monkeypatch.setattr(program, "solve_layer", lambda task: (solved.append(task.name), solve(task))[1])
+    monkeypatch.setattr(program, "solve_layer", lambda *task: (solved.append(task[0]), solve(*task))[1])
     monkeypatch.setattr("nearplane.planning.start.plan", None)
     with caplog.at_level("INFO", "nearplane"):
         nearplane.quantize(model, tmp_path / "out", **options)
@@ -184,7 +184,7 @@ def test_the_default_number_of_windows_is_the_same_after_a_stop(model, text, tmp
         child = os.fork()
         if not child:  # ends before its first layer
             program = importlib.import_module("nearplane.planning.solve_stage")
-            program.solve_layer = lambda task: os.kill(os.getpid(), signal.SIGKILL)
+            program.solve_layer = lambda *task: os.kill(os.getpid(), signal.SIGKILL)
             nearplane.quantize(model, killed, **options)
             os._exit(0)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "it was killed"

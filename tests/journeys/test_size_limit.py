@@ -10,9 +10,9 @@ import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import Recipe, RecipeError
 from nearplane.demo import CALIBRATION
-from nearplane.matrix.solve_layer import solve_layer
 from nearplane.models.model import open_model
 from nearplane.planning.folder_size import predict_overhead
+from nearplane.planning.solve_stage import solve_layer
 from nightly import daily
 
 FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "solver": "nearest-plane", "allocate": "uniform"}
@@ -49,7 +49,7 @@ def tiny(tmp_path_factory):
 )
 def test_a_folder_is_at_most_as_large_as_asked_for_and_hardly_smaller(tiny, tmp_path, size, more):
     record = nearplane.quantize(tiny, tmp_path / "out", size=size, **FAST | more)
-    asked = record.recipe.scheme.bytes()
+    asked = record.recipe.scheme.limit
     assert record.folder == bytes_of(tmp_path / "out")
     assert 0.99 * asked <= record.folder <= asked
     assert record.missed is None
@@ -68,9 +68,7 @@ def test_what_is_not_codes_is_foretold(tiny, tmp_path):
     recipe = Recipe.from_spellings(rate=3.0, **FAST)
     record = nearplane.quantize(tiny, tmp_path / "out", recipe)
     rest = record.folder - sum(layer.bytes for layer in record.layers)
-    assert predict_overhead(open_model(str(tiny)), recipe, recipe.scheme).total() == pytest.approx(
-        rest, abs=0.005 * record.folder
-    )
+    assert predict_overhead(open_model(str(tiny)), recipe).total() == pytest.approx(rest, abs=0.005 * record.folder)
 
 
 def test_a_loss_that_takes_more_than_the_size_leaves_ends_the_run_without_a_checkpoint(tiny, tmp_path):
@@ -95,12 +93,12 @@ def test_what_comes_last_is_solved_again_until_the_limit_is_kept(tiny, tmp_path,
     """The solver takes, of the last layer alone, 40 % more than it is told, or less."""
     told = []
 
-    def biased(task):
-        last = task.name == "model.layers.2.mlp.down_proj"
+    def biased(name, W, target, inputs, plan, *options):
+        last = name == "model.layers.2.mlp.down_proj"
         if not last:
-            return solve_layer(task)
-        told.append(task.rate)
-        return solve_layer(replace(task, rate=task.rate * wrong))
+            return solve_layer(name, W, target, inputs, plan, *options)
+        told.append(plan.rate)
+        return solve_layer(name, W, target, inputs, replace(plan, rate=plan.rate * wrong), *options)
 
     monkeypatch.setattr(import_module("nearplane.planning.solve_stage"), "solve_layer", biased)
     nearplane.quantize(tiny, tmp_path / "out", size="160KB", **FAST)

@@ -26,7 +26,8 @@ from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.on_grid import joined
-from nearplane.matrix.solve_layer import Task, solve_layer
+from nearplane.planning.solve_stage import solve_layer
+from nearplane.recipe.layer_plan import LayerPlan
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
 from pretended import Gpu, Pretend, pretended
 from pretended_cards import KIND, here
@@ -133,8 +134,8 @@ def count(out: int, columns: int, scheme: AnyScheme) -> Gpu:
         inputs, there = LayerInput.of(statistics(columns, True)), Pretend(W, 0)
         gpu.forget()
         target, storage = corrected(there, inputs, scheme), StepStorage(torch.float16)
-        task = Task(name="a layer", W=there, target=target, inputs=inputs, scheme=scheme, storage=storage)
-        joined([solve_layer(task)], inputs, scheme, name="a layer")[0].to("cpu")
+        rows = solve_layer("a layer", there, target, inputs, LayerPlan(scheme=scheme), storage)
+        joined([rows], inputs, scheme, name="a layer")[0].to("cpu")
     return gpu
 
 

@@ -332,7 +332,7 @@ def observations(
     Close the generator early only by `close`: passes pause in it.
     """
     if stream is None:
-        for _, layers in groupby(block.quantized_layers(), partial(_solved_with, recipe=recipe)):
+        for _, layers in groupby(block.quantized_layers(), partial(_solved_with, recipe)):
             yield Observed(layers=tuple(layers), moments={})
         return
     sequential = recipe.calibration.true_sequential
@@ -343,12 +343,12 @@ def observations(
             yield from sum_moments(groups, shown, stream, rare=recipe.calibration.rare_experts)
 
 
-def _solved_with(layer: Layer, recipe: Recipe) -> str:
+def _solved_with(recipe: Recipe, layer: Layer) -> str:
     """Return what layers have in common that are solved together although no inputs are observed.
 
-    It is the module whose layers may share a global scale; all other layers are solved one by one.
+    It is the module whose layers may share a global scale; without such scales layers are solved one by one.
     """
-    shares = recipe.scheme_of(layer.name).number_format.global_scale
+    shares = any(scheme.number_format.global_scale for scheme in recipe.schemes)
     return layer.name.rpartition(".")[0] if shares else layer.name
 
 

@@ -22,7 +22,6 @@ from nearplane.models.kinds import InputKind, Spoken, input_kind, is_framed, joi
 from nearplane.models.model import Model
 from nearplane.models.pretrained import as_model_error
 from nearplane.recipe.recipe import Calibration, Recipe
-from nearplane.recipe.schemes import GridScheme
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
 from nearplane.record.record import Source
 from nearplane.record.words import shortage
@@ -216,7 +215,7 @@ def _images(model: Model, recipe: Recipe, images: Tensor) -> int:
         RecipeError: The recipe asks for bits per layer, which are not measured on images.
     """
     kind = type(model.network).__name__
-    if recipe.allocate == "slope" or not isinstance(recipe.scheme, GridScheme):
+    if recipe.allocate == "slope" or recipe.scheme.entropy_coded or recipe.files.block_types:
         raise RecipeError(
             f"{kind} takes images, on which the bits of each layer are not measured yet. Use --bits with whole numbers "
             f"and --allocate uniform."

@@ -116,7 +116,7 @@ def check_rows(
             f"number of bits, or the grid of a type."
         )
     scheme = scheme.grouped([W.shape[1]])
-    if scheme.mixed or W.shape[1] % scheme.number_format.run:
+    if scheme.grid not in (None, scheme.number_format.name) or W.shape[1] % scheme.number_format.run:
         raise RecipeError(f"{name}: {W.shape[1]} inputs {scheme.misfit}")
     if len(W) % (shared := scheme.number_format.rows):
         raise RecipeError(

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ from nearplane.lattice.moments import Moments
 from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, too_small, waterfill_exponents
 from nearplane.matrix.certificate import SolvedMatrix, measured_rows, relative_loss
 from nearplane.matrix.inputs import LayerInput, Target, corrected, lattice_problem, named
-from nearplane.matrix.on_grid import SolvedRows, joined, rounded
+from nearplane.matrix.on_grid import SolvedRows, joined, quantize_matrix, rounded
 from nearplane.recipe.scheme import Solver
-from nearplane.recipe.schemes import RateScheme
+from nearplane.recipe.schemes import AnyScheme, GridScheme, RateScheme
 from nearplane.record.record import LayerRecord
 from nearplane.system.arguments import checked, within
 from nearplane.system.memory import release
@@ -38,6 +39,7 @@ SEARCHED_ROWS = 256  # rows to search on if a matrix has more than twice as many
 MAX_ATTEMPTS = 16  # trials of one search
 MAX_RATE = 16  # bits per weight of one matrix, as fine as the weights themselves
 HIGHEST_RATE = 7.0  # bits per weight, to which --max-loss may raise a rate
+ROWS, COLUMNS = 128, 512  # shape of the layer that loads the libraries
 MAX_CODE = 1 << 23  # beyond it float32 does not hold a code to half a step
 MAX_PREDICTED_WEIGHTS = 1 << 21  # above which the size is measured by coding instead of predicted
 Sized = Callable[[QuantizedMatrix[ProductGrid]], float]
@@ -76,7 +78,7 @@ class Search:
     H: Tensor
     factor: Factor
     grid: ProductGrid
-    scheme: RateScheme
+    scheme: AnyScheme
     sized: Sized
 
     def first_step(self, rate: float) -> float:
@@ -248,7 +250,7 @@ def waterfilled_steps(W: Tensor, factor: Factor, sensitivity: Tensor | None) -> 
 
 
 def search(
-    T: Tensor, inputs: LayerInput, scheme: RateScheme, rate: float, steps: ProductGrid, sized: Sized = coded_rate
+    T: Tensor, inputs: LayerInput, scheme: AnyScheme, rate: float, steps: ProductGrid, sized: Sized = coded_rate
 ) -> Trial:
     """Find the step c for which steps of c times `steps` give `rate` bits per weight as measured by `sized`.
 
@@ -308,3 +310,15 @@ def secant(
             break
     assert best is not None
     return best, slope
+
+
+@cache
+def load_libraries(solver: Solver, beam: int | None, *, entropy_coded: bool) -> None:
+    """Solve a small random layer, so that compiled kernels and libraries are part of the resident memory from now on."""
+    generator = torch.Generator().manual_seed(0)
+    W, X = torch.randn(ROWS, COLUMNS, generator=generator), torch.randn(2 * COLUMNS, COLUMNS, generator=generator)
+    matrix, _ = quantize_matrix(W, (X.T @ X / len(X)).double(), GridScheme(solver=solver, beam=beam))
+    if entropy_coded:
+        columns, rows = torch.zeros(COLUMNS, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
+        grid = ProductGrid(base=1.0, columns=columns, column_resolution=1, rows=rows, row_resolution=1)
+        size(Contents.of(matrix.codes, grid))

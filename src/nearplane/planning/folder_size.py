@@ -26,15 +26,16 @@ from nearplane.formats.gguf.architecture import rope_factors
 from nearplane.formats.gguf.gguf_container import planned_tensors
 from nearplane.formats.gguf.gguf_header import ALIGNMENT, FILE, nbytes
 from nearplane.formats.gguf.mixes import fitting
-from nearplane.formats.layer_format import METHOD, GridFormat, LayerFormat, Quantized, config_text
+from nearplane.formats.layer_format import METHOD, GridFormat, Quantized, config_text
 from nearplane.formats.native import Native
 from nearplane.formats.table import FORMATS
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
-from nearplane.number_formats import TYPES
+from nearplane.number_formats import TYPES, BlockType, NumberFormat
 from nearplane.planning.allocate import MIN_RATE
+from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.schemes import MEASURED_TYPES, AnyScheme, BlockScheme, GridScheme, RateScheme
+from nearplane.recipe.schemes import MEASURED_TYPES, AnyScheme, BlockScheme
 from nearplane.record.model_card import model_card
 from nearplane.record.record import (
     LEFT_OUT_OF_LAYERS,
@@ -47,7 +48,7 @@ from nearplane.system.matmul_choice import Library
 from nearplane.system.paths import CONFIG, MAX_FILE
 from nearplane.system.safetensors_files import INDEX, index_text, shard_size
 from nearplane.system.shard_writer import file_names
-from nearplane.system.sizes import bytes_in, check_room
+from nearplane.system.sizes import check_room
 
 SIZE_MARGIN = 0.001  # relative distance between the bytes that a run aims at and the size that was asked for
 RESERVED_BYTES = 64  # for record entries that are written last: seconds, bytes
@@ -69,7 +70,7 @@ def aim_of(limit: int) -> int:
     return math.floor(limit * (1 - SIZE_MARGIN)) - RESERVED_BYTES
 
 
-def budget_of(model: Model, recipe: Recipe, scheme: RateScheme) -> float:
+def budget_of(model: Model, recipe: Recipe) -> float:
     """Return the bits per quantized weight that the recipe's rate or size leaves.
 
     Raises:
@@ -77,9 +78,9 @@ def budget_of(model: Model, recipe: Recipe, scheme: RateScheme) -> float:
     """
     layers = model.layers
     weights = sum(math.prod(layer.shape) for layer in layers)
-    rate, size = scheme.rate, scheme.bytes()
-    if size is not None:
-        overhead = predict_overhead(model, recipe, scheme).total()
+    rate, _ = recipe.scheme.asked or (0.0, "")
+    if (size := recipe.scheme.limit) is not None:
+        overhead = predict_overhead(model, recipe).total()
         rate = 8 * (aim_of(size) - overhead) / weights
         smallest, largest = (
             math.ceil((overhead + bits * weights / 8 + RESERVED_BYTES + 1) / (1 - SIZE_MARGIN))
@@ -87,10 +88,10 @@ def budget_of(model: Model, recipe: Recipe, scheme: RateScheme) -> float:
         )
         if not MIN_RATE <= rate <= 7:
             raise RecipeError(
-                f"--size {scheme.size} is {size:,} bytes, of which about {overhead:,} are not quantized. This leaves {rate:.2f} "
-                f"bits for each of {weights:,} weights. Use {smallest:,} to {largest:,} bytes (0.5 to 7 bits per weight)."
+                f"--size {recipe.scheme.size} is {size:,} bytes, of which about {overhead:,} are not quantized. This leaves "
+                f"{rate:.2f} bits for each of {weights:,} weights. Use {smallest:,} to {largest:,} bytes (0.5 to 7 bits per "
+                "weight)."
             )
-    assert rate is not None, "a plan of rates needs a rate or a size"
     least = 8 * sum(16 + 3 * layer.shape[1] / 8 for layer in layers) / weights  # header, and exponents of steps
     if rate < least:
         raise RecipeError(
@@ -121,36 +122,36 @@ class Overhead:
         return math.ceil(sum(self.dense.values()) + self.files + self.fixed + sum(self.entries.values()))
 
 
-def check_disk(out: Path, model: Model, recipe: Recipe, *, copies: int = 1) -> None:
+def check_disk(out: Path, model: Model, plan: Plan, *, copies: int = 1) -> None:
     """Refuse a full disk before work; for the size of the folder see `forecast_bytes`.
 
     Args:
         out: Folder to write.
-        model, recipe: The model, and the recipe resolved for it.
+        model, plan: The model, and what is decided of its layers.
         copies: Number of checkpoints of this size that are on the disk at the same time.
 
     Raises:
         RecipeError: The checkpoint does not fit.
     """
-    size = getattr(recipe.scheme, "size", None)
-    size = forecast_bytes(model, recipe) if size is None else bytes_in(size)
-    check_room(out, copies * size, joined=0 if recipe.files.one_file else size)
+    size = plan.recipe.scheme.limit
+    size = forecast_bytes(model, plan) if size is None else size
+    check_room(out, copies * size, joined=0 if plan.recipe.files.one_file else size)
 
 
-def forecast_bytes(model: Model, recipe: Recipe) -> int:
+def forecast_bytes(model: Model, plan: Plan) -> int:
     """Return the bytes of a checkpoint's folder or a few more: tensors, their entries, run record, card and copied files.
 
     It may be too large by 20 KB, 1.5 KB a layer, and for a GGUF a part of its tokenizer. At a rate or a mean number of bits
     every layer counts with that average.
     """
-    layers, reader, (file,) = FORMATS[str(recipe.format)].layers, model.reader, _files(1)
+    recipe, reader, (file,) = plan.recipe, model.reader, _files(1)
     stored = {name: reader.nbytes(name) for name in reader.names() if name not in model.quantized_names}
     size = sum(
         _of_tensor(name, reader.dtype(name), reader.shape(name), nbytes, file) for name, nbytes in stored.items()
     )
     for layer in model.layers:
-        scheme, name = recipe.scheme_of(layer.name), layer.name
-        nbytes = stored[layer.name] = _layer_bytes(layers, layer.shape, scheme, model.dtype)
+        name = layer.name
+        nbytes = stored[name] = _layer_bytes(recipe, layer.shape, plan.layers[name].scheme, model.dtype)
         size += TENSORS_OF_LAYER * _of_tensor(f"{name}.weight_packed", "BF16", layer.shape, nbytes, file)
         size += _of_layer(layer) + RECORD_OF_LAYER + 2 * len(name)  # the config may name every layer
     copied = _beside(model).size()
@@ -159,59 +160,49 @@ def forecast_bytes(model: Model, recipe: Recipe) -> int:
     return math.ceil(sum(stored.values()) + size + copied + FIXED_BYTES + (len(model.blocks) + 1) * SHARD_BYTES)
 
 
-def _bits(scheme: AnyScheme, columns: int, steps: int) -> float:
-    """Return about how many bits a weight of a layer takes, with steps of so many bits; 0 if only a size is given."""
-    if isinstance(scheme, RateScheme):
-        return scheme.rate or 0.0
-    if isinstance(scheme, BlockScheme):
-        return scheme.budget or scheme.number_format.rate
-    format = scheme.number_format
-    return scheme.bits + (2 if format.minimum else 1) * steps / (format.group or columns)
-
-
-def tensor_bytes(model: Model, recipe: Recipe) -> int:
+def tensor_bytes(model: Model, plan: Plan) -> int:
     """Return the bytes of all tensors of a checkpoint, without headers: exact on grids, within 0.5 % at a rate.
 
     Args:
         model: The model to quantize; its shapes suffice, see `open_described`.
-        recipe: The recipe resolved for it, with a grid for every layer or a rate.
+        plan: What is decided of its layers: a grid for every layer, or a rate.
 
     Raises:
         RecipeError: A GGUF cannot hold a tensor, or the package gguf is not installed.
     """
-    reader, layers = model.reader, FORMATS[str(recipe.format)].layers
+    reader, recipe = model.reader, plan.recipe
     if recipe.files.one_file:
-        types = {
-            layer.written(model.weights): recipe.scheme_of(layer.name).number_format.name for layer in model.layers
-        }
+        types = {layer.written(model.weights): plan.layers[layer.name].number_format.name for layer in model.layers}
         network = model.config.to_dict()
         planned = planned_tensors(reader, network, {"types": types, "embeddings": recipe.scheme.dense_ends})
         factors = sum(each.nbytes for each in rope_factors(network).values())
         return factors + sum(nbytes(model.folder, *tensor) for tensor in planned.values())
     dense = sum(reader.nbytes(name) for name in reader.names() if name not in model.quantized_names)
-    kinds = Counter((layer.shape, recipe.scheme_of(layer.name)) for layer in model.layers)
-    return dense + sum(count * _layer_bytes(layers, *kind, model.dtype) for kind, count in kinds.items())
+    kinds = Counter((layer.shape, plan.layers[layer.name].scheme) for layer in model.layers)
+    return dense + sum(count * _layer_bytes(recipe, *kind, model.dtype) for kind, count in kinds.items())
 
 
-def _layer_bytes(layers: LayerFormat, shape: tuple[int, int], scheme: AnyScheme, dtype: torch.dtype) -> int:
-    """Return the bytes of the tensors of a layer in a model of a dtype."""
-    format, (out, columns) = scheme.number_format, shape
-    if isinstance(scheme, GridScheme) and scheme.bits != format.bits:  # a mean over layers
-        return math.ceil(out * columns * _bits(scheme, columns, 8 * layers.scale_dtype(dtype).itemsize) / 8)
+def _layer_bytes(recipe: Recipe, shape: tuple[int, int], scheme: AnyScheme, dtype: torch.dtype) -> int:
+    """Return the bytes of the tensors of a layer in a model of a dtype; 0 where only the size of the folder is given."""
+    format, layers, (out, columns) = scheme.number_format, FORMATS[str(recipe.format)].layers, shape
+    steps = (2 if format.minimum else 1) * layers.scale_dtype(dtype).itemsize
+    if scheme.entropy_coded:
+        return math.ceil(out * columns * (scheme.average or 0.0) / 8)
+    if scheme.average is not None:
+        return math.ceil(out * columns * (scheme.average + 8 * steps / (format.group or columns)) / 8)
     if isinstance(layers, GridFormat):
         return sum(tensor.nbytes for tensor in layers.empty("", shape, format, dtype).values())
-    if isinstance(scheme, RateScheme | BlockScheme):
-        return math.ceil(out * columns * _bits(scheme, columns, 0) / 8)
-    steps = (2 if format.minimum else 1) * layers.scale_dtype(dtype).itemsize
+    if isinstance(format, BlockType):
+        return math.ceil(out * columns * format.rate / 8)
     return out * columns * format.bits // 8 + out * format.groups(columns) * steps
 
 
-def predict_overhead(model: Model, recipe: Recipe, scheme: RateScheme) -> Overhead:
+def predict_overhead(model: Model, recipe: Recipe) -> Overhead:
     """Predict the bytes of a checkpoint beside the codes of its layers."""
     layers, reader = model.layers, model.reader
     replaced = {name for layer in layers for name in layer.copies(model.weights)}  # with tied copies, not written twice
     dense = {name: reader.nbytes(name) for name in reader.names() if name not in replaced}
-    files = _files(scheme.bytes() or 0)
+    files = _files(recipe.scheme.limit or 0)
     entries = {
         name: _of_tensor(name, reader.dtype(name), reader.shape(name), size, files[0]) for name, size in dense.items()
     }
@@ -220,7 +211,7 @@ def predict_overhead(model: Model, recipe: Recipe, scheme: RateScheme) -> Overhe
         name = f"{layer.written(model.weights)}.{Native.KEY}"
         entries[layer.name] = _of_tensor(name, "U8", (size,), size, files[0]) + _of_layer(layer)
     names = [layer.name for layer in layers]
-    network = Quantized(scheme=scheme, quantized=names, version=version("nearplane"))
+    network = Quantized(scheme=recipe.scheme, quantized=names, version=version("nearplane"))
     config = config_text(model.folder, FORMATS[METHOD].config.describe(network), model.config.to_dict())
     copied = _beside(model).size()
     packages = ("python", "nearplane", "torch", "transformers", "numba", "safetensors")
@@ -292,56 +283,55 @@ class Choice:
     """Layers whose types are chosen by measuring.
 
     Args:
+        scheme: Options of their solver.
         layers: Names of these layers, which are in blocks of the network.
         budget: Bits per weight that they get on average, including steps.
         ends: Types of embeddings that follow from the budget, by name.
     """
 
+    scheme: BlockScheme
     layers: frozenset[str]
     budget: float
-    ends: dict[str, str] = field(default_factory=dict)
+    ends: dict[str, BlockType] = field(default_factory=dict)
 
 
-def measured_choice(
-    model: Model, asked: Recipe, recipe: Recipe, container: Container, record: RunRecord
-) -> Choice | None:
+def measured_choice(model: Model, plan: Plan, container: Container, record: RunRecord) -> Choice | None:
     """Return the layers whose types are chosen by measuring, and their budget; None if the recipe names all types.
 
     Args:
         model: The model to quantize.
-        asked: The recipe as it was given, with types of some layers or none.
-        recipe: The resolved recipe, with a type for every layer.
-        container: Container of `recipe`, not begun.
+        plan: What is decided of its layers so far, with a type of every layer.
+        container: Container of these types, not begun.
         record: The run record at the start.
 
     Raises:
         RecipeError: The layers cannot be as small, or as large, as the size requires.
     """
-    scheme = asked.scheme
+    scheme = plan.recipe.scheme
     if not isinstance(scheme, BlockScheme) or not scheme.measured:
         return None
-    free = [layer for block in model.blocks for layer in block.layers if _is_free(asked, layer)]
+    free = [layer for block in model.blocks for layer in block.layers if plan.layers[layer.name].measured]
     free_names = frozenset(layer.name for layer in free)
-    if scheme.size is None:
-        return Choice(layers=free_names, budget=float(str(scheme.grid)))
+    if (limit := scheme.limit) is None:
+        return Choice(scheme=scheme, layers=free_names, budget=float(str(scheme.grid)))
     ends = []
     if model.embeddings is not None and not model.tied and scheme.embeddings == "auto":
-        ends = [layer for layer in model.embeddings.layers if _is_free(asked, layer)]
-    limit, weights = bytes_in(scheme.size), sum(math.prod(layer.shape) for layer in free)
+        ends = [layer for layer in model.embeddings.layers if plan.layers[layer.name].measured]
+    weights = sum(math.prod(layer.shape) for layer in free)
     names = [CONFIG, FILE, *_beside(model).names()]
     record = replace(record, files=dict.fromkeys(names, 64 * "0"))
     card = len(container.card(_final(model, record)).encode()) + CARD_MARGIN
     record = replace(record, card=card)
     constant = container.size_with() + max_final_record_bytes(model, record) + card + ALIGNMENT * len(free)
-    constant -= sum(_bytes(layer, recipe.scheme_of(layer.name).number_format.name) for layer in (*free, *ends))
+    constant -= sum(_bytes(layer, plan.layers[layer.name].number_format) for layer in (*free, *ends))
     for kind in reversed(MEASURED_TYPES):  # untied embeddings get the type of most layers, as in llama.cpp
-        types = {layer.name: fitting(kind, layer.shape[1]).name for layer in ends}
+        types = {layer.name: fitting(kind, layer.shape[1]) for layer in ends}
         others = constant + sum(_bytes(layer, types[layer.name]) for layer in ends)
         budget = 8 * (limit - others) / max(1, weights)
         if budget >= TYPES[kind].rate:
             break
     low, high = (
-        others + sum(_bytes(layer, fitting(name, layer.shape[1]).name) for layer in free)
+        others + sum(_bytes(layer, fitting(name, layer.shape[1])) for layer in free)
         for name in (MEASURED_TYPES[0], MEASURED_TYPES[-1])
     )
     if not weights or not low <= limit <= high:
@@ -350,17 +340,13 @@ def measured_choice(
             f"{budget:.2f} bits for each of their {weights:,} weights. Use {low:,} to {high:,} bytes "
             f"({MEASURED_TYPES[0]} to {MEASURED_TYPES[-1]})."
         )
-    return Choice(layers=free_names, budget=budget, ends=types)
+    return Choice(scheme=scheme, layers=free_names, budget=budget, ends=types)
 
 
-def _is_free(asked: Recipe, layer: Layer) -> bool:
-    scheme = asked.scheme_of(layer.name)
-    return isinstance(scheme, BlockScheme) and scheme.measured
-
-
-def _bytes(layer: Layer, name: str) -> int:
-    """Return the bytes of a layer stored in a type."""
-    return layer.shape[0] * (layer.shape[1] // TYPES[name].columns) * TYPES[name].bytes
+def _bytes(layer: Layer, kind: NumberFormat) -> int:
+    """Return the bytes of a layer stored in a type of llama.cpp."""
+    assert isinstance(kind, BlockType)
+    return layer.shape[0] * (layer.shape[1] // kind.columns) * kind.bytes
 
 
 def max_record_bytes(record: RunRecord) -> int:

@@ -22,7 +22,7 @@ from nearplane.calibration.stages import FirstLook, blocks_by_kind
 from nearplane.calibration.windows import Windows
 from nearplane.errors import RecipeError
 from nearplane.lattice.kernels import kernels_of
-from nearplane.matrix.solve_layer import load_libraries
+from nearplane.matrix.to_rate import load_libraries
 from nearplane.models.experts import by_expert
 from nearplane.models.kinds import InputKind, input_kind
 from nearplane.models.layers import Layer
@@ -40,7 +40,7 @@ from nearplane.planning.memory_bound import (
 )
 from nearplane.planning.plan import expected_work
 from nearplane.planning.request import rehearse
-from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.layer_plan import Plan
 from nearplane.system.device import Device, divided
 from nearplane.system.memory import free_memory, release_all, resident
 from nearplane.system.progress import duration
@@ -84,7 +84,7 @@ class Forecast:
 
 def forecast(
     model: Model,
-    recipe: Recipe,
+    plan: Plan,
     windows: Windows,
     device: Device,
     limits: Limits,
@@ -96,7 +96,7 @@ def forecast(
 
     Args:
         model: The model to quantize.
-        recipe, windows: Recipe and windows of the run.
+        plan, windows: Plan and windows of the run.
         device: Device of the computation.
         limits: Memory limits of host and device in bytes.
         batch: Windows per batch of a run that is resumed, which affect the order of sums; None: chosen here.
@@ -105,8 +105,8 @@ def forecast(
         RecipeError: The most economical settings need more than a limit, or the memory cannot be predicted.
         NearplaneError: The rehearsal fails, see `rehearse`.
     """
-    looks = rehearse(model, recipe, windows, device)
-    planned = within_limits(model, recipe, windows, looks, device, limits, batch)
+    looks = rehearse(model, plan, windows, device)
+    planned = within_limits(model, plan, windows, looks, device, limits, batch)
     if planned is None:
         if options := " and ".join(limits.options()):
             raise RecipeError(f"{options} {NO_BOUND} {options}.")
@@ -139,7 +139,7 @@ class Planned(NamedTuple):
 
 def within_limits(
     model: Model,
-    recipe: Recipe,
+    plan: Plan,
     windows: Windows,
     looks: Mapping[str, FirstLook],
     device: Device,
@@ -149,16 +149,17 @@ def within_limits(
     """Choose the fastest setting of a run that keeps within its limits; without limits and on the CPU, the fastest.
 
     Args:
-        model, recipe, windows, device, limits, batch: Arguments of `forecast`.
+        model, plan, windows, device, limits, batch: Arguments of `forecast`.
         looks: Results of running one window through one block of each kind, by name.
 
     Returns:
         The choice; if no setting keeps within the limits, the most economical one. None if the memory cannot be predicted.
     """
-    shapes = shapes_of(model, recipe, windows, looks, device) if looks else None
+    shapes = shapes_of(model, plan, windows, looks, device) if looks else None
     if shapes is None:
         return None
-    load_libraries(recipe.scheme.solver, recipe.scheme.beam, entropy_coded=recipe.scheme.entropy_coded)
+    scheme = plan.recipe.scheme
+    load_libraries(scheme.solver, scheme.beam, entropy_coded=scheme.entropy_coded)
     kernels_of(torch.empty(0, device=device.place))  # refused before the run, not at its first layer
     release_all()
     usual, start = MemorySetting.usual(windows.seqlen, device, batch), resident() or 0
@@ -201,16 +202,16 @@ def _too_small(exceeding: Bound, limits: Limits, allowed: float) -> str:
 
 
 def shapes_of(
-    model: Model, recipe: Recipe, windows: Windows, looks: Mapping[str, FirstLook], device: Device
+    model: Model, plan: Plan, windows: Windows, looks: Mapping[str, FirstLook], device: Device
 ) -> Shapes | None:
     """Return the shapes that determine the memory of a run; None if the first window did not reach all layers of some
     block, or if the model takes images or sound.
 
     Args:
-        model, recipe, windows, device: Arguments of `forecast`.
+        model, plan, windows, device: Arguments of `forecast`.
         looks: Results of running one window through one block of each kind, by name.
     """
-    scheme, blocks = recipe.scheme, []
+    recipe, scheme, blocks = plan.recipe, plan.recipe.scheme, []
     if input_kind(model.network) is not InputKind.TEXT or windows.fitted is None:
         return None
     for kind in blocks_by_kind(model):
@@ -225,7 +226,7 @@ def shapes_of(
         blocks.append(Blocks(count=len(kind), weights=weights, groups=groups, pauses=pauses))
     embeddings = model.network.get_input_embeddings().weight
     head = getattr(model.network.get_output_embeddings(), "weight", None)
-    probe, backward = expected_work(model, recipe, windows.fitted)
+    probe, backward = expected_work(model, plan, windows.fitted)
     return Shapes(
         blocks=tuple(blocks),
         windows=windows.count,
@@ -237,7 +238,7 @@ def shapes_of(
         ends=sum(model.reader.nbytes(name) for name in model.rest()),
         streams=2 if scheme.correct else 1,
         beam=scheme.beam or 1,
-        descents=(getattr(scheme, "rounds", None) or 0) + (getattr(scheme, "polish", None) or 0),
+        descents=scheme.descents,
         probe=probe,
         backward=backward,
         rounded=recipe.activations != "none",

@@ -24,11 +24,11 @@ from nearplane.calibration.activations import Stream
 from nearplane.calibration.walk import Stage
 from nearplane.errors import FormatError
 from nearplane.formats.container import Container
-from nearplane.formats.journal_pages import REMEDY, JournalPages, RunInputs
+from nearplane.formats.journal_pages import REMEDY, JournalPages
 from nearplane.models.model import Model
 from nearplane.planning.ledger import Ledger
-from nearplane.planning.plan import Plan
-from nearplane.planning.start import StoppedRun
+from nearplane.planning.plan import restored, state_of, tensors_of
+from nearplane.planning.start import Job, StoppedRun
 from nearplane.record.record import RunRecord
 from nearplane.system.matmul_library import repeatable
 from nearplane.system.progress import duration
@@ -45,7 +45,7 @@ class Journal:
 
     Args:
         container: Container that the run writes, just entered.
-        inputs: Run inputs.
+        job: Run inputs.
 
     Attributes:
         before: Progress of a stopped run with the same inputs; None if there is none, or if it had written all layers.
@@ -55,8 +55,9 @@ class Journal:
         FormatError: The journal cannot be read or a part has changed, and the folder may not be replaced.
     """
 
-    def __init__(self, container: Container, inputs: RunInputs) -> None:
-        self._pages = JournalPages(container, inputs)
+    def __init__(self, container: Container, job: Job) -> None:
+        self._pages = JournalPages(container, job.run_inputs())
+        self._settled = job.plan
         self._ledger: Ledger | None = None
         self.before = self._pages.progress(self._understood)
         if self.before is not None:
@@ -74,7 +75,7 @@ class Journal:
                 f"The stopped run multiplied with oneDNN, which is less exact with this processor or this torch. Resume it on its "
                 f"first machine. {REMEDY}."
             )
-        plan = Plan.restored(state["plan"], self._pages.load(PLAN), record.tokens)
+        plan = restored(self._settled, state["plan"], self._pages.load(PLAN), record.tokens)
         return StoppedRun(blocks=int(state["blocks"]), record=record, plan=plan, seconds=float(state["seconds"]))
 
     def completed(self) -> RunRecord | None:
@@ -131,8 +132,8 @@ class Journal:
             return
         if not self._pages.due():
             return
-        self._pages.write_first(PLAN, ledger.planned.tensors())
-        if self._pages.room and (ledger.planned.rates or ledger.planned.widths):  # measured in forward passes
+        self._pages.write_first(PLAN, tensors_of(ledger.plan))
+        if self._pages.room and ledger.measured:  # in forward passes
             self._write(0, {}, 0)
 
     def passed(self, blocks: int, stream: Stream | None) -> None:
@@ -151,7 +152,7 @@ class Journal:
         ledger = self._ledger
         assert ledger is not None, "begin() comes first"
         record = replace(self._record, layers=tuple(ledger.layers))
-        state = {"blocks": blocks, "plan": ledger.planned.state(), "record": record.to_json()}
+        state = {"blocks": blocks, "plan": state_of(ledger.plan), "record": record.to_json()}
         self._pages.write(state, pages, replaced="behind-*.pt", size=size)
 
 

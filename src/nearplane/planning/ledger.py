@@ -8,8 +8,8 @@ last layers are solved again until the folder ends close below the limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from nearplane.errors import RecipeError
@@ -20,14 +20,14 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.allocate import MIN_RATE
 from nearplane.planning.folder_size import RESERVED_BYTES, Overhead, aim_of, completed_record, predict_overhead
-from nearplane.planning.plan import Plan
+from nearplane.recipe.layer_plan import LayerPlan, Plan
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.schemes import RateScheme
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.sizes import size_text
 
 ACCEPTED_GAP = 0.004  # largest distance below the limit, relative to it, at which the last layers are not solved again
 MAX_SECONDS = 99999.999999  # duration of a layer in the length that the record reserves
+MAX_CARRYOVER = 0.02  # largest relative deviation from a planned rate, to absorb surplus or excess of earlier blocks
 MAX_TRIES = 8  # maximum number of solutions of the last layers
 
 
@@ -39,27 +39,76 @@ class Solved(NamedTuple):
     record: LayerRecord
 
 
+@dataclass(slots=True)
+class Budget:
+    """Bits of entropy-coded layers.
+
+    Args:
+        rates: Planned bits per weight by layer, with every byte counted; empty on fixed grids.
+        to_come: Number of weights of each layer that is not quantized yet.
+        bounds: Lowest and highest rate that a layer may be moved to; None: within `MAX_CARRYOVER` of its planned rate.
+    """
+
+    rates: Mapping[str, float]
+    to_come: dict[str, int]
+    bounds: tuple[float, float] | None = None
+    _left: float = 0.0  # bits that the layers so far have left over
+    _shift: float = 0.0  # bits per weight by which rates currently differ from the plan
+
+    def settle(self, bits: float | None = None) -> None:
+        """Distribute surplus or excess bits over the remaining layers. Call it before a block.
+
+        Rates are fixed within a block, so its layers do not depend on each other's sizes; the last block absorbs the rest.
+
+        Args:
+            bits: Total bits of the remaining layers; None: the sum of their planned rates.
+        """
+        if not self.to_come:
+            return
+        if bits is not None:
+            self._left = bits - sum(self.rates[name] * weights for name, weights in self.to_come.items())
+        self._shift = self._left / sum(self.to_come.values())
+
+    def move(self, bits: float, layers: Sequence[str]) -> bool:
+        """Change the rates by `bits` per weight until `settle`; return whether a rate of these layers changes."""
+        before = [self.rate(layer) for layer in layers]
+        self._shift += bits
+        return before != [self.rate(layer) for layer in layers]
+
+    def rate(self, layer: str) -> float:
+        """Return the present rate of a layer in bits per weight."""
+        asked = self.rates[layer]
+        least, most = self.bounds or (asked - MAX_CARRYOVER * asked, asked + MAX_CARRYOVER * asked)
+        return min(max(most, asked), max(min(least, asked), asked + self._shift))
+
+    def spend(self, layer: str, size: int) -> None:
+        """Note the bytes that a layer took in the file."""
+        if self.rates:
+            self._left += self.rates[layer] * self.to_come.pop(layer) - 8 * size
+
+
 class Ledger:
     """Layers that are written, and the plan for the others.
 
     Attributes:
         layers: Records of the written layers.
-        planned: Bit budget of each layer.
+        plan: What is decided of all layers.
     """
 
-    def __init__(self, model: Model, recipe: Recipe, container: Container, record: RunRecord, planned: Plan) -> None:
+    def __init__(self, model: Model, container: Container, record: RunRecord, plan: Plan) -> None:
         self.layers: list[LayerRecord] = []
-        self.planned = planned
+        self.plan = plan
+        rates = {name: each.rate for name, each in plan.layers.items() if each.rate is not None}
+        self._budget = Budget(rates, {layer.name: math.prod(layer.shape) for layer in model.layers if rates})
         self._model, self._container = model, container
         self._closed: set[str] = set()  # names of unquantized tensors that are written
-        self._limit: int | None = None
-        self._recipe = recipe
+        self._recipe = recipe = plan.recipe
+        self._limit = recipe.scheme.limit if recipe.scheme.entropy_coded else None
         self._tries: list[tuple[int, Sequence[Solved]]] = []  # bytes of the folder for each solution of the last layers
-        if isinstance(recipe.scheme, RateScheme) and (limit := recipe.scheme.bytes()) is not None:
-            self._limit = limit
-            self._record = completed_record(record, model, limit)
-            self._overhead: Overhead = predict_overhead(model, recipe, recipe.scheme)
-            self.planned.bounds = (MIN_RATE, HIGHEST_RATE)
+        if self._limit is not None:
+            self._record = completed_record(record, model, self._limit)
+            self._overhead: Overhead = predict_overhead(model, recipe)
+            self._budget.bounds = (MIN_RATE, HIGHEST_RATE)
 
     def restore(self, record: RunRecord, closed: Iterable[str]) -> None:
         """Restore layers and tensors that another ledger with the same plan has noted.
@@ -68,8 +117,19 @@ class Ledger:
             record: The run record with these layers.
             closed: Names of the unquantized tensors that are written.
         """
-        self.layers = list(record.layers)
+        for layer in record.layers:
+            self.add(layer)
         self._closed.update(closed)
+
+    @property
+    def measured(self) -> bool:
+        """Whether rates or bits of layers were planned."""
+        return bool(self._budget.rates) or self._recipe.allocate == "slope"
+
+    def of(self, layer: Layer) -> LayerPlan:
+        """Return what is decided of a layer, with its present rate."""
+        plan = self.plan.layers[layer.name]
+        return plan if plan.rate is None else replace(plan, rate=self._budget.rate(layer.name))
 
     def settle(self) -> None:
         """Distribute the remaining bits over the remaining layers. Call it before a block, and before the last layers of a limit.
@@ -77,19 +137,20 @@ class Ledger:
         Raises:
             RecipeError: The remaining layers would exceed the limit even at the lowest rate.
         """
-        if self._limit is None or not self.planned.to_come:
-            self.planned.settle()
+        to_come = self._budget.to_come
+        if self._limit is None or not to_come:
+            self._budget.settle()
             return
-        bits, weights = 8 * self._room(self._limit), sum(self.planned.to_come.values())
+        bits, weights = 8 * self._room(self._limit), sum(to_come.values())
         if bits < MIN_RATE * weights:
             least = (MIN_RATE * weights - bits) / 8 + self._limit
-            raise RecipeError(_missed(self._recipe, least, f"at least, with {len(self.planned.to_come)} layers left"))
-        self.planned.settle(bits)
+            raise RecipeError(_missed(self._recipe, least, f"at least, with {len(to_come)} layers left"))
+        self._budget.settle(bits)
 
-    def add(self, layer: Layer, record: LayerRecord) -> None:
+    def add(self, record: LayerRecord) -> None:
         """Note a layer whose tensors are in the container."""
         self.layers.append(record)
-        self.planned.spend(layer, record.bytes)
+        self._budget.spend(record.name, record.bytes)
 
     def close(self, rest: Sequence[str]) -> None:
         """Note that these unquantized tensors were written."""
@@ -97,7 +158,7 @@ class Ledger:
 
     def solves_again(self, layers: Sequence[Layer]) -> bool:
         """Return whether layers may be solved more than once, as the last layers of a limited folder are."""
-        return self._limit is not None and self.planned.to_come.keys() == {layer.name for layer in layers}
+        return self._limit is not None and self._budget.to_come.keys() == {layer.name for layer in layers}
 
     def accepted(self, solved: Sequence[Solved], rest: Sequence[str]) -> Sequence[Solved] | None:
         """Return the layers to write, or None if they must be solved again (see `solves_again`) at changed rates.
@@ -112,14 +173,14 @@ class Ledger:
         layers = [each.layer for each in solved]
         if self._limit is None or not self.solves_again(layers):
             return solved
-        limit, weights = self._limit, sum(self.planned.to_come.values())
+        limit, weights = self._limit, sum(self._budget.to_come.values())
         size = self._size([each.record for each in solved], rest, end=True)
         self._tries.append((size, solved))
         near = (1 - ACCEPTED_GAP) * limit <= size <= limit - RESERVED_BYTES
         if (
             not near
             and len(self._tries) < MAX_TRIES
-            and self.planned.move(8 * (aim_of(limit) - size) / weights, layers)
+            and self._budget.move(8 * (aim_of(limit) - size) / weights, [layer.name for layer in layers])
         ):
             return None
         fitting = [each for each in self._tries if each[0] <= limit - RESERVED_BYTES]
@@ -163,8 +224,8 @@ def check_limit(record: RunRecord) -> RunRecord:
     Raises:
         RecipeError: The folder is too large.
     """
-    asked = record.recipe.scheme.asked
-    if asked is not None and asked[1] == "bytes" and record.folder > asked[0]:
+    limit = record.recipe.scheme.limit
+    if limit is not None and record.folder > limit:
         raise RecipeError(_missed(record.recipe, record.folder, "in the end"))
     return record
 
@@ -174,5 +235,4 @@ def _missed(recipe: Recipe, size: float, when: str) -> str:
     if (max_loss := recipe.max_loss) is not None:
         reason = f", because --max-loss {max_loss:g} needs more bits than the size leaves"
         advice = "Use a larger --size or a larger --max-loss."
-    asked = getattr(recipe.scheme, "size", None)
-    return f"--size {asked} cannot be met: the folder would have {math.ceil(size):,} bytes {when}{reason}. {advice}"
+    return f"--size {recipe.scheme.size} cannot be met: the folder would have {math.ceil(size):,} bytes {when}{reason}. {advice}"

@@ -158,7 +158,7 @@ def _at_types(
     names: Sequence[str], scheme: BlockScheme, W: Tensor, inputs: LayerInput
 ) -> list[Callable[[], Perturbed]]:
     kinds = sorted({fitting(name, W.shape[1]) for name in names}, key=lambda kind: kind.rate)
-    return [partial(_on_grid, W, inputs, kind.rate, scheme.storing(kind), torch.float16) for kind in kinds]
+    return [partial(_on_grid, W, inputs, kind.rate, scheme.stored_in(kind), torch.float16) for kind in kinds]
 
 
 def _on_grid(

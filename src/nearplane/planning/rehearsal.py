@@ -37,10 +37,11 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.number_formats import NumberFormat
 from nearplane.planning.gptq_rules import EXPERTS_BY_GPTQMODEL, GPTQMODEL_ONLY_TYPES, RULES, Described
+from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.system.safetensors_files import DTYPE_NAMES
 
-Configure = Callable[[Recipe, Sequence[Layer]], dict[str, Any]]  # quantization_config for these quantized layers
+Configure = Callable[[Sequence[Layer]], dict[str, Any]]  # quantization_config for these quantized layers
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 SILENCED_LOGGERS = ("transformers", "compressed_tensors")  # their messages are returned as faults
 log = logging.getLogger("nearplane")
@@ -62,13 +63,14 @@ class Fault:
     late: bool = False
 
 
-def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
+def check_loads(model: Model, plan: Plan, configure: Configure) -> None:
     """Load the tensors that will be written, without contents, as their reader does.
 
     Raises:
         RecipeError: The checkpoint would not load; the message names a layer, the fault and a remedy.
     """
-    check_readers(model, recipe)
+    recipe = plan.recipe
+    check_readers(model, plan)
     if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat):
         return  # transformers has no reader of this format
     layers = model.layers
@@ -77,7 +79,7 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
             "Experts in GPTQ have the names that vLLM and SGLang read. GPTQModel reads them; transformers alone does not."
         )
         layers = [layer for layer in layers if not layer.routed]
-    all_faults = faults(model, recipe, configure, layers) if layers else []
+    all_faults = faults(model, plan, configure, layers) if layers else []
     if not all_faults:
         return
     why = all_faults[0].why
@@ -95,7 +97,7 @@ def check_loads(model: Model, recipe: Recipe, configure: Configure) -> None:
     )
 
 
-def check_readers(model: Model, recipe: Recipe) -> None:
+def check_readers(model: Model, plan: Plan) -> None:
     """Refuse layers and types of models that the readers of a format are known not to load.
 
     Raises:
@@ -107,14 +109,14 @@ def check_readers(model: Model, recipe: Recipe) -> None:
             f"{merged[0].name} cannot be written: the files have no tensor for this layer, whose weight transformers computes "
             f"from others. Leave such layers unquantized with --ignore {patterns}."
         )
-    tried = recipe.files.model_types
-    if tried and model.config.model_type not in tried:
+    files = plan.recipe.files
+    if files.model_types and model.config.model_type not in files.model_types:
         raise RecipeError(
-            f"{model.layers[0].name}: {recipe.files.readers[0]} was not tried with models of type {model.config.model_type}, but "
-            f"with {', '.join(tried)}. Use another --format."
+            f"{model.layers[0].name}: {files.readers[0]} was not tried with models of type {model.config.model_type}, but "
+            f"with {', '.join(files.model_types)}. Use another --format."
         )
-    _refuse_unlike_experts(model, recipe)
-    if recipe.files.plain_readers and any(layer.routed for layer in model.layers):
+    _refuse_unlike_experts(model, plan)
+    if files.plain_readers and any(layer.routed for layer in model.layers):
         _refuse_experts_of_others(model)
 
 
@@ -142,16 +144,16 @@ def _refuse_experts_of_others(model: Model) -> None:
         )
 
 
-def _refuse_unlike_experts(model: Model, recipe: Recipe) -> None:
+def _refuse_unlike_experts(model: Model, plan: Plan) -> None:
     """Refuse experts with different grids if the reader decodes all by one, and in MLX also some that stay unquantized.
 
     Raises:
         RecipeError: Two experts differ; the message names them.
     """
-    first: dict[NumberFormat, str] = {}
+    recipe, first = plan.recipe, dict[NumberFormat, str]()
     for layer in model.layers if recipe.files.one_grid_for_experts else ():
         if layer.routed:
-            first.setdefault(recipe.scheme_of(layer.name).number_format, layer.name)
+            first.setdefault(plan.layers[layer.name].number_format, layer.name)
     if len(first) > 1:
         (one, name), (other, second) = list(first.items())[:2]
         raise RecipeError(
@@ -167,7 +169,7 @@ def _refuse_unlike_experts(model: Model, recipe: Recipe) -> None:
         )
 
 
-def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer], layout: LayerFormat) -> dict[str, Tensor]:
+def tensors_of(model: Model, plan: Plan, layers: Sequence[Layer], layout: LayerFormat) -> dict[str, Tensor]:
     """Return all tensors of the checkpoint that will be written, on the meta device."""
     quantized = {name for layer in layers for name in layer.copies(model.weights)}
     reader = model.reader
@@ -178,7 +180,7 @@ def tensors_of(model: Model, recipe: Recipe, layers: Sequence[Layer], layout: La
     }
     assert isinstance(layout, GridFormat), "the shapes of entropy-coded layers are known only after solving"
     for layer in layers:
-        format = recipe.scheme_of(layer.name).number_format
+        format = plan.layers[layer.name].number_format
         tensors |= layout.empty(layer.written(model.weights), layer.shape, format, model.dtype)
     return tensors
 
@@ -205,10 +207,10 @@ def _faulty_layer(fault: Fault, layers: Sequence[Layer]) -> Layer | None:
     return next((layer for layer, place in places if fault.place in (layer.name, place)), None)
 
 
-def faults(model: Model, recipe: Recipe, configure: Configure, layers: Sequence[Layer]) -> list[Fault]:
+def faults(model: Model, plan: Plan, configure: Configure, layers: Sequence[Layer]) -> list[Fault]:
     """Return the faults of loading the original model with these layers quantized on grids."""
-    config = configure(recipe, layers)
-    tensors = tensors_of(model, recipe, layers, format_of(config).layers)
+    config = configure(layers)
+    tensors = tensors_of(model, plan, layers, format_of(config).layers)
     shared = {id(part): part for part in model.configs()}
     network: PreTrainedModel = deepcopy(model.network, dict(shared))
     with quiet():

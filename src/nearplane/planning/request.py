@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from math import gcd
 from pathlib import Path
 from typing import Any
 
+from nearplane.calibration.given import with_calibration_path
 from nearplane.calibration.stages import FirstLook, try_blocks
 from nearplane.calibration.windows import Windows, samples_of
 from nearplane.errors import RecipeError
@@ -19,16 +21,18 @@ from nearplane.formats.gguf.names import UNUSED_NAMES
 from nearplane.formats.gptq import FUSED_NAMES
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS
-from nearplane.models.experts import ExpertLayer
 from nearplane.models.ignored import merged_experts, refuse_unmatched, refuse_unsupported, unquantized_patterns
 from nearplane.models.kinds import has_head, has_two_stacks
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
-from nearplane.number_formats import NumberFormat, number_format
+from nearplane.number_formats import BlockType, NumberFormat
 from nearplane.planning.plan import check_budget
 from nearplane.planning.rehearsal import check_loads
-from nearplane.recipe.recipe import LayerScheme, Recipe
+from nearplane.recipe.layer_plan import Plan
+from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.scheme import is_integer
 from nearplane.recipe.schemes import BlockScheme
+from nearplane.record.record import RunRecord
 from nearplane.system.device import Device
 
 logger = logging.getLogger("nearplane")
@@ -50,16 +54,32 @@ def open_original(source: str | Path, recipe: Recipe, *, trust_remote_code: bool
     )
 
 
-def resolved(model: Model, recipe: Recipe) -> Recipe:
-    """Return the recipe with the group size "auto", the type of blocks of every layer and `samples` resolved for a model.
+def resolved(model: Model, recipe: Recipe) -> Plan:
+    """Return what is decided of a run before anything is measured: group sizes, `samples` and the scheme of every layer.
 
     Raises:
         RecipeError: No type of blocks divides the inputs of a layer.
     """
     recipe = recipe.grouped(layer.shape[1] for layer in model.layers)
-    calibration = replace(recipe.calibration, samples=samples_of(model, recipe.calibration))
-    recipe = replace(recipe, calibration=calibration)
-    config = model.config.to_dict()
+    recipe = replace(recipe, calibration=replace(recipe.calibration, samples=samples_of(model, recipe.calibration)))
+    plan = Plan.of(recipe, [layer.name for layer in model.layers])
+    return plan.stored_in(_types_of_blocks(model, plan))
+
+
+def recorded(record: RunRecord, calibration: object = None) -> Plan:
+    """Return what was decided of the layers of a checkpoint; its text may be at another path now."""
+    recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
+    plan = Plan.of(with_calibration_path(recipe, calibration), [layer.name for layer in record.layers])
+    return plan.stored_in({layer.name: layer.number_format for layer in record.layers})
+
+
+def _types_of_blocks(model: Model, plan: Plan) -> dict[str, BlockType]:
+    """Return the types of layers in blocks of llama.cpp, by name: in mixes and for some widths not the one that was asked.
+
+    Raises:
+        RecipeError: No type of blocks divides the inputs of a layer.
+    """
+    config, types = model.config.to_dict(), dict[str, BlockType]()
     places = {layer.name: index for index, block in enumerate(model.blocks) for layer in block.layers}
     ends = {
         layer.name: role
@@ -67,9 +87,8 @@ def resolved(model: Model, recipe: Recipe) -> Recipe:
         if part is not None
         for layer in part.layers
     }
-    resolved = {}
     for layer in model.layers:
-        scheme = recipe.scheme_of(layer.name)
+        scheme = plan.layers[layer.name].scheme
         if not isinstance(scheme, BlockScheme):
             continue
         place, columns = places.get(layer.name, 0), layer.shape[1]
@@ -79,50 +98,22 @@ def resolved(model: Model, recipe: Recipe) -> Recipe:
             kind_name = scheme.embeddings
         if kind_name == scheme.embeddings:
             role = "embeddings"  # in the type that was asked for
-        kind = type_of(kind_name, role, place, columns, config)
+        types[layer.name] = kind = type_of(kind_name, role, place, columns, config)
         if columns % kind.columns:
             raise RecipeError(
                 f"{layer.name} has {columns} inputs, not a multiple of the block size {kind.columns} of llama.cpp. Leave the "
                 f"layer unquantized with --ignore {layer.name.rpartition('.')[2]}."
             )
-        if kind.name != scheme.grid:
-            resolved[layer.name] = kind.name
-    return with_types(model, recipe, resolved)
+    return types
 
 
-def with_types(model: Model, recipe: Recipe, types: Mapping[str, str | None]) -> Recipe:
-    """Return the recipe with these types of blocks by layer; layers with None keep their scheme.
-
-    If the same matrix of all experts of a block gets one type, it gets one pattern, because experts may be thousands.
-    """
-    sets: dict[str, list[str]] = {}
-    for layer in model.layers:
-        pattern = re.escape(layer.name)
-        if isinstance(layer, ExpertLayer):
-            head, _, tail = layer.name.rpartition(f".{layer.expert}.")
-            pattern = rf"{re.escape(head)}\.[0-9]+\.{re.escape(tail)}"
-        sets.setdefault(f"^{pattern}$", []).append(layer.name)
-    schemes = []
-    for pattern, names in sets.items():
-        targets = {name: (types.get(name), recipe.scheme_of(name)) for name in names}
-        if len(set(targets.values())) == 1:
-            targets = {pattern: targets[names[0]]}
-        else:
-            targets = {f"^{re.escape(name)}$": both for name, both in targets.items()}
-        schemes += [
-            LayerScheme(pattern=each, scheme=scheme.storing(number_format(name)))
-            for each, (name, scheme) in targets.items()
-            if scheme is not None and name is not None
-        ]
-    return replace(recipe, layers=(*schemes, *recipe.layers))
-
-
-def check_request(model: Model, recipe: Recipe) -> None:
-    """Refuse a recipe that cannot work for a model, before any work starts.
+def check_request(model: Model, plan: Plan) -> None:
+    """Refuse a plan that cannot work for a model, before any work starts.
 
     Raises:
         RecipeError: The recipe cannot work; the message names the layer and an alternative.
     """
+    recipe = plan.recipe
     refuse_unmatched(model, recipe.ignore)
     refuse_unmatched(model, [each.pattern for each in recipe.layers], "--layer")
     refuse_unsupported(model)
@@ -143,23 +134,22 @@ def check_request(model: Model, recipe: Recipe) -> None:
         )
     layers = model.layers
     for layer in layers:
-        scheme = recipe.scheme_of(layer.name)
-        group_size = getattr(scheme, "group_size", None)
-        if group_size is not None and layer.shape[1] % group_size:
+        format = plan.layers[layer.name].number_format
+        if format.group is not None and layer.shape[1] % format.group:
             fits = gcd(*(each.shape[1] for each in layers))
-            remedy = "another --grid" if getattr(scheme, "grid", None) else f"--group-size none or a divisor of {fits}"
+            remedy = f"--group-size none or a divisor of {fits}" if is_integer(format) else "another --grid"
             raise RecipeError(
-                f"{layer.name} has {layer.shape[1]} inputs, not a multiple of the group size {group_size}. Use {remedy}, or leave "
-                f"it unquantized with --ignore."
+                f"{layer.name} has {layer.shape[1]} inputs, not a multiple of the group size {format.group}. Use {remedy}, or "
+                f"leave it unquantized with --ignore."
             )
-        if layer.shape[0] % (rows := scheme.number_format.rows):
+        if layer.shape[0] % format.rows:
             raise RecipeError(
-                f"{layer.name} has {layer.shape[0]} outputs, not a multiple of the {rows} rows that share steps. Use another "
-                f"--grid, or leave it unquantized with --ignore."
+                f"{layer.name} has {layer.shape[0]} outputs, not a multiple of the {format.rows} rows that share steps. Use "
+                f"another --grid, or leave it unquantized with --ignore."
             )
     _check_left_out(model, recipe)
-    check_budget(model, recipe)
-    for difference, modules in _inconsistent_fusions(model, recipe).items():
+    check_budget(model, plan)
+    for difference, modules in _inconsistent_fusions(model, plan).items():
         others = f" and of {len(modules) - 1} more" if len(modules) > 1 else ""
         logger.warning(
             f"{difference} of {modules[0]}{others} have different grids. vLLM and SGLang fuse these and cannot load the "
@@ -187,11 +177,11 @@ def _check_left_out(model: Model, recipe: Recipe) -> None:
             )
 
 
-def _inconsistent_fusions(model: Model, recipe: Recipe) -> dict[str, list[str]]:
+def _inconsistent_fusions(model: Model, plan: Plan) -> dict[str, list[str]]:
     """Return the modules whose layers runtimes fuse although their grids differ or some are unquantized, by the difference."""
-    if not recipe.files.fuses:
+    if not plan.recipe.files.fuses:
         return {}
-    grids = {layer.name: recipe.scheme_of(layer.name).number_format.name for layer in model.layers}
+    grids = {name: format.name for name, format in plan.formats.items()}
     fused: dict[tuple[str, str], dict[str, dict[str, None]]] = {}  # grids of each part, by module and fused layer
     for name in dict.fromkeys([*grids, *model.ignored, *(name for name, _ in model.skipped)]):
         path, _, last = name.rpartition(".")
@@ -208,7 +198,7 @@ def _inconsistent_fusions(model: Model, recipe: Recipe) -> dict[str, list[str]]:
     return differences
 
 
-def rehearse(model: Model, recipe: Recipe, windows: Windows, device: Device) -> dict[str, FirstLook]:
+def rehearse(model: Model, plan: Plan, windows: Windows, device: Device) -> dict[str, FirstLook]:
     """Refuse blocks that cannot run one by one, and files that transformers would not load, before the run.
 
     Returns:
@@ -217,25 +207,21 @@ def rehearse(model: Model, recipe: Recipe, windows: Windows, device: Device) -> 
     Raises:
         ModelError, RecipeError: The run cannot succeed; the message names the block or layer and an alternative.
     """
-    looks = {} if windows.fitted is None else try_blocks(model, windows.fitted, device)
+    looks, recipe = {} if windows.fitted is None else try_blocks(model, windows.fitted, device), plan.recipe
     if recipe.files.plain_readers and (recipe.layers or recipe.allocate == "slope"):
         logger.warning(
             "Only GPTQModel, vLLM and SGLang read GPTQ checkpoints whose layers have different grids; transformers alone does not."
         )
-    check_loads(model, recipe, lambda recipe, layers: quantization_config(model, recipe, layers=layers))
+    check_loads(model, plan, partial(quantization_config, model, plan))
     return looks
 
 
-def quantization_config(
-    model: Model, recipe: Recipe, widths: Mapping[str, int] | None = None, *, layers: Sequence[Layer] | None = None
-) -> dict[str, Any]:
+def quantization_config(model: Model, plan: Plan, layers: Sequence[Layer] | None = None) -> dict[str, Any]:
     """Return the entries of config.json for quantized weights; `layers` are the quantized ones, by default all."""
-    layers = model.layers if layers is None else layers
-    grids: dict[str, NumberFormat] = {}
-    for layer in layers:
-        grids[layer.name] = recipe.scheme_of(layer.name).with_bits((widths or {}).get(layer.name)).number_format
+    recipe, layers = plan.recipe, model.layers if layers is None else layers
+    grids = {layer.name: plan.layers[layer.name].number_format for layer in layers}
     own_grids: dict[str, NumberFormat] = {}
-    if widths or len(set(grids.values())) > 1:  # under both names of a layer
+    if len(set(grids.values())) > 1 or recipe.allocate == "slope":  # under both names of a layer
         own_grids = grids | {layer.written(model.weights): grids[layer.name] for layer in layers}
     network = Quantized(
         scheme=recipe.scheme,

@@ -18,7 +18,7 @@ from nearplane.matrix.on_grid import with_tensors
 from nearplane.models.layers import Layer
 from nearplane.planning.journal import Journal
 from nearplane.planning.ledger import Ledger, Solved, check_limit
-from nearplane.planning.request import quantization_config, with_types
+from nearplane.planning.request import quantization_config
 from nearplane.planning.solve_stage import Order
 from nearplane.planning.start import Decisions, Job, decide
 from nearplane.record.record import RunRecord
@@ -31,24 +31,21 @@ class Run:
 
     Attributes:
         model: Model that is quantized.
-        recipe: Recipe with all defaults for this model, including block types that were chosen by measurement.
+        plan: What is decided of its layers, including what was chosen by measuring.
         ledger: Records of the written layers, and the plan for the others.
         setting: Settings by which the walk saves memory.
-        moments: Substitutes for the second moments of the inputs of quantized embeddings, by name.
         count: Callback for the number of newly written layers; set when the run begins.
     """
 
     def __init__(self, job: Job, container: Container, journal: Journal, decided: Decisions) -> None:
         self.model, self._container, self._journal = job.model, container, journal
-        self._record, plan, self._forecast = decided
+        self._record, self.plan, self._forecast = decided
         self.setting = replace(self._forecast.setting, folder=container.folder)
-        self.recipe = with_types(self.model, job.recipe, plan.types)
-        container.config = quantization_config(self.model, self.recipe, plan.widths)
-        self.ledger = Ledger(self.model, self.recipe, container, self._record, plan)
-        self.moments = plan.moments
+        container.config = quantization_config(self.model, self.plan)
+        self.ledger = Ledger(self.model, container, self._record, self.plan)
         self.count: Callable[[int], None] = lambda _: None
         self._began, self._measured = time.monotonic(), False
-        self._storage = FORMATS[str(self.recipe.format)].layers.scale_dtype(self.model.dtype)
+        self._storage = FORMATS[str(self.plan.recipe.format)].layers.scale_dtype(self.model.dtype)
         journal.begin(self.ledger, self.model, self._record)
 
     def settle(self, stage: Stage) -> None:
@@ -58,22 +55,12 @@ class Run:
 
     def orders(self, stage: Stage) -> list[Order]:
         """Return how every layer of a stage is to be solved."""
-        plan, again = self.ledger.planned, self.ledger.solves_again(stage.layers)
-        schemes = [plan.scheme_of(layer, self.recipe.scheme_of(layer.name)) for layer in stage.layers]
-        joined = [layer for layer, each in zip(stage.layers, schemes, strict=True) if each.number_format.global_scale]
+        again, plans = self.ledger.solves_again(stage.layers), [self.ledger.of(layer) for layer in stage.layers]
+        joined = [layer for layer, each in zip(stage.layers, plans, strict=True) if each.number_format.global_scale]
         peaks = peaks_of(joined)  # before the first of them is solved
         return [
-            Order(
-                number=number,
-                again=again,
-                scheme=scheme,
-                rate=plan.rate(layer) if layer.name in plan.rates else None,
-                storage=StepStorage(self._storage, peaks.get(layer.name)),
-                sensitivity=plan.sensitivity.get(layer.name),
-                max_loss=self.recipe.max_loss,
-                together=tuple(plan.together.get(layer.name, ())),
-            )
-            for number, (layer, scheme) in enumerate(zip(stage.layers, schemes, strict=True))
+            Order(number=number, again=again, plan=plan, storage=StepStorage(self._storage, peaks.get(layer.name)))
+            for number, (layer, plan) in enumerate(zip(stage.layers, plans, strict=True))
         ]
 
     def pack(self, stage: Stage, solved: Sequence[Solved]) -> Sequence[Solved] | None:
@@ -92,8 +79,8 @@ class Run:
 
     def add(self, stage: Stage, packed: Sequence[Solved]) -> None:
         """Record the layers of a stage; at the end of a block, also write its part of the weights and the journal."""
-        for layer, _, record in packed:
-            self.ledger.add(layer, record)
+        for each in packed:
+            self.ledger.add(each.record)
         self.count(len(packed))
         if stage.ends_block:
             self._container.close_block(self.model.reader.read(stage.rest))

@@ -18,68 +18,85 @@ from nearplane.calibration.walk import Stage
 from nearplane.lattice.factor import solved_strips
 from nearplane.lattice.grid import narrowed
 from nearplane.lattice.scale import StepStorage
-from nearplane.matrix.inputs import Target, named
-from nearplane.matrix.on_grid import SolvedRows, joined
-from nearplane.matrix.solve_layer import Task, solve_layer
+from nearplane.matrix.inputs import LayerInput, Target, named
+from nearplane.matrix.on_grid import SolvedRows, check_rows, joined, solve_rows
+from nearplane.matrix.to_rate import solve_to_rate
 from nearplane.models.layers import Layer
 from nearplane.planning.ledger import Solved
-from nearplane.recipe.schemes import AnyScheme
+from nearplane.recipe.layer_plan import LayerPlan
+from nearplane.recipe.schemes import RateScheme
 from nearplane.system.memory import working_on
 from nearplane.system.ranks import current, evened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """How a layer is to be solved, without its weights and inputs; see `Task` for the other fields.
+    """A layer to solve, without its weights and inputs.
 
     Args:
         number: Number of the layer in its stage.
         again: Whether it may be solved once more, so that its inputs are kept.
+        plan: What is decided of the layer.
+        storage: How steps of grids are stored.
         rows: The rows to solve; None: the whole layer.
     """
 
     number: int
     again: bool
-    scheme: AnyScheme
+    plan: LayerPlan
     storage: StepStorage
-    rate: float | None
-    sensitivity: Tensor | None
-    max_loss: float | None
-    together: tuple[Tensor, ...]
     rows: slice | None = None
 
     @property
     def divides(self) -> bool:
         """Whether ranks may solve some rows of the layer each."""
-        return not (self.scheme.entropy_coded or (self.scheme.joins_rows and self.together))
+        scheme = self.plan.scheme
+        return not (scheme.entropy_coded or (scheme.joins_rows and self.plan.together))
 
     def solved(self, stage: Stage) -> SolvedRows:
         """Solve the layer, or its rows, with its weights and inputs on this rank."""
-        layer, rows = stage.layers[self.number], self.rows or slice(None)
+        layer, inputs, rows = stage.layers[self.number], stage.inputs[self.number], self.rows or slice(None)
         with working_on(layer.name):
             W = layer.read()
-            with named(layer.name, stage.inputs[self.number].moments.tokens):
-                target = stage.target(self.number, W, self.scheme, rows, again=self.again)
-            found = solve_layer(self._task(stage, W, target, rows))
+            with named(layer.name, inputs.moments.tokens):
+                target = stage.target(self.number, W, self.plan.scheme, rows, again=self.again)
+            found = solve_layer(layer.name, W, target, inputs, self.plan, self.storage, rows)
         if not self.again:
             stage.measured(self.number)
         return found
 
-    def _task(self, stage: Stage, W: Tensor, target: Target, rows: slice) -> Task:
-        layer = stage.layers[self.number]
-        return Task(
-            name=layer.name,
-            W=W,
-            target=target,
-            inputs=stage.inputs[self.number],
-            scheme=self.scheme,
-            rows=rows,
-            storage=self.storage,
-            rate=self.rate,
-            sensitivity=None if self.sensitivity is None else self.sensitivity.to(layer.weight.device),
-            max_loss=self.max_loss,
-            together=tuple(G.to(layer.weight.device) for G in self.together),
+
+def solve_layer(
+    name: str,
+    W: Tensor,
+    target: Target,
+    inputs: LayerInput,
+    plan: LayerPlan,
+    storage: StepStorage,
+    rows: slice = slice(None),
+) -> SolvedRows:
+    """Quantize a layer as planned, or whole strips of its rows, deterministically; `joined` makes the layer of all rows.
+
+    Args:
+        name: Full name of the layer, for the record and for error messages.
+        W: (out, in) weights.
+        target: Target of the layer, or of these rows.
+        inputs: Statistics of the layer's inputs, shared by layers of the same input.
+        plan: What is decided of the layer.
+        storage: How steps of grids are stored.
+        rows: The rows to solve, whole strips of a layer on a fixed grid.
+
+    Raises:
+        NumericalError: A weight is not finite, or the Hessian is not positive definite.
+    """
+    scheme = plan.scheme
+    if isinstance(scheme, RateScheme):
+        sensitivity = None if plan.sensitivity is None else plan.sensitivity.to(W.device)
+        return solve_to_rate(
+            W, target, inputs, scheme, plan.rate, sensitivity=sensitivity, max_loss=plan.max_loss, name=name
         )
+    storage, together = check_rows(W, scheme, storage, name), tuple(G.to(W.device) for G in plan.together)
+    return solve_rows(W, rows, target, inputs, scheme, storage=storage, name=name, together=together)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +149,7 @@ def _whole(stage: Stage, order: Order, found: list[SolvedRows]) -> Solved:
     """Return a solved layer from what ranks found, in the order of its rows."""
     layer, inputs = stage.layers[order.number], stage.inputs[order.number]
     with working_on(layer.name):
-        return Solved(layer, *joined(found, inputs, order.scheme, name=layer.name))
+        return Solved(layer, *joined(found, inputs, order.plan.scheme, name=layer.name))
 
 
 def dealt(orders: Sequence[Order], layers: Sequence[Layer], ranks: int) -> tuple[tuple[Order, ...], ...]:

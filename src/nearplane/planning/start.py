@@ -18,8 +18,9 @@ from nearplane.formats.table import open_container
 from nearplane.models.model import Model
 from nearplane.planning.folder_size import max_final_record_bytes, measured_choice
 from nearplane.planning.forecast import Forecast, forecast
-from nearplane.planning.plan import Plan, plan
+from nearplane.planning.plan import plan
 from nearplane.planning.request import check_request, open_original, quantization_config, resolved
+from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, versions
 from nearplane.system.device import Device
@@ -55,13 +56,14 @@ class Job:
 
     Args:
         model: The model to quantize.
-        asked: The recipe as it was given; `recipe` is the one resolved for this model.
+        asked: The recipe as it was given.
+        plan: What is decided of its layers before anything is measured.
         windows, options: Calibration windows, and options of the run.
     """
 
     model: Model
     asked: Recipe
-    recipe: Recipe
+    plan: Plan
     windows: Windows
     options: Options
 
@@ -76,7 +78,7 @@ class Job:
         """Return the run record with what is known before anything is measured."""
         windows = self.windows
         return RunRecord(
-            recipe=replace(self.asked, calibration=self.recipe.calibration),  # with the number of windows
+            recipe=replace(self.asked, calibration=self.plan.recipe.calibration),  # with the number of windows
             source=self.options.name,
             versions=versions(),
             device=self.options.device.model(),
@@ -99,7 +101,7 @@ class StoppedRun:
     Args:
         blocks: Number of finished blocks.
         record: The run record with their layers and with the entries from before the first block.
-        plan: The plan as it was when the run stopped.
+        plan: The plan with what was measured.
         seconds: Duration of the stopped run.
     """
 
@@ -110,28 +112,28 @@ class StoppedRun:
 
 
 class Decisions(NamedTuple):
-    """The run record so far, the bit budget of each layer, and the memory settings with their forecast."""
+    """The run record so far, the completed plan, and the memory settings with their forecast."""
 
     record: RunRecord
     plan: Plan
     forecast: Forecast
 
 
-def open_resolved(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Model, Recipe]:
-    """Open the model that a recipe quantizes; return it and the recipe resolved for it.
+def open_resolved(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Model, Plan]:
+    """Open the model that a recipe quantizes; return it and what is decided of its layers.
 
     Raises:
         NearplaneError: The model cannot be quantized by this recipe.
     """
     model = open_original(source, recipe, trust_remote_code=trust_remote_code)
-    recipe = resolved(model, recipe)
-    check_request(model, recipe)
-    return model, recipe
+    settled = resolved(model, recipe)
+    check_request(model, settled)
+    return model, settled
 
 
 def container_for(
     model: Model,
-    recipe: Recipe,
+    settled: Plan,
     out: Path,
     config: Mapping[str, Any] | None = None,
     *,
@@ -143,9 +145,9 @@ def container_for(
 
     Args:
         model: The original model.
-        recipe: The recipe of the layers.
+        settled: What is decided of its layers.
         out, overwrite, trust_remote_code, like: Arguments of `Place`.
-        config: The quantization_config; None: derived from the recipe.
+        config: The quantization_config; None: derived from the plan.
     """
     place = Place(
         out=out,
@@ -154,12 +156,12 @@ def container_for(
         trust_remote_code=trust_remote_code,
         vocabulary=model.vocabulary,
         network=model.config.to_dict(),
-        tokenizer=model.tokenizer_folder() if recipe.files.one_file and like is None else None,
+        tokenizer=model.tokenizer_folder() if settled.recipe.files.one_file and like is None else None,
         reader=model.reader,
         resumes=True,
         like=like,
     )
-    config = quantization_config(model, recipe) if config is None else config
+    config = quantization_config(model, settled) if config is None else config
     return open_container(place, config, dtype=model.dtype, shards=len(model.blocks) + 1)
 
 
@@ -182,17 +184,17 @@ def decide(job: Job, container: Container, before: StoppedRun | None) -> Iterato
         container.room = max_final_record_bytes(model, record)
         with recorded_library(record.products, device):
             batch = record.batch or default_batch(windows.seqlen)  # affects the order of sums
-            prediction = forecast(model, job.recipe, windows, device, job.options.limits, batch)
+            prediction = forecast(model, job.plan, windows, device, job.options.limits, batch)
             yield Decisions(record, before.plan, prediction)
         return
     with chosen_library([layer.shape for layer in model.layers], windows.count * windows.seqlen, device) as products:
-        prediction = forecast(model, job.recipe, windows, device, job.options.limits)
+        prediction = forecast(model, job.plan, windows, device, job.options.limits)
         batch = prediction.setting.batch
         record = replace(
             job.record(), products=products, batch=None if batch == default_batch(windows.seqlen) else batch
         )
         container.room = max_final_record_bytes(model, record)
-        choice = measured_choice(model, job.asked, job.recipe, container, record)
+        choice = measured_choice(model, job.plan, container, record)
         progress, keep = job.options.progress, prediction.setting.keep
-        planned = plan(model, job.recipe, windows.fitted, device, progress, free=choice, keep=keep)
+        planned = plan(model, job.plan, windows.fitted, device, progress, free=choice, keep=keep)
         yield Decisions(record, planned, prediction)

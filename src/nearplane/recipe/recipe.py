@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal
 
 from nearplane.errors import RecipeError
@@ -239,7 +238,7 @@ class Recipe:
         Raises:
             RecipeError: The format cannot hold the weights of a scheme; the message names a format that can.
         """
-        for scheme in (self.scheme, *(each.scheme for each in self.layers)):
+        for scheme in self.schemes:
             if getattr(scheme, "minimum", False) == self.files.minimum:
                 continue
             if self.files.minimum:
@@ -273,7 +272,7 @@ class Recipe:
             )
         names = ["int8"] if self.activations == "int8" else []
         names += [each.name for each in FLOATS if each.inputs is not None and each.inputs.name == self.activations]
-        for scheme in (self.scheme, *(each.scheme for each in self.layers)):
+        for scheme in self.schemes:
             if getattr(scheme, "group_size", None) == "auto" or self.allocate == "slope":
                 found, inputs = "other integers", None
             else:
@@ -312,10 +311,10 @@ class Recipe:
                 f"bits per weight, as --grid 4.5; all other grids are uniform."
             )
 
-    @cached_property
-    def _schemes(self) -> dict[str, AnyScheme]:
-        """Cache of layers' schemes by name, because a recipe may have as many patterns as layers."""
-        return {}
+    @property
+    def schemes(self) -> tuple[AnyScheme, ...]:
+        """The scheme of the recipe, and those of some layers."""
+        return self.scheme, *(each.scheme for each in self.layers)
 
     def ignores(self, name: str) -> bool:
         """Return whether the layer with this full name is left unquantized."""
@@ -323,10 +322,7 @@ class Recipe:
 
     def scheme_of(self, name: str) -> AnyScheme:
         """Return the scheme of the layer with this full name, which `ignores` has not excluded."""
-        if name not in self._schemes:
-            schemes = (each.scheme for each in self.layers if has_match(each.pattern, name))
-            self._schemes[name] = next(schemes, self.scheme)
-        return self._schemes[name]
+        return next((each.scheme for each in self.layers if has_match(each.pattern, name)), self.scheme)
 
     def grouped(self, inputs: Iterable[int]) -> Recipe:
         """Return the recipe with group size "auto" resolved for layers with these numbers of inputs."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
-from nearplane.number_formats import ENTROPY_CODED_FORMAT, NumberFormat, find_format, integers
+from nearplane.number_formats import E2M1, ENTROPY_CODED_FORMAT, NumberFormat, find_format, integers
 from nearplane.recipe.file_formats import Format
 from nearplane.system.arguments import check_fields, whole, within
+from nearplane.system.sizes import bytes_in
 
 Order = Literal["natural", "activation", "pivoted"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best"]
@@ -50,7 +51,6 @@ class Scheme:
     FORMATS: ClassVar[tuple[Format, ...]] = ()  # formats that hold such weights, the default first
     default_solver: ClassVar[Solver] = "nearest-plane"
     entropy_coded: ClassVar[bool] = False  # whether codes have variable length in the file; else each has the same bits
-    types_vary: ClassVar[bool] = False  # whether a layer that does not fit the number format may get another
 
     def __post_init__(self) -> None:
         check_fields(self, "order", "solver", "correct")
@@ -76,17 +76,27 @@ class Scheme:
     @property
     def title(self) -> str:
         """Storage of the weights, as a phrase for the summary."""
-        return "on fixed grids"
+        return "entropy-coded" if self.entropy_coded else "on fixed grids"
+
+    @property
+    def measured(self) -> bool:
+        """Whether the number format of every layer is chosen by measuring."""
+        return False
+
+    @property
+    def average(self) -> float | None:
+        """Bits that codes of all layers take on average; None where the number format determines them, or a size."""
+        return getattr(self, "rate", None)
 
     @property
     def default_allocation(self) -> Allocation:
-        """Distribution of bits over layers if the recipe leaves it open."""
-        return "uniform"
+        """Distribution of bits over layers if the recipe leaves it open: slope where layers are measured on calibration text."""
+        return "slope" if self.measured or (self.entropy_coded and self.calibrated) else "uniform"
 
     @property
     def ends(self) -> tuple[bool, bool]:
         """Whether input embeddings and head are quantized too."""
-        return False, False
+        return getattr(self, "include_embeddings", False), getattr(self, "include_head", False)
 
     @property
     def dense_ends(self) -> str | None:
@@ -99,30 +109,23 @@ class Scheme:
         return ENTROPY_CODED_FORMAT
 
     @property
-    def mixed(self) -> bool:
-        """Whether layers have number formats of their own."""
-        return False
-
-    @property
     def tunable(self) -> bool:
-        """Whether such codes and steps can be trained after the solve."""
-        return True
+        """Whether codes or steps can be trained after the solve: all but those of 8-bit floats."""
+        return getattr(self, "grid", None) is None or self.number_format.levels is None or self.number_format.bits == 4
 
     @property
     def weighs_rows(self) -> bool:
         """Whether rows to whose errors the network is more sensitive get finer steps."""
-        return False
+        return getattr(self, "rows", "equal") == "sensitivity"
 
     @property
     def joins_rows(self) -> bool:
-        """Whether rows compensate each other's errors, so that they are rounded together."""
-        return False
+        """Whether rows compensate each other's errors, so that they are rounded together; the default for four-bit floats."""
+        if (asked := getattr(self, "two_sided", None)) is not None:
+            return bool(asked)
+        return self.calibrated and self.number_format.levels == E2M1
 
-    def with_bits(self, bits: int | None) -> Self:
-        """Return the scheme of a layer with this many bits per code; None, or entropy-coded: the scheme itself."""
-        return self
-
-    def storing(self, format: NumberFormat) -> Self:
+    def stored_in(self, format: NumberFormat) -> Self:
         """Return the scheme of a layer that is stored in this format, as far as layers may differ."""
         return self
 
@@ -131,9 +134,26 @@ class Scheme:
         return self
 
     @property
+    def size(self) -> str | None:
+        """Size of the whole checkpoint folder as it was asked for."""
+        return None
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes of the whole checkpoint folder that were asked for; None if there is no such limit."""
+        return None if self.size is None else bytes_in(self.size)
+
+    @property
     def asked(self) -> tuple[float, str] | None:
         """Size that was asked for, in bits per weight or bytes; None where the grid determines the size."""
-        return None
+        if (rate := getattr(self, "rate", None)) is not None:
+            return rate, "bits per weight"
+        return None if self.limit is None else (float(self.limit), "bytes")
+
+    @property
+    def descents(self) -> int:
+        """Number of passes of coordinate descent over the codes."""
+        return sum(getattr(self, name, None) or 0 for name in ("rounds", "polish"))
 
     def damp_of_the_sweep(self, corrected: bool) -> float | Literal["auto"]:
         """Return the damping of the sweep, for targets that are corrected or not."""

@@ -25,7 +25,6 @@ from nearplane.number_formats import (
 from nearplane.recipe.file_formats import FILE_FORMATS, Format
 from nearplane.recipe.scheme import (
     DEFAULT_GROUP_SIZES,
-    Allocation,
     Scheme,
     Solver,
     contradiction,
@@ -130,14 +129,14 @@ class GridScheme(Scheme):
             object.__setattr__(self, name, implied)
 
     @property
-    def joins_rows(self) -> bool:
-        """Whether rows compensate each other's errors."""
-        return bool(self.two_sided)
+    def measured(self) -> bool:
+        """Whether every layer gets bits of its own: if their number is a fraction, an average over layers."""
+        return isinstance(self.bits, float)
 
     @property
-    def default_allocation(self) -> Allocation:
-        """Slope if bits is a fraction, which is an average over layers; else uniform."""
-        return "uniform" if isinstance(self.bits, int) else "slope"
+    def average(self) -> float | None:
+        """Bits that codes of all layers take on average, where layers have bits of their own."""
+        return self.bits if self.measured else None
 
     @property
     def number_format(self) -> NumberFormat:
@@ -148,28 +147,14 @@ class GridScheme(Scheme):
         return integers(ceil(self.bits), self.group_size, symmetric=self.symmetric, minimum=self.minimum)
 
     @property
-    def ends(self) -> tuple[bool, bool]:
-        """Whether input embeddings and head are quantized too."""
-        return self.include_embeddings, self.include_head
-
-    def with_bits(self, bits: int | None) -> Self:
-        """Return the scheme of a layer with this many bits per code."""
-        return self if bits is None else replace(self, bits=bits)
-
-    @property
-    def tunable(self) -> bool:
-        """Whether codes or steps can be trained: integers and four-bit floats can, 8-bit floats cannot."""
-        return self.grid is None or self.number_format.bits == 4
-
-    @property
     def misfit(self) -> str:
         """End of the error message for inputs that groups do not divide."""
         remedy = "another --grid" if self.grid else "a --group-size that divides them, or none (one step per row)"
         return f"are not a multiple of the group size {self.group_size}. Use {remedy}."
 
-    def storing(self, format: NumberFormat) -> Self:
+    def stored_in(self, format: NumberFormat) -> Self:
         """Return the scheme of a layer that is stored in this format, which may have other bits."""
-        return self.with_bits(format.bits or None)
+        return replace(self, bits=format.bits or self.bits)
 
     def grouped(self, inputs: Iterable[int]) -> Self:
         """Return the scheme with group size "auto" resolved for layers with these numbers of inputs."""
@@ -206,7 +191,6 @@ class BlockScheme(Scheme):
     rounds: int | None = None
 
     FORMATS: ClassVar[tuple[Format, ...]] = ("gguf",)
-    types_vary: ClassVar[bool] = True  # in mixes, and where blocks do not divide a layer's inputs
 
     def __post_init__(self) -> None:
         Scheme.__post_init__(self)
@@ -256,16 +240,6 @@ class BlockScheme(Scheme):
         return float(self.grid) if self.grid is not None and self.measured else None
 
     @property
-    def asked(self) -> tuple[float, str] | None:
-        """Size that was asked for, in bytes; None if the grid determines the size."""
-        return None if self.size is None else (float(bytes_in(self.size)), "bytes")
-
-    @property
-    def default_allocation(self) -> Allocation:
-        """Slope if types are chosen by measuring, else uniform."""
-        return "slope" if self.measured else "uniform"
-
-    @property
     def number_format(self) -> BlockType:
         """Type of blocks: of a mix the most frequent one, of a number of bits per weight the largest type within it.
 
@@ -287,22 +261,12 @@ class BlockScheme(Scheme):
         return self.embeddings if self.embeddings in Dense.__args__ else None  # type: ignore[attr-defined]
 
     @property
-    def mixed(self) -> bool:
-        """Whether types differ between layers."""
-        return self.grid not in TYPES
-
-    @property
-    def joins_rows(self) -> bool:
-        """Whether rows compensate each other's errors, the default for these levels in other files, too."""
-        return self.calibrated and self.number_format.levels == E2M1
-
-    @property
     def misfit(self) -> str:
         """End of the error message for inputs that blocks do not divide."""
         kind = self.number_format
         return f"are not a multiple of {kind.columns}, the block size of {kind.name}. Use a type with smaller blocks."
 
-    def storing(self, format: NumberFormat) -> Self:
+    def stored_in(self, format: NumberFormat) -> Self:
         """Return the scheme of a layer that is stored in this format, which may be another type of blocks."""
         return replace(self, grid=format.name) if format.name in TYPES else self
 
@@ -342,41 +306,8 @@ class RateScheme(Scheme):
         within("rate", self.rate, self.rate is None or (numeric and 0.5 <= float(self.rate or 0) <= 7), "0.5 to 7 bits")
         if self.size is not None:
             object.__setattr__(self, "size", str(self.size))
-            self.bytes()
+            bytes_in(self.size)
         check_fields(self, "include_head", "include_embeddings", "rows")
-
-    @property
-    def title(self) -> str:
-        """Storage of the weights, as a phrase for the summary."""
-        return "entropy-coded"
-
-    @property
-    def default_allocation(self) -> Allocation:
-        """Slope if the solver is calibrated; else uniform, because slopes are measured on calibration text."""
-        return "slope" if self.calibrated else "uniform"
-
-    @property
-    def ends(self) -> tuple[bool, bool]:
-        """Whether input embeddings and head are quantized too."""
-        return self.include_embeddings, self.include_head
-
-    @property
-    def asked(self) -> tuple[float, str] | None:
-        """Size that was asked for, in bits per weight or bytes."""
-        return (self.rate, "bits per weight") if self.rate is not None else (float(self.bytes() or 0), "bytes")
-
-    @property
-    def weighs_rows(self) -> bool:
-        """Whether rows to whose errors the network is more sensitive get finer steps."""
-        return self.rows == "sensitivity"
-
-    def bytes(self) -> int | None:
-        """Return the size that was asked for, in bytes.
-
-        Raises:
-            RecipeError: The size is not valid; see `bytes_in`.
-        """
-        return None if self.size is None else bytes_in(self.size)
 
 
 AnyScheme = GridScheme | BlockScheme | RateScheme

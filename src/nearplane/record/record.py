@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from nearplane.errors import FormatError, printable
-from nearplane.number_formats import NumberFormat, number_format
+from nearplane.number_formats import BlockType, NumberFormat, number_format
+from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.schemes import BlockScheme
 from nearplane.record.from_json import annotated
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.arguments import ComputeDtype
@@ -359,7 +359,7 @@ class RunRecord:
         if unit != "bytes" and self.recipe.layers:  # the rate refers to layers without an override
             return None
         actual = self.folder if unit == "bytes" else self.rate
-        coarse = isinstance(self.recipe.scheme, BlockScheme)
+        coarse = self.recipe.files.block_types
         if abs(actual / requested - 1) <= (0.02 if coarse else 0.005):
             return None
         why = "some layers cannot reach their planned rate" + (
@@ -393,12 +393,13 @@ def _version_error(fields: dict[str, Any], where: str) -> FormatError:
 def contradictions(record: RunRecord) -> Iterator[tuple[LayerRecord, str]]:
     """Yield (layer, contradiction) for certificates of a record that cannot be true for any data."""
     recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
+    plan = Plan.of(recipe, [layer.name for layer in record.layers])
     for layer in record.layers:
-        yield from ((layer, what) for what in _contradicting(layer, record, recipe))
+        yield from ((layer, what) for what in _contradicting(layer, plan))
 
 
-def _contradicting(layer: LayerRecord, record: RunRecord, recipe: Recipe) -> Iterator[str]:
-    """Yield the contradictions in the certificate of a layer, for a recipe with settled group sizes."""
+def _contradicting(layer: LayerRecord, plan: Plan) -> Iterator[str]:
+    """Yield the contradictions in the certificate of a layer, beside what was decided of it."""
     size, larger = divmod(layer.out_features, max(1, len(layer.row_losses)))  # rows of a group; the first have 1 more
     rows = (size + (index < larger) for index in range(len(layer.row_losses)))
     loss = sum(group * count for group, count in zip(layer.row_losses, rows, strict=True)) / layer.out_features
@@ -407,12 +408,12 @@ def _contradicting(layer: LayerRecord, record: RunRecord, recipe: Recipe) -> Ite
     third = (layer.expected or 0.0) * 3
     if layer.worst_case is not None and not math.isclose(third, layer.worst_case, rel_tol=1e-12, abs_tol=1e-300):
         yield f"expected is {layer.expected}, but a third of worst_case is {layer.worst_case / 3}"
-    if recipe.ignores(layer.name):
+    if plan.recipe.ignores(layer.name):
         yield "the recipe ignores it"
         return
-    scheme = recipe.scheme_of(layer.name)
-    if recipe.allocate == "slope" or scheme.types_vary:
-        scheme = scheme.storing(layer.number_format)
+    scheme = plan.layers[layer.name].scheme
+    if plan.recipe.allocate == "slope" or isinstance(layer.number_format, BlockType):
+        scheme = scheme.stored_in(layer.number_format)
     actual, expected = (layer.format, layer.order), (scheme.number_format.name, scheme.order)
     if actual != expected:
         yield f"number format and order are {actual}, but {expected} in the recipe"

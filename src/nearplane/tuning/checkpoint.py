@@ -30,8 +30,8 @@ from nearplane.lattice.shared_grid import SharedGrid
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.models.kinds import has_head
 from nearplane.models.model import Model
+from nearplane.recipe.layer_plan import LayerPlan, Plan
 from nearplane.recipe.recipe import Calibration, Recipe
-from nearplane.recipe.schemes import BlockScheme, GridScheme
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.device import Device
 from nearplane.system.memory import free_memory
@@ -52,7 +52,7 @@ class Checkpoint:
         record: The run record of the checkpoint.
         stored: The quantized layers of the checkpoint.
         model: The original model.
-        recipe: The recipe of the record, with groups resolved and the present location of the text.
+        plan: What was decided of every layer, and the recipe of the record with the present location of the text.
         given: Texts or tokens that were passed from Python instead of the recipe's text.
         device: Device of the computation.
     """
@@ -60,13 +60,13 @@ class Checkpoint:
     record: RunRecord
     stored: Stored
     model: Model
-    recipe: Recipe
+    plan: Plan
     given: Given | None
     device: Device
 
     def windows(self, count: int, length: int) -> Tensor:
         """Return up to `count` windows of `length` tokens of the text; see `windows_of`."""
-        return windows_of(self.model, self.recipe, self.given, count, length)
+        return windows_of(self.model, self.plan.recipe, self.given, count, length)
 
     def matrices(self, *, codes: bool = False) -> dict[str, TunedLayer]:
         """Return the layers of blocks, by name; with `codes`, their codes are trained where `trains_codes` allows it."""
@@ -115,7 +115,7 @@ TUNED_TYPES: Mapping[type, Callable[[LayerRecord, Any, torch.dtype, bool], Tuned
 }  # by type of grid: from a layer's record, its matrix, the dtype of steps and whether codes are trained
 
 
-def trains_codes(layer: LayerRecord) -> bool:
+def trains_codes(layer: LayerRecord | LayerPlan) -> bool:
     """Return whether the codes of a layer are trained: entropy-coded codes, codes of few bits, and four-bit floats."""
     return layer.number_format.bits <= CODE_BITS or layer.number_format.levels is not None
 
@@ -182,12 +182,12 @@ def check_layers(model: Model, called: str) -> None:
         )
 
 
-def check_tunable(model: Model, recipe: Recipe, given: Given | None, record: RunRecord, device: Device) -> None:
+def check_tunable(model: Model, plan: Plan, given: Given | None, record: RunRecord, device: Device) -> None:
     """Refuse before a solve what `tune` would refuse after it.
 
     Args:
         model: The original model.
-        recipe, given: Recipe and texts or tokens from Python, which name the text.
+        plan, given: Plan of the run and texts or tokens from Python, which name the text.
         record: The record of the starting run, with its windows.
         device: Device of the computation.
 
@@ -196,22 +196,11 @@ def check_tunable(model: Model, recipe: Recipe, given: Given | None, record: Run
         RecipeError: Tuning needs more memory than is free.
     """
     samples = samples_to_tune_on(model, record)
-    cut = split(lambda count, length: windows_of(model, recipe, given, count, length), record, samples=samples)
-    layers = (layer for block in model.blocks for layer in block.layers)
-    fits(model, cut, sum(math.prod(layer.shape) for layer in layers if _may_move(recipe, layer.name)), device)
-
-
-def _may_move(recipe: Recipe, name: str) -> bool:
-    """Return whether codes of a layer may be trained later; true for all layers if widths are chosen by measuring."""
-    scheme = recipe.scheme_of(name)
-    if isinstance(scheme, BlockScheme):
-        return scheme.measured or scheme.number_format.bits <= CODE_BITS or scheme.number_format.levels is not None
-    return (
-        not isinstance(scheme, GridScheme)
-        or recipe.allocate == "slope"
-        or scheme.bits < CODE_BITS + 1
-        or scheme.number_format.levels is not None
-    )
+    cut = split(lambda count, length: windows_of(model, plan.recipe, given, count, length), record, samples=samples)
+    layers = [layer for block in model.blocks for layer in block.layers]
+    if plan.recipe.allocate != "slope":  # else codes of any layer may be trained
+        layers = [layer for layer in layers if trains_codes(plan.layers[layer.name])]
+    fits(model, cut, sum(math.prod(layer.shape) for layer in layers), device)
 
 
 def check_model(model: Model, record: RunRecord, stored: Stored) -> None:

@@ -36,6 +36,7 @@ from nearplane.planning.request import check_request, quantization_config
 from nearplane.planning.start import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.file_formats import FILE_FORMATS, Format
+from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import LayerScheme, Recipe
 from nearplane.recipe.scheme import Scheme, options_of
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, Ends, GridScheme
@@ -82,24 +83,23 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
             "each other."
         )
         record = None
-    grouped = recipe.grouped(layer.shape[1] for layer in model.layers)
-    check_request(model, grouped)
+    plan = Plan.of(recipe.grouped(layer.shape[1] for layer in model.layers), trial.formats).stored_in(trial.formats)
+    check_request(model, plan)
 
-    def configured(recipe: Recipe, layers: Sequence[Layer]) -> dict[str, Any]:
+    def configured(layers: Sequence[Layer]) -> dict[str, Any]:
         """Return the quantization_config of the new checkpoint."""
-        widths = {name: each.bits for name, each in trial.formats.items()} if recipe.allocate == "slope" else None
-        config = quantization_config(model, recipe, widths, layers=layers)
+        config = quantization_config(model, plan, layers)
         if record is None:  # nobody knows how these codes were solved
             config["meta"] = {
                 name: each for name, each in config.get("meta", {}).items() if name not in ("order", "damp")
             }
         return {name: value for name, value in config.items() if value or name != "meta"}
 
-    check_loads(model, grouped, configured)
+    check_loads(model, plan, configured)
     size = trial.size + sum(stored.reader.nbytes(name) for name in stored.rest())
     check_room(out, size, joined=0 if recipe.files.one_file else size)
-    config = configured(grouped, model.layers)
-    container = container_for(model, grouped, out, config, overwrite=False, trust_remote_code=trust_remote_code)
+    config = configured(model.layers)
+    container = container_for(model, plan, out, config, overwrite=False, trust_remote_code=trust_remote_code)
     check_tokens_in_file(container, model)
     with container:
         if record is not None:
@@ -112,9 +112,7 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
             container.record_json = ""
         else:
             peak = record.peak_memory
-            container.seal(
-                _moved_record(record, grouped, trial, read), lambda sealed: replace(sealed, peak_memory=peak)
-            )
+            container.seal(_moved_record(record, plan, read), lambda sealed: replace(sealed, peak_memory=peak))
     return container.size
 
 
@@ -226,10 +224,8 @@ def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mappin
         base = Recipe(scheme=GridScheme(order="natural"), ignore=ignore)
     else:
         base = record.recipe
-        if isinstance(base.scheme, GridScheme) and all(
-            formats[each.name] == each.number_format for each in record.layers
-        ):
-            return replace(base, format=cast(Format, format), pre=None, like=None)
+        if format in base.scheme.FORMATS and all(formats[each.name] == each.number_format for each in record.layers):
+            return replace(base, format=format, pre=None, like=None)
     blocks = FILE_FORMATS[format].block_types and any(
         isinstance(each, BlockType) and not (each.single and each.symmetric and each.levels is None)
         for each in formats.values()
@@ -308,12 +304,12 @@ def _dense(stored: Stored, name: str) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _moved_record(record: RunRecord, recipe: Recipe, trial: Trial, read: Stored) -> RunRecord:
+def _moved_record(record: RunRecord, plan: Plan, read: Stored) -> RunRecord:
     """Return the record with the number formats, sizes and checksums of the new files; losses are those of equal values."""
     layers = []
     for layer in record.layers:
         tensors = written(read.tensors(layer.stored))
-        format = recipe.scheme_of(layer.name).with_bits(trial.formats[layer.name].bits).number_format
+        format = plan.layers[layer.name].number_format
         layers.append(replace(with_tensors(layer, layer.stored, tensors.bytes, tensors.checksum), format=format.name))
     tuning = record.tuning
     if tuning is not None:

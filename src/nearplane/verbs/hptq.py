@@ -33,7 +33,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.scheme import Solver
-from nearplane.recipe.schemes import RateScheme
+from nearplane.recipe.schemes import AnyScheme, RateScheme
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library
 from nearplane.system.progress import Progress, logged, silent
@@ -76,7 +76,7 @@ def hptq_recipe(rate: float, calibration: Calibration, *, calibrated: bool = Tru
 def hptq(
     W: Tensor,
     statistics: Tensor | Moments | LayerInput,
-    scheme: RateScheme,
+    scheme: AnyScheme,
     rate: float | None = None,
     *,
     name: str = "matrix",
@@ -94,7 +94,7 @@ def hptq(
         NumericalError: A weight is not finite, or the Hessian not positive definite, symmetric or of W's inputs.
     """
     W, inputs = lattice_problem(W, statistics, name)
-    rate = scheme.rate if rate is None else rate
+    rate = scheme.average if rate is None else rate
     assert rate is not None, "one matrix has a rate"
     zeros = torch.zeros(max(W.shape), dtype=torch.int32, device=W.device)
     out, columns = W.shape
@@ -125,9 +125,8 @@ def hptq_layers(model: Model, recipe: Recipe, windows: Windows, device: Device) 
     Raises:
         NearplaneError: Any error of `walk` or `hptq`.
     """
-    assert isinstance(recipe.scheme, RateScheme)
-    assert recipe.scheme.rate is not None
-    scheme, target = recipe.scheme, recipe.scheme.rate
+    scheme, target = recipe.scheme, recipe.scheme.average
+    assert target is not None, "HPTQ is for a rate"
     remaining = sum(math.prod(layer.shape) for layer in model.layers)
     rate, surplus = target, 0.0  # bits
     with walk(model, recipe, windows, MemorySetting.usual(windows.seqlen, device)) as stages:

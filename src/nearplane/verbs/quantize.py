@@ -56,16 +56,16 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     check_disk(out, model, settled)
     remote, overwrite, like = options.trust_remote_code, options.overwrite, options.like
     with container_for(model, settled, out, overwrite=overwrite, trust_remote_code=remote, like=like) as container:
-        windows = calibration_windows(model, settled, options.given)
-        check_tokens(model, settled, windows)
+        windows = calibration_windows(model, settled.recipe, options.given)
+        check_tokens(model, settled.recipe, windows)
         check_tokens_in_file(container, model, windows)
-        job = Job(model=model, asked=recipe, recipe=settled, windows=windows, options=options)
-        journal = Journal(container, job.run_inputs())  # holds the progress of a stopped run of the same job
+        job = Job(model=model, asked=recipe, plan=settled, windows=windows, options=options)
+        journal = Journal(container, job)  # holds the progress of a stopped run of the same job
         if (record := journal.completed()) is not None:  # all layers were written
             return check_limit(record)
         with (
             start_run(job, container, journal) as run,  # the plan of the run and its layers so far
-            walk(model, run.recipe, windows, run.setting, moments=run.moments, resumed=journal) as stages,
+            walk(model, settled.recipe, windows, run.setting, moments=run.plan.moments, resumed=journal) as stages,
         ):
             for stage in stages:  # a stage: layers that share one input
                 run.settle(stage)  # its bit budget; without effect on plain grids

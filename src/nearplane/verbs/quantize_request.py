@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from nearplane.calibration.mix import check_shares
 from nearplane.calibration.text_files import check_named, texts_of
 from nearplane.errors import RecipeError
+from nearplane.number_formats import integers
 from nearplane.recipe.file_formats import Format
 from nearplane.recipe.recipe import FirstToken, Rare, Recipe, Tune
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES, Activations, Allocation, Order, Solver
-from nearplane.recipe.schemes import Ends, GridScheme, Rows, Scale
+from nearplane.recipe.schemes import Ends, Rows, Scale
 from nearplane.system.arguments import OPEN, ComputeDtype
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_path, folders_in, path_in
@@ -212,8 +213,8 @@ def _check_number_formats(recipe: Recipe) -> None:
     for name, scheme in schemes:
         schemes_of = [scheme.grouped([size]) for size in DEFAULT_GROUP_SIZES]  # equal unless layers decide the size
         if recipe.allocate != "uniform":
-            grids = [each for each in schemes_of if isinstance(each, GridScheme)]
-            schemes_of = [each.with_bits(bits) for bits in recipe.files.bits for each in grids] or schemes_of
+            integer_formats = [integers(bits, None) for bits in recipe.files.bits]
+            schemes_of = [each.stored_in(other) for other in integer_formats for each in schemes_of] or schemes_of
         formats = [each.number_format for each in schemes_of]
         if all(map(recipe.files.fault, formats)):
             recipe.files.check(name, formats[0])

@@ -145,10 +145,10 @@ class _Sizes:
             return row(refused=NO_EXPERTS)
         sample = described if asked.files.one_file else _one_of_each(described)
         try:
-            recipe = resolved(sample, asked)
-            check_request(sample, recipe)
-            check_readers(sample, recipe)
-            weights = tensor_bytes(described, recipe)
+            plan = resolved(sample, asked)
+            check_request(sample, plan)
+            check_readers(sample, plan)
+            weights = tensor_bytes(described, plan if sample is described else resolved(described, asked))
         except RecipeError as error:
             return row(refused=str(error))
         memory = weights + self.cache

@@ -92,11 +92,11 @@ def then_tuned(
 def _check_tunable(folder: str, out: Path, recipe: Recipe, options: Options) -> None:
     """Raise before the solve the errors that `tune` would raise after it."""
     model, settled = open_resolved(folder, recipe, trust_remote_code=options.trust_remote_code)
-    check_recipe(settled, "This run")
+    check_recipe(settled.recipe, "This run")
     check_disk(out, model, settled, copies=2)  # OUT.untuned is kept until OUT is complete
     check_layers(model, "This run")
-    windows = calibration_windows(model, settled, options.given)
-    job = Job(model=model, asked=recipe, recipe=settled, windows=windows, options=options)
+    windows = calibration_windows(model, settled.recipe, options.given)
+    job = Job(model=model, asked=recipe, plan=settled, windows=windows, options=options)
     check_tunable(model, settled, options.given, job.record(), options.device)
 
 

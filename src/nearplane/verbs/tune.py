@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nearplane.calibration.given import Given, with_calibration_path
+from nearplane.calibration.given import Given
 from nearplane.calibration.texts import DEFAULT_DATASET
 from nearplane.calibration.walk import Stage
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
@@ -33,7 +33,7 @@ from nearplane.matrix.to_rate import TOLERANCE
 from nearplane.models.model import Block
 from nearplane.models.two_tokenizers import check_same_tokens
 from nearplane.planning.folder_size import max_record_bytes
-from nearplane.planning.request import open_original, resolved
+from nearplane.planning.request import open_original, recorded
 from nearplane.planning.start import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.record.record import LayerRecord, RunRecord, versions
@@ -83,11 +83,11 @@ def tune(request: TuneRequest) -> RunRecord:
     model = open_original(against, record.recipe, trust_remote_code=trust)
     check_model(model, record, stored)
     check_same_tokens({str(request.source): folder, str(against): model.folder}, trust_remote_code=trust)
+    plan = recorded(record, calibration)
     container = container_for(
-        model, record.recipe, Path(request.out), stored.config, overwrite=request.overwrite, trust_remote_code=trust
+        model, plan, Path(request.out), stored.config, overwrite=request.overwrite, trust_remote_code=trust
     )
-    recipe = with_calibration_path(resolved(model, record.recipe), calibration)
-    solved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
+    solved = Checkpoint(record=record, stored=stored, model=model, plan=plan, given=given, device=where)
     windows = _windows_of_the_run(solved)
     check_tokens_in_file(container, model, windows)
     samples = request.samples or samples_to_tune_on(model, record, request.seqlen)
@@ -117,7 +117,7 @@ def _windows_of_the_run(solved: Checkpoint) -> Windows:
     Raises:
         CalibrationError: The windows are not those of the record.
     """
-    record, recipe = solved.record, solved.recipe
+    record, recipe = solved.record, solved.plan.recipe
     windows = calibration_windows(solved.model, recipe, solved.given)
     if windows.digest() != record.text:
         raise CalibrationError(
@@ -185,7 +185,7 @@ def _tuning_record(trained: Trained, outcome: Outcome, most: int | None) -> Tuni
     kinds = {kind for each in trained.parts for kind in each.trained()}
     before = [{each.name: getattr(layer, each.name) for each in fields(Solved)} for layer in solved.record.layers]
     return Tuning(
-        calibration=str(solved.recipe.calibration.calibration or DEFAULT_DATASET),
+        calibration=str(solved.plan.recipe.calibration.calibration or DEFAULT_DATASET),
         samples=cut.samples,
         windows=cut.training,
         held_windows=cut.held,
@@ -278,7 +278,6 @@ def _certified(retuned: Checkpoint, stage: Stage, number: int, old: LayerRecord)
     """Return the values of a tuned layer from its files, and its certificate."""
     matrix = retuned.stored.matrix(old.stored, retuned.stored.tensors(old.stored))
     known = SolvedMatrix(matrix=matrix, base=matrix.grid.base, tuned=True)  # tuned codes have no other base of a sweep
-    scheme = retuned.recipe.scheme_of(stage.layers[number].name).storing(old.number_format)
-    new, _ = remeasured(stage, number, scheme, known)
+    new, _ = remeasured(stage, number, retuned.plan.layers[stage.layers[number].name].scheme, known)
     new = with_tensors(new, old.stored, old.bytes, old.checksum)
     return matrix.decode(), replace(new, asked=old.asked, seconds=old.seconds)

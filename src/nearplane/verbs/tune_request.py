@@ -94,7 +94,7 @@ def check_recipe(recipe: Recipe, called: str) -> None:
             f"{called} cannot be tuned: runtimes round its activations to {recipe.activations}, which tuning does not. Quantize "
             f"with --activations none."
         )
-    for scheme in (recipe.scheme, *(each.scheme for each in recipe.layers)):
+    for scheme in recipe.schemes:
         if not scheme.tunable:
             raise RecipeError(
                 f"{called} cannot be tuned: it has weights in {scheme.number_format.name}, and 8-bit floats are not trained. "
@@ -102,7 +102,7 @@ def check_recipe(recipe: Recipe, called: str) -> None:
             )
     if recipe.like is not None:
         raise RecipeError(f"{called} cannot be tuned: it was written by --like, which tuning does not support yet.")
-    if getattr(recipe.scheme, "size", None) is not None:
+    if recipe.scheme.limit is not None:
         raise RecipeError(
             f"{called} cannot be tuned: it was quantized with --size, and tuning makes the run record longer. Quantize with "
             f"--rate, or a GGUF with --grid."

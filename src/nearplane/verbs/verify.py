@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from nearplane.calibration.given import Given, with_calibration_path
+from nearplane.calibration.given import Given
 from nearplane.calibration.windows import Windows, calibration_windows
 from nearplane.errors import CalibrationError, FormatError, ModelError, RecipeError
 from nearplane.formats.beside import Beside
@@ -32,8 +32,8 @@ from nearplane.formats.stored import Stored
 from nearplane.models.model import Model
 from nearplane.models.pretrained import TOKENIZER
 from nearplane.models.two_tokenizers import check_same_tokens
-from nearplane.planning.request import open_original, quantization_config, resolved, with_types
-from nearplane.recipe.recipe import Recipe
+from nearplane.planning.request import open_original, quantization_config, recorded
+from nearplane.recipe.layer_plan import Plan
 from nearplane.record.record import RunRecord, Source
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.arguments import takes
@@ -120,17 +120,14 @@ def _verified(record: RunRecord, request: VerifyRequest, where: Device) -> Verif
         faults += differing
         if same:
             model.tuned = tuned_norms(stored, model, record.tuning)
-            vary = record.recipe.scheme.types_vary
-            formats = {layer.name: layer.format for layer in record.layers if vary}
-            recipe = with_types(model, resolved(model, record.recipe), formats)
-            faults += _beside(folder, record, recipe, model)
+            plan = recorded(record, request.calibration)
+            faults += _beside(folder, record, plan, model)
             try:
                 folders = {str(folder): folder, str(against): model.folder}
                 check_same_tokens(folders, trust_remote_code=trust_remote_code)
             except ModelError as error:
                 faults.append(Fault(where=TOKENIZER, what=str(error)))
-            recipe = with_calibration_path(recipe, request.calibration)
-            saved = Checkpoint(record=record, stored=stored, model=model, recipe=recipe, given=given, device=where)
+            saved = Checkpoint(record=record, stored=stored, model=model, plan=plan, given=given, device=where)
             windows = _windows(saved, faults)
             if windows is not None:
                 with recorded_library(record.products, saved.device):
@@ -223,7 +220,7 @@ def _untouched(stored: Stored, model: Model, tuning: Tuning | None) -> tuple[lis
     return faults, len(expected)
 
 
-def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> Iterator[Fault]:
+def _beside(folder: Path, record: RunRecord, plan: Plan, model: Model) -> Iterator[Fault]:
     """Compare the other files with the original: config.json without its quantization, tokenizer, templates."""
     run_files = {RECORD, INDEX, CONFIG, GPTQ_CONFIG}
     for name in sorted((record.files.keys() & names(folder)) - run_files):
@@ -238,8 +235,7 @@ def _beside(folder: Path, record: RunRecord, recipe: Recipe, model: Model) -> It
     for name in Beside(source=model.folder, vocabulary=model.vocabulary).names():  # code need not be copied
         if name not in record.files:
             yield Fault(where=name, what="the original has this file, but the record does not")
-    bits = {layer.name: layer.number_format.bits for layer in record.layers}  # by name in the network
-    expected = quantization_config(model, recipe, bits if recipe.allocate == "slope" else None)
+    expected = quantization_config(model, plan)
     config_json = read_config(folder)
     original_json = json.loads(config_text(model.folder, expected, model.config.to_dict()))
     config_json.setdefault(TIED, original_json.get(TIED))  # older versions left it out where the original did
@@ -269,12 +265,12 @@ def _windows(saved: Checkpoint, faults: list[Fault]) -> Windows | None:
         what = f"it lists {len(record.skipped)} skipped layers; the model has {len(model.skipped)}, or others"
         faults.append(Fault(where=RECORD, what=what))
     try:
-        windows = calibration_windows(model, saved.recipe, saved.given)
+        windows = calibration_windows(model, saved.plan.recipe, saved.given)
     except CalibrationError as error:
         raise CalibrationError(f"{error} (Without --calibration, the text is that of the record.)") from error
     figures = (windows.digest(), windows.seqlen, windows.count, windows.extra_count, _shares(windows.sources))
     if figures != (record.text, record.seqlen, record.windows, record.extra_windows, _shares(record.sources)):
-        where = str(saved.recipe.calibration.calibration or "calibration")
+        where = str(saved.plan.recipe.calibration.calibration or "calibration")
         faults.append(Fault(where=where, what="its tokens differ from those of the record"))
         return None
     return windows

@@ -110,11 +110,11 @@ def along_both_networks(
         input_scales: Receives {layer name: global scale of its rounded inputs}, where there are such.
     """
     model, entries = saved.model, {layer.name: layer for layer in saved.record.layers}
-    moments = moments_of_embeddings(model, saved.recipe.scheme, windows.fitted, saved.device)
+    moments = moments_of_embeddings(model, saved.plan.recipe.scheme, windows.fitted, saved.device)
     setting = _setting(saved, windows)
     results: list[Measured] = []
     with (
-        walk(model, saved.recipe, windows, setting, moments=moments) as stages,
+        walk(model, saved.plan.recipe, windows, setting, moments=moments) as stages,
         counted(progress, "measuring", len(entries), blocks=model.layers_by_block) as count,
     ):
         for stage in stages:
@@ -133,7 +133,7 @@ def _setting(saved: Checkpoint, windows: Windows) -> MemorySetting:
     device, batch = saved.device, saved.record.batch
     if windows.fitted is not None and not device.on_cpu:
         looks = try_blocks(saved.model, windows.fitted, device)
-        planned = within_limits(saved.model, saved.recipe, windows, looks, device, Limits(), batch)
+        planned = within_limits(saved.model, saved.plan, windows, looks, device, Limits(), batch)
         if planned is not None:
             return planned.bounds[0].setting
     return MemorySetting.usual(windows.seqlen, device, batch)
@@ -162,14 +162,10 @@ def losses_again(
 
     def measure(stage: Stage, number: int, entry: LayerRecord) -> tuple[Tensor | None, bool]:
         layer = stage.layers[number]
-        scheme = saved.recipe.scheme_of(layer.name)
         try:
             matrix = saved.stored.matrix(entry.stored, saved.stored.tensors(entry.stored), layer.weight.device)
-            known, storing = (
-                SolvedMatrix(matrix=matrix, base=entry.base, tuned=tuned),
-                scheme.storing(entry.number_format),
-            )
-            again, dead = remeasured(stage, number, storing, known)
+            known = SolvedMatrix(matrix=matrix, base=entry.base, tuned=tuned)
+            again, dead = remeasured(stage, number, saved.plan.layers[layer.name].scheme, known)
         except (FormatError, ModelError, NumericalError) as error:
             faults.append(Fault(where=layer.name, what=str(error)))
             return None, False

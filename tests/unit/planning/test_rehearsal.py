@@ -22,7 +22,7 @@ from nearplane.formats.table import FORMATS
 from nearplane.models.model import Model, open_model
 from nearplane.number_formats import integers
 from nearplane.planning.rehearsal import check_loads, faults
-from nearplane.planning.request import quantization_config
+from nearplane.planning.request import quantization_config, resolved
 from nearplane.recipe.recipe import Recipe
 
 WINDOWS = torch.randint(3, 96, (8, 32), generator=torch.Generator().manual_seed(1))
@@ -47,8 +47,8 @@ def rounded(source: Path, out: Path, **how: Any) -> nearplane.record.record.RunR
 
 def blamed(model: Model, format: str) -> set[str]:
     """Return the places that would not load."""
-    recipe = Recipe.from_spellings(bits=4, group_size=16, format=format)
-    found = faults(model, recipe, lambda own, layers: quantization_config(model, own, layers=layers), model.layers)
+    plan = resolved(model, Recipe.from_spellings(bits=4, group_size=16, format=format))
+    found = faults(model, plan, partial(quantization_config, model, plan), model.layers)
     return {fault.place for fault in found}
 
 
@@ -87,10 +87,10 @@ def test_a_config_that_says_something_else_is_found_out(source: Callable[[str], 
     """What is not named, what is named too much, dense experts without their group."""
     ignore = ["experts"] if way == "experts" else []
     model = open_model(str(source("qwen3_moe")), ignore=ignore)
-    recipe = Recipe.from_spellings(bits=4, group_size=16, ignore=ignore)
+    plan = resolved(model, Recipe.from_spellings(bits=4, group_size=16, ignore=ignore))
 
-    def configure(own: Recipe, layers: Any) -> dict[str, Any]:
-        config = json.loads(json.dumps(quantization_config(model, own, layers=layers)))
+    def configure(layers: Any) -> dict[str, Any]:
+        config = json.loads(json.dumps(quantization_config(model, plan, layers)))
         if way == "targets":
             config["config_groups"]["group_0"]["targets"] = [r"re:.*self_attn\.[qkv]_proj$"]
         elif way == "ignore":
@@ -99,7 +99,7 @@ def test_a_config_that_says_something_else_is_found_out(source: Callable[[str], 
             del config["config_groups"]["group_1"]
         return config
 
-    places = {fault.place for fault in faults(model, recipe, configure, model.layers)}
+    places = {fault.place for fault in faults(model, plan, configure, model.layers)}
     expected = {
         "targets": "model.layers.0.self_attn.o_proj",
         "ignore": "lm_head",
@@ -139,11 +139,11 @@ def test_experts_in_gptq_are_for_the_types_that_gptqmodel_reads(
     source: Callable[[str], Path], kind: str, says: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where transformers has no modules for them; it stops at what config.json says, before it reads anything."""
-    model, recipe = open_model(str(source(kind))), Recipe.from_spellings(bits=4, group_size=16, format="gptq")
-    configure = partial(quantization_config, model)
+    model = open_model(str(source(kind)))
+    plan = resolved(model, Recipe.from_spellings(bits=4, group_size=16, format="gptq"))
 
     def check() -> None:
-        check_loads(model, recipe, lambda own, layers: configure(own, layers=layers))
+        check_loads(model, plan, partial(quantization_config, model, plan))
 
     if says is not None:
         with pytest.raises(RecipeError, match=says):
@@ -151,8 +151,8 @@ def test_experts_in_gptq_are_for_the_types_that_gptqmodel_reads(
         return
     check()
     assert "GPTQModel reads them" in caplog.text
-    assert json.loads(config_text(model.folder, configure(recipe), {}))[WEIGHTS] == EXPERTS_WITH
-    plain = configure(recipe, layers=[layer for layer in model.layers if not layer.routed])
+    assert json.loads(config_text(model.folder, quantization_config(model, plan), {}))[WEIGHTS] == EXPERTS_WITH
+    plain = quantization_config(model, plan, [layer for layer in model.layers if not layer.routed])
     assert WEIGHTS not in json.loads(config_text(model.folder, plain, {}))
 
 
@@ -186,7 +186,7 @@ def test_nothing_is_said_by_the_loaders(source: Callable[[str], Path], capfd: py
 
 
 def test_optimum_is_told_where_blocks_are_that_it_does_not_find(source: Callable[[str], Path], tmp_path: Path) -> None:
-    model = open_model(str(source("mamba2")))
     recipe = Recipe.from_spellings(bits=4, group_size=16, format="gptq")
-    assert quantization_config(model, recipe)["block_name_to_quantize"] == "backbone.layers"
-    assert "block_name_to_quantize" not in quantization_config(open_model(str(source("llama"))), recipe)
+    mamba, llama = (open_model(str(source(family))) for family in ("mamba2", "llama"))
+    assert quantization_config(mamba, resolved(mamba, recipe))["block_name_to_quantize"] == "backbone.layers"
+    assert "block_name_to_quantize" not in quantization_config(llama, resolved(llama, recipe))

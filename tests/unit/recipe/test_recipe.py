@@ -172,10 +172,10 @@ def test_rates_survive_json_and_choose_the_format():
     assert recipe.format == "nearplane"
     assert recipe.scheme.rate == 2.7
     assert Recipe.from_json(recipe.to_json()) == recipe
-    assert RateScheme(size="3.1GB").bytes() == 3_100_000_000
-    assert RateScheme(size="2 MiB").bytes() == 2 << 20
-    assert RateScheme(size="3KiB").bytes() == RateScheme(size="3kiB").bytes() == 3 << 10
-    assert RateScheme(size="3KB").bytes() == RateScheme(size="3 kB").bytes() == 3000
+    assert RateScheme(size="3.1GB").limit == 3_100_000_000
+    assert RateScheme(size="2 MiB").limit == 2 << 20
+    assert RateScheme(size="3KiB").limit == RateScheme(size="3kiB").limit == 3 << 10
+    assert RateScheme(size="3KB").limit == RateScheme(size="3 kB").limit == 3000
     assert Recipe().format == "compressed-tensors"
 
 

@@ -141,10 +141,10 @@ def test_the_sweep_is_damped_as_asked_else_more_where_targets_are_corrected(sche
 def test_a_scheme_names_the_number_format_of_its_layers():
     assert GridScheme(bits=3, group_size=32).number_format.name == "int3-g32"
     mixed = GridScheme(bits=3.5, group_size=None, symmetric=False)
-    assert mixed.number_format.name == mixed.with_bits(4).number_format.name == "int4-row-asym"
-    assert mixed.storing(number_format("int2-row-asym")).number_format.name == "int2-row-asym"
+    assert mixed.number_format.name == "int4-row-asym"
+    assert mixed.stored_in(number_format("int2-row-asym")).number_format.name == "int2-row-asym"
     assert RATE.number_format.name == "coded"
-    assert RATE.with_bits(3) is RATE
+    assert RATE.stored_in(number_format("int3-row")) is RATE
 
 
 def test_the_group_size_that_auto_stands_for():
@@ -237,12 +237,11 @@ def test_one_format_holds_grids_and_another_rates():
 def test_a_grid_of_llama_cpp_is_a_scheme_of_its_own():
     scheme = scheme_of(grid="Q4_K", order="natural")
     assert scheme == BlockScheme("q4_k", order="natural")
-    assert (scheme.polish, scheme.rounds, scheme.correct, scheme.mixed) == (1, 3, True, False)
+    assert (scheme.polish, scheme.rounds, scheme.correct) == (1, 3, True)
     assert scheme.number_format is TYPES["q4_k"]
     mixed = BlockScheme("q2_k_m")
-    assert mixed.mixed
     assert mixed.number_format.name == "q2_k"
-    assert mixed.storing(TYPES["q3_k"]) == BlockScheme("q3_k")
+    assert mixed.stored_in(TYPES["q3_k"]) == BlockScheme("q3_k")
     assert Recipe(scheme=mixed).format == "gguf"
     assert Recipe.from_json(Recipe(scheme=mixed).to_json()) == Recipe(scheme=mixed)
     own = Recipe.from_spellings(grid="q4_k", layers={"down_proj": {"grid": "q6_k"}})

@@ -1,16 +1,14 @@
 """What is left of the bits is settled once a block: the plan is kept on the whole, and layers of a block do not wait."""
 
 import pytest
-import torch
 
-from nearplane.models.layers import LinearLayer
-from nearplane.planning.plan import MAX_CARRYOVER, Plan
+from nearplane.planning.ledger import MAX_CARRYOVER, Budget
 
-LAYERS = [LinearLayer(name=str(index), shape=(16, 64), module=torch.nn.Identity()) for index in range(6)]
+LAYERS = [str(index) for index in range(6)]
 
 
 def planned(rate=2.0):
-    return Plan(rates={layer.name: rate for layer in LAYERS}, to_come={layer.name: 16 * 64 for layer in LAYERS})
+    return Budget(dict.fromkeys(LAYERS, rate), dict.fromkeys(LAYERS, 16 * 64))
 
 
 def test_layers_of_a_block_are_asked_for_what_was_planned_whatever_those_before_them_took():

@@ -16,7 +16,8 @@ from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.on_grid import joined
-from nearplane.matrix.solve_layer import Task, solve_layer
+from nearplane.planning.solve_stage import solve_layer
+from nearplane.recipe.layer_plan import LayerPlan
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
 from nearplane.record.record import LayerRecord
 from pretended import Gpu, Pretend, pretended
@@ -59,8 +60,8 @@ def moments(place: type[Pretend] | None) -> tuple[Tensor, Moments]:
 def solved(W: Tensor, inputs: LayerInput, scheme: AnyScheme) -> tuple[QuantizedMatrix, LayerRecord]:
     """Solve a layer."""
     target, storage = corrected(W, inputs, scheme), StepStorage(torch.float16, 4.0)
-    task = Task(name="a layer", W=W, target=target, inputs=inputs, scheme=scheme, storage=storage)
-    return joined([solve_layer(task)], inputs, scheme, name="a layer")
+    rows = solve_layer("a layer", W, target, inputs, LayerPlan(scheme=scheme), storage)
+    return joined([rows], inputs, scheme, name="a layer")
 
 
 def waits_of_two_layers(gpu: Gpu, scheme: AnyScheme) -> list[int]:
