@@ -20,18 +20,17 @@ from pretended_kernels import compiled
 from unordered import Unordered
 
 DEVICES = ("cpu", "pretend:0")
-TORCH_FORMS = ("grid", "k-quants")  # run with the kernels of a device that has none; the others with those of the CPU
+TORCH_FORMS = ("grid", "k-quants")  # run with the kernels of a device that has none; by day the others with the CPU's
 
 
 class Made:
     """A model of RUNS quantized on both devices, and what the GPU counted."""
 
-    def __init__(self, run, place):
+    def __init__(self, run, place, kernels=compiled):
         self.model = save_model(run, place / "model")
         self.folders = {device: place / device.partition(":")[0] for device in DEVICES}
         self.cpu, self.gpu = self.folders.values()
         quantized(run, self.model, self.cpu, "cpu")
-        kernels = nullcontext if run in TORCH_FORMS else compiled
         with pretended() as gpu, kernels(), Unordered() as seen:
             quantized(run, self.model, self.gpu, "pretend:0")
         gc.collect()
@@ -41,17 +40,29 @@ class Made:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Return a function from a key of RUNS to what was made of it, once."""
-    return cache(lambda run: Made(run, tmp_path_factory.mktemp(run)))
+    kernels = dict.fromkeys(TORCH_FORMS, nullcontext)
+    return cache(lambda run: Made(run, tmp_path_factory.mktemp(run), kernels.get(run, compiled)))
+
+
+def check_alike(run):
+    """Assert that both devices wrote the same, that nothing stays on the GPU, and that it added in a fixed order."""
+    there, here = stored(run.gpu), stored(run.cpu)
+    assert there.keys() == here.keys()
+    assert [name for name in here if there[name] != here[name]] == []
+    assert read_record(run.gpu).device.startswith("pretend")
+    assert run.left == 0, "bytes that stay on the GPU"
+    assert run.unordered == set(), "CUDA adds in no fixed order"
 
 
 @pytest.mark.parametrize("run", daily(RUNS, COUNTED))
 def test_a_gpu_writes_the_codes_of_the_cpu(made, run):
-    there, here = stored(made(run).gpu), stored(made(run).cpu)
-    assert there.keys() == here.keys()
-    assert [name for name in here if there[name] != here[name]] == []
-    assert read_record(made(run).gpu).device.startswith("pretend")
-    assert made(run).left == 0, "bytes that stay on the GPU"
-    assert made(run).unordered == set(), "CUDA adds in no fixed order"
+    check_alike(made(run))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("run", [run for run in RUNS if run not in TORCH_FORMS])
+def test_a_gpu_without_kernels_of_its_own_writes_the_codes_of_the_cpu(run, tmp_path):
+    check_alike(Made(run, tmp_path, nullcontext))
 
 
 @pytest.mark.parametrize("run", COUNTED)
