@@ -29,7 +29,7 @@ from reach import Run
 from stages import write_text
 
 from nearplane.calibration.windows import EXTRA_TOKENS
-from nearplane.lattice.moments import SPAN
+from nearplane.lattice.kernels import CPU
 
 RUN = Run(1024, 3072, 16, 8, 64, 4, 64, 512)
 SMALL = Run(256, 768, 4, 4, 64, 2, 16, 256)
@@ -43,7 +43,7 @@ def counted(run: Run, ranks: int) -> float:
     codes, in a byte, of the rows that other ranks solve; then the values of each layer in 4 bytes.
     """
     sums = sum(
-        2 * (8 * (n * n + SPAN * n) + 16 * n * (group[0][0] if len(group) == 1 else n))
+        2 * (8 * (n * n + CPU.span * n) + 16 * n * (group[0][0] if len(group) == 1 else n))
         for group, n in ((group, group[0][1]) for group in run.layers)
     )
     extra = sum(2 * 4 * EXTRA_TOKENS * group[0][1] for group in run.layers)

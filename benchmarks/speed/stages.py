@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SHAPES = 2 * [(1024, 1024), (512, 1024), (512, 1024), (1024, 1024), (3072, 1024), (3072, 1024), (1024, 3072)]
 STAGES = {  # name: (file, functions), whichever of them a commit has
     "moments": ("lattice/moments.py", ["add"]),
-    "factors": ("matrix/inputs.py", ["_factorized"]),
-    "layers": ("matrix/__init__.py", ["solve_layer"]),
+    "factors": ("matrix/inputs.py", ["_factorized", "factor"]),
+    "layers": ("planning/solve_stage.py", ["solve_layer"]),
     "correction": ("matrix/inputs.py", ["corrected"]),
     "steps": ("lattice/scale.py", ["grid"]),
     "sweeps": ("lattice/solvers.py", ["sweep_planes", "nearest_plane"]),
