@@ -55,11 +55,12 @@ class Order:
 
     def solved(self, stage: Stage) -> SolvedRows:
         """Solve the layer, or its rows, with its weights and inputs on this rank."""
-        layer, inputs, rows = stage.layers[self.number], stage.inputs[self.number], self.rows or slice(None)
+        layer, rows = stage.layers[self.number], self.rows or slice(None)
         with working_on(layer.name):
             W = layer.read()
-            with named(layer.name, inputs.moments.tokens):
+            with named(layer.name, stage.inputs[self.number].moments.tokens):
                 target = stage.target(self.number, W, self.plan.scheme, rows, again=self.again)
+            inputs = stage.inputs[self.number]  # without the moments that only targets need
             found = solve_layer(layer.name, W, target, inputs, self.plan, self.storage, rows)
         if not self.again:
             stage.measured(self.number)
