@@ -21,8 +21,12 @@ from nearplane.calibration.one_forward import PAUSED_DIVISOR, MemorySetting, nev
 from nearplane.calibration.stages import FirstLook, blocks_by_kind
 from nearplane.calibration.windows import Windows
 from nearplane.errors import RecipeError
+from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.kernels import kernels_of
-from nearplane.matrix.to_rate import load_libraries
+from nearplane.lattice.product_grid import ProductGrid
+from nearplane.matrix.inputs import LayerInput, corrected
+from nearplane.matrix.on_grid import check_rows, joined, solve_rows
+from nearplane.matrix.to_rate import coded_rate
 from nearplane.models.experts import by_expert
 from nearplane.models.kinds import InputKind, input_kind
 from nearplane.models.layers import Layer
@@ -41,6 +45,8 @@ from nearplane.planning.memory_bound import (
 from nearplane.planning.plan import expected_work
 from nearplane.planning.request import rehearse
 from nearplane.recipe.layer_plan import Plan
+from nearplane.recipe.scheme import Solver
+from nearplane.recipe.schemes import GridScheme
 from nearplane.system.device import Device
 from nearplane.system.memory import release_all, resident
 from nearplane.system.progress import duration
@@ -48,6 +54,7 @@ from nearplane.system.sizes import Limits, size_text
 
 log = logging.getLogger(__name__)
 SIDE = 1024  # size of the timed matrices
+ROWS, COLUMNS = 128, 512  # shape of the layer that loads the libraries
 HOST: Place = "host"
 DEVICE: Place = "device"
 RESERVE = 1.05  # factor of the recommended limit, because resident memory at the start differs between runs
@@ -134,6 +141,18 @@ class Planned(NamedTuple):
     bounds: Sequence[Bound]
     exceeding: Bound | None
     allowed: Mapping[Place, float]
+
+
+@cache
+def load_libraries(solver: Solver, beam: int | None, *, entropy_coded: bool) -> None:
+    """Solve a small random layer, so that compiled kernels and libraries are part of the resident memory from now on."""
+    generator, scheme = torch.Generator().manual_seed(0), GridScheme(solver=solver, beam=beam)
+    W, X = torch.randn(ROWS, COLUMNS, generator=generator), torch.randn(2 * COLUMNS, COLUMNS, generator=generator)
+    inputs, storage = LayerInput.of((X.T @ X / len(X)).double()), check_rows(W, scheme, torch.float16, "matrix")
+    rows = solve_rows(W, slice(None), corrected(W, inputs, scheme), inputs, scheme, storage=storage)
+    codes = joined([rows], inputs, scheme, name="matrix")[0].codes
+    if entropy_coded:
+        coded_rate(QuantizedMatrix(codes=codes, grid=ProductGrid.of_one_step(codes.shape, codes.device)))
 
 
 def within_limits(
