@@ -42,7 +42,7 @@ docs: $(VENV)/.tested-with   # the documentation as a site, build/site, with its
 	$(VENV)/bin/python tools/site_check.py build/site
 
 # What `make test` leaves out, in three parts, which CI runs beside each other: 500 problems for every theorem instead of
-# 25, 154 types of models instead of 2, 20,000 mutations of files instead of 50, with their table in build/fuzz.md
+# 15, 154 types of models instead of 2, 20,000 mutations of files instead of 50, with their table in build/fuzz.md
 nightly: nightly-journeys nightly-unit nightly-theorems
 
 nightly-journeys: $(VENV)/.tested-with

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "default", max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "default", max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile(
     "nightly", max_examples=250, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]

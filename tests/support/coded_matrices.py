@@ -132,3 +132,13 @@ def mended(blob: NDArray[np.uint8]) -> NDArray[np.uint8]:
     except (FormatError, ValueError):
         pass
     return blob
+
+
+def same(a: Contents, b: Contents) -> bool:
+    """Tell whether two contents agree in every field."""
+    return (
+        np.array_equal(a.codes, b.codes)
+        and np.array_equal(a.columns, b.columns)
+        and np.array_equal(a.rows, b.rows)
+        and (a.base, a.column_resolution, a.row_resolution) == (b.base, b.column_resolution, b.row_resolution)
+    )

@@ -20,6 +20,7 @@ from nearplane.matrix.inputs import LayerInput
 from nearplane.models.model import open_model
 from nearplane.recipe.schemes import GridScheme
 from nearplane.system.device import Device
+from nightly import daily
 from pretended import pretended
 
 WINDOWS = Windows(seqlen=20, fitted=torch.randint(3, VOCABULARY, (14, 20), generator=torch.Generator().manual_seed(1)))
@@ -100,7 +101,7 @@ def hooks(module: torch.nn.Module) -> int:
     return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
-@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("together", daily([1, 2], [2]))
 def test_experts_take_no_more_memory_however_many_there_are(
     together: int, folder_of: Callable[[str, int], Path]
 ) -> None:

@@ -16,7 +16,6 @@ import nearplane
 from children import Child, command
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane.cli import app as cli
-from nearplane.cli.printing import table
 from nearplane.cli.terminal import Terminated, attended, stopping
 from nearplane.demo import CALIBRATION
 from nearplane.planning.solve_stage import solve_layer
@@ -151,19 +150,6 @@ def test_where_there_is_a_terminal_there_is_a_bar_and_no_lines(model, tmp_path, 
     assert not stop.value.code
     assert b"42/42" in b"".join(shown)
     assert b"quantizing: " not in b"".join(shown)
-
-
-def test_a_table_too_wide_for_the_terminal_leaves_out_columns_not_digits(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "50")
-    table(("layer", "loss", "other"), [("model.layers.0.self_attn.q_proj", "9.07e-04", "1.25")])
-    said = capsys.readouterr().out
-    assert "9.07e-04" in said
-    assert "1.25" not in said
-    assert "columns left out: other" in said
-    monkeypatch.setenv("COLUMNS", "30")
-    table(("layer", "loss", "other"), [("model.layers.0.self_attn.q_proj", "9.07e-04", "1.25")])
-    assert "columns left out: loss, other" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

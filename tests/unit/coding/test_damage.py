@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from coded_matrices import codes_of, contents_of, gaussian, mended
-from nearplane.coding import header_bits, layout, payload
+from nearplane.coding import layout
 from nearplane.coding.blob import Contents, decode, decode_packed, encode
 from nearplane.errors import FormatError
 
@@ -98,39 +98,6 @@ def test_every_truncation_is_refused() -> None:
     for length in range(len(BLOBS["small"])):
         with pytest.raises(FormatError):
             decode(BLOBS["small"][:length])
-
-
-def test_chunks_in_another_order_are_refused_and_named() -> None:
-    blob = encode(gaussian(512, 900, 2.0)[0])
-    _, arrangement, bits = header_bits.read_header(blob, "")
-    starts, _ = payload._directory(bits, len(layout.chunk_edges(arrangement.total)) - 1)
-    assert len(starts) >= 3
-    first, second, third = starts[:3]
-    bad = np.concatenate([blob[:first], blob[second:third], blob[first:second], blob[third:]])
-    with pytest.raises(FormatError, match="layer 7, chunk 0"):
-        decode(bad, name="layer 7", threads=1)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda b: b.__setitem__(0, 0x30 | b[0]), "version 3"),
-        (lambda b: b.__setitem__(0, 0x21), "coder 1"),
-        (lambda b: b.__setitem__(0, 0x25), "coder 5"),
-    ],
-)
-def test_a_version_or_coder_of_the_future_is_named(change: object, message: str) -> None:
-    blob = BLOBS["small"].copy()
-    change(blob)  # type: ignore[operator]
-    with pytest.raises(FormatError, match=message):
-        decode(blob)
-
-
-def test_a_shape_that_so_few_bytes_cannot_hold_is_refused_before_memory_is_taken() -> None:
-    head = bytes([0x20]) + bytes([255, 255, 255, 127]) * 2
-    blob = np.frombuffer(head + bytes(100), np.uint8)
-    with pytest.raises(FormatError, match="too many for"):
-        decode(blob)
 
 
 def test_another_shape_than_expected_is_refused() -> None:

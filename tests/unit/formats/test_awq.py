@@ -17,7 +17,8 @@ from nearplane.loading.dense_network import dense_network
 from nearplane.number_formats import integers
 
 GRID = integers(4, 32, symmetric=False)
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+HEADS = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+SIZES = HEADS | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 WORDS = {"bits": 4, "group_size": 32, "symmetric": False, "format": "awq"}
 
 

@@ -23,7 +23,8 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import GridScheme
 from plain_formats import decoded
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+HEADS = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+SIZES = HEADS | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 RTN = {"format": "mlx", "bits": 4, "group_size": 32, "solver": "round-to-nearest"}
 
 

@@ -24,7 +24,6 @@ from nearplane.lattice.grid import Grid, QuantizedMatrix, Weights
 from nearplane.lattice.solvers import nearest_plane, round_to_nearest
 from oracles import closest_vector, run
 from strategies import KINDS, ORDERS, UNCLIPPED, Problem, problem, problems
-from threads import threads_of_torch
 
 TIE = 1e-9
 CLIPPED = tuple(kind for kind in KINDS if kind not in (*UNCLIPPED, "one-sided"))
@@ -144,16 +143,6 @@ def test_a_wide_beam_finds_the_closest_vector(p: Problem, order: str) -> None:
         best = closest_vector(w, p.damped_hessian(factor), s, within)
         assume(best is not None)
         assert abs(float(loss[i]) - best) <= 1e-12 * float(scale[i])
-
-
-@given(problems(), st.sampled_from(ORDERS), st.integers(1, 9), st.integers(1, 3))
-def test_both_forms_of_the_block_are_one_algorithm(p: Problem, order: str, beam: int, threads: int) -> None:
-    factor = p.factor(order)
-    plain = swept(p, factor, beam, kernels_torch.beam_block)
-    with threads_of_torch(threads):
-        compiled = swept(p, factor, beam)
-    for one, other in zip(compiled, plain, strict=True):
-        assert torch.equal(one, other)
 
 
 @given(problems(), st.sampled_from(ORDERS), st.integers(1, 9))

@@ -4,7 +4,7 @@
 (2210.17323). `docs/lattice.md` proves or explains them in the same order. Those that are tested beside the code they are about
 are not repeated here; `ELSEWHERE` names them, and a test keeps the list honest.
 
-Each runs as many examples as the profile says: 50, or 500 with `HYPOTHESIS_PROFILE=nightly`.
+Each runs as many examples as the profile says: 15, or 250 with `HYPOTHESIS_PROFILE=nightly`.
 """
 
 from __future__ import annotations

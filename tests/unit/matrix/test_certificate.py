@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.quantize_matrix import quantize_matrix, quantize_matrix_to_rate
 from nearplane.recipe.schemes import GridScheme, RateScheme
 from nearplane.record.record import LayerRecord, row_groups
+from nightly import daily
 from pretended import Pretend, pretended
 from strategies import problem
 
@@ -216,9 +218,12 @@ SCHEMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("corrects", [False, True])
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_every_figure_of_a_fixed_grid_is_its_definition(scheme: GridScheme, corrects: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "corrects"),
+    daily(product(SCHEMES, (False, True)), [*product(SCHEMES, [True]), (next(iter(SCHEMES)), False)]),
+)
+def test_every_figure_of_a_fixed_grid_is_its_definition(name: str, corrects: bool) -> None:
+    scheme = SCHEMES[name]
     W, X = inputs_of()
     statistics = seen(X) if corrects else Moments(H=X.T @ X / len(X), tokens=len(X))
     matrix, record = quantize_matrix(W, statistics, scheme, name="mlp.up_proj")
@@ -261,9 +266,11 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("corrects", [False, True])
-@pytest.mark.parametrize("scheme", RATES.values(), ids=RATES)
-def test_every_figure_of_an_entropy_coded_matrix_is_its_definition(scheme: RateScheme, corrects: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "corrects"), daily(product(RATES, (False, True)), [*product(RATES, [True]), (next(iter(RATES)), False)])
+)
+def test_every_figure_of_an_entropy_coded_matrix_is_its_definition(name: str, corrects: bool) -> None:
+    scheme = RATES[name]
     """The loss refers to the file, whose matrix is scaled as a whole; what bounds hold for, to the step of the sweep, `base`."""
     W, X = inputs_of()
     statistics = seen(X) if corrects else Moments(H=X.T @ X / len(X), tokens=len(X))

@@ -27,6 +27,7 @@ from native_checkpoints import save_tiny, write_native
 from nearplane import FormatError, ModelError, NearplaneError, RecipeError
 from nearplane.demo import HELD_OUT
 from nearplane.formats.beside import Beside
+from nearplane.models import config_checks
 from nearplane.models.pretrained import empty_network, find_folder, tokenizer_of, vocabulary_of
 from nearplane.verbs.evaluate import load_dense
 from tokenizers_of_kinds import save_marian
@@ -43,9 +44,8 @@ WRITERS: dict[str, Callable[[Path, Path], Any]] = {
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny Llama with the tokenizer of the demo model, dense and in three formats."""
     place = tmp_path_factory.mktemp("checkpoints")
-    save_tiny(
-        place / "dense", "llama", torch.bfloat16, vocab_size=TEXT_VOCABULARY, hidden_size=64, intermediate_size=64
-    )
+    sizes = dict(num_hidden_layers=2, vocab_size=TEXT_VOCABULARY, hidden_size=64, intermediate_size=64)
+    save_tiny(place / "dense", "llama", torch.bfloat16, **sizes)
     add_tokenizer(place / "dense")
     for name, write in WRITERS.items():
         write(place / name, place / "dense")
@@ -141,7 +141,10 @@ def test_a_config_that_is_not_the_checkpoints_is_refused_before_it_costs_anythin
             assert len(str(caught.value)) < 700
 
 
-def test_building_a_network_of_too_many_layers_ends_early(copy_of: Callable[[str], Path]) -> None:
+def test_building_a_network_of_too_many_layers_ends_early(
+    copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_checks, "CALLS", (5_000, 20))  # a tenth: the real ones take seconds
     folder = copy_of("dense")
     reconfigure(folder, num_hidden_layers=20_000)
     with pytest.raises(ModelError, match="many more layers than the"):

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearplane import BlockScheme, GridScheme, LayerScheme, RateScheme, Recipe, RecipeError
-from nearplane.cli.quantize_flags import options_of_layers
-from nearplane.number_formats import TYPES, number_format
-from nearplane.recipe.scheme import SWEEP_DAMP, names_of
+from nearplane.number_formats import TYPES
+from nearplane.recipe.scheme import names_of
 from nearplane.recipe.schemes import scheme_of
 
 RATE = RateScheme(rate=3.0)
@@ -114,43 +113,6 @@ def test_entropy_coded_weights_need_a_rate_or_a_size():
 def test_a_scheme_is_that_of_its_own_options(scheme):
     options = {name: getattr(scheme, name) for name in names_of(type(scheme))}
     assert scheme_of(**options) == scheme
-
-
-@pytest.mark.parametrize(
-    ("scheme", "corrected", "expected"),
-    [
-        (GridScheme(damp=0.02), True, SWEEP_DAMP),
-        (GridScheme(damp=0.02), False, 0.02),
-        (GridScheme(damp=0.02, correct=False), True, 0.02),
-        (GridScheme(damp="auto"), False, "auto"),
-        (GridScheme(damp="auto"), True, SWEEP_DAMP),
-        (GridScheme(damp=0.02, sweep_damp=0.3), True, 0.3),
-        (GridScheme(damp=0.02, sweep_damp=0.0), True, 0.0),
-        (GridScheme(damp=0.02, sweep_damp=0.3), False, 0.3),
-        (GridScheme(damp=0.02, solver="round-to-nearest"), True, 0.02),
-        (GridScheme(damp=0.02, solver="k-best"), True, SWEEP_DAMP),
-        (RateScheme(rate=3, damp=0.02), True, SWEEP_DAMP),
-        (RateScheme(rate=3, damp=0.02, sweep_damp=0.3), True, 0.3),
-    ],
-)
-def test_the_sweep_is_damped_as_asked_else_more_where_targets_are_corrected(scheme, corrected, expected):
-    assert SWEEP_DAMP == 0.1
-    assert scheme.damp_of_the_sweep(corrected) == expected
-
-
-def test_a_scheme_names_the_number_format_of_its_layers():
-    assert GridScheme(bits=3, group_size=32).number_format.name == "int3-g32"
-    mixed = GridScheme(bits=3.5, group_size=None, symmetric=False)
-    assert mixed.number_format.name == "int4-row-asym"
-    assert mixed.stored_in(number_format("int2-row-asym")).number_format.name == "int2-row-asym"
-    assert RATE.number_format.name == "coded"
-    assert RATE.stored_in(number_format("int3-row")) is RATE
-
-
-def test_the_group_size_that_auto_stands_for():
-    assert GridScheme().grouped([256, 96]).group_size == 32
-    assert GridScheme(group_size=64).grouped([96]).group_size == 64
-    assert RATE.grouped([96]) is RATE
 
 
 # ── schemes of single layers ──
@@ -310,37 +272,3 @@ def test_widths_by_slope_are_no_gguf():
 
 
 # ── names of number formats ──
-
-
-@pytest.mark.parametrize("name", ["int4-g128", "int8-row", "int2-g64-asym", "int3-row-asym"])
-def test_a_number_format_is_asked_for_by_its_name(name):
-    scheme = scheme_of(grid=name, order="natural")
-    assert scheme.number_format == number_format(name)
-    assert scheme.number_format.name == name
-    own = Recipe.from_spellings(bits=4, group_size=64, layers={"down_proj": {"grid": name}})
-    assert own.scheme_of("mlp.down_proj").number_format.name == name
-    other = Recipe.from_spellings(grid=name, layers={"down_proj": {"bits": 5}})
-    assert other.scheme_of("mlp.down_proj").number_format.name == f"int5{name[4:]}"
-    assert Recipe.from_json(other.to_json()) == other
-    both = Recipe.from_spellings(grid="int5-g32", layers={"down_proj": {"grid": name}})
-    assert both.scheme_of("mlp.down_proj").number_format.name == name
-    changed = Recipe.from_spellings(layers=options_of_layers([f"down_proj=grid:{name}"]))
-    assert changed.layers[0].scheme == replace(scheme, order="activation")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"grid": "int4-g128", "bits": 3}, "bits is 3, but --grid int4-g128 determines how weights are stored"),
-        ({"grid": "int4-g128", "group_size": 64}, "group_size is 64, but --grid int4-g128 determines"),
-        ({"grid": "int9-g128"}, "grid is 'int9-g128'; expected one of q4_0, .* or integers as int8, int4-g128"),
-        ({"grid": "int4-g0"}, "grid is 'int4-g0'; expected one of"),
-        (
-            {"grid": "int4-g128", "rate": 3},
-            "grid is 'int4-g128' and rate 3, but entropy-coded weights have no fixed grid",
-        ),
-    ],
-)
-def test_a_name_and_options_that_contradict_it_are_refused(options, message):
-    with pytest.raises(RecipeError, match=message):
-        scheme_of(**options)

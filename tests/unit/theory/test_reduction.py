@@ -118,7 +118,7 @@ def determinant(rows):
 # --- the reduction ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", daily(range(6), range(3)))
+@pytest.mark.parametrize("seed", daily(range(6), range(2)))
 @pytest.mark.parametrize(
     ("n", "top", "kind"), [(2, 1000, "uniform"), (5, 1000, "uniform"), (12, 1009, "q-ary"), (24, 100, "uniform")]
 )

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 import re
 import sys
 import tempfile
@@ -11,19 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import nearplane
-from checkpoints import save_part_of_the_demo, tiny_llama
+from checkpoints import save_part_of_the_demo
 from nearplane import Calibration, FormatError, RecipeError
 from nearplane.cli import app as cli
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_matrices
-from nearplane.models.model import open_model
 from nearplane.record.record import read_record
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
 from nearplane.verbs.compare_figure import draw
-from nearplane.verbs.compare_recipes import fixed_grid, recipe_for
 from nearplane.verbs.compare_request import WAYS
 from nearplane.verbs.figure_file import check_plot
 
@@ -147,45 +143,6 @@ def test_checkpoints_are_deleted_as_soon_as_they_are_measured(small, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("bits", "columns", "expected"),
-    [
-        (4.125, (256, 768), (4, 128)),
-        (3.25, (256, 768), (3, 64)),
-        (2, (256, 768), (2, None)),
-        (8.5, (96, 32), (8, 32)),
-        (4.125, (128, 352), (4, 32)),  # 352 = 32 x 11
-        (4.125, (64,), (4, 64)),
-        (4.015625, (1024, 2560), (4, 512)),
-        (4.125, (64, 172), (4, None)),  # 172 = 4 x 43: smaller than any kernel takes
-    ],
-)
-def test_groups_are_the_largest_that_divide_every_layer(bits, columns, expected):
-    width, group_size, note = fixed_grid(bits, columns)
-    assert (width, group_size) == expected
-    asked = None if bits == width else 16 / (bits - width)
-    assert (note == "") == (group_size == asked)
-
-
-@pytest.mark.parametrize("bits", [1.5, 9, 9.125, 2.7, 3.1, 3.0078125, math.nextafter(3.125, 4)])
-def test_bits_that_no_grid_has_are_refused(bits):
-    with pytest.raises(RecipeError, match="no fixed grid"):
-        fixed_grid(bits, (1024,))
-
-
-def test_groups_follow_the_layers_of_the_model(tmp_path):
-    tiny_llama(128, 352).save_pretrained(tmp_path)
-    layers = [layer for block in open_model(str(tmp_path)).blocks for layer in block.layers]
-    recipe, note = recipe_for("gptq-mse", 4.125, layers, TOKENS)
-    assert (recipe.scheme.group_size, note) == (32, "groups of 32: 128 does not divide 352 inputs")
-
-
-def test_layers_that_are_not_linear_get_a_format_that_holds_them(tmp_path):
-    GPT2LMHeadModel(GPT2Config(n_embd=128, n_layer=1, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
-    layers = [layer for block in open_model(str(tmp_path)).blocks for layer in block.layers]
-    assert recipe_for("rtn-mse", 4.125, layers, TOKENS)[0].format == "gptq"
-
-
-@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"methods": ("gptq", "rtn-mse")}, r"methods\[0\] is 'gptq'; expected one of rtn-mse, "),
@@ -290,16 +247,6 @@ def test_the_figure_names_every_method(rows, tmp_path, form):
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_values_beyond_the_figure_are_written_in_its_legend(tmp_path):
-    pytest.importorskip("matplotlib")
-    rows = [Row(model="m", method=ORIGINAL_METHOD, rate=16.0, perplexity=10.0, bytes=10)]
-    rows += [
-        Row(model="m", method="rtn-mse", asked=b, rate=b, perplexity=p, bytes=5) for b, p in ((2, 2e10), (3, 12.0))
-    ]
-    draw(rows, tmp_path / "figure.svg")
-    assert "<!-- rtn-mse (above: 2e+10) -->" in (tmp_path / "figure.svg").read_text()
-
-
 def test_no_line_of_a_legend_lies_among_the_curves(rows, tmp_path, monkeypatch):
     figures = []
     figure = pytest.importorskip("matplotlib.figure").Figure
@@ -311,20 +258,6 @@ def test_no_line_of_a_legend_lies_among_the_curves(rows, tmp_path, monkeypatch):
     (box,) = (legend.get_window_extent() for legend in one.legends)
     assert box.x0 >= one.axes[0].get_window_extent().x1
     assert all(line.get_xdata()[-1] == 0 for axes in panels.axes for line in axes.get_legend().get_lines())
-
-
-def test_a_figure_of_the_original_alone_is_refused(tmp_path):
-    pytest.importorskip("matplotlib")
-    with pytest.raises(RecipeError, match="nothing to draw"):
-        draw([Row(model="m", method=ORIGINAL_METHOD, perplexity=10.0)], tmp_path / "figure.svg")
-
-
-def test_a_figure_that_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(RecipeError, match=r"figure\.jpg"):
-        check_plot(tmp_path / "figure.jpg")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(RecipeError, match='Run pip install "matplotlib'):
-        check_plot(tmp_path / "figure.svg")
 
 
 def printed(monkeypatch, capsys, words, expected=0):

@@ -29,6 +29,7 @@ from nearplane.formats.stored import read_dense
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import MXFP4, NumberFormat, integers
 from nearplane.system.paths import RECORD
+from nightly import daily
 
 layout = FORMAT.layers
 IDS = torch.arange(48)[None] % 64
@@ -88,10 +89,11 @@ def test_one_row_of_steps_is_stored_for_every_output() -> None:
     assert torch.equal(unpacked("a", tensors, config()).decode(), shared.decode())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("bits", "group_size"), [(2, 32), (3, 32), (3, None), (4, 32), (4, None), (5, 32), (6, None), (7, 32), (8, 32)]
-)
+WIDTHS = [(2, 32), (3, 32), (3, None), (4, 32), (4, None), (5, 32), (6, None), (7, 32), (8, 32)]
+CASES = [(*width, dtype) for dtype in (torch.float32, torch.bfloat16) for width in WIDTHS]
+
+
+@pytest.mark.parametrize(("bits", "group_size", "dtype"), daily(CASES, CASES[::2]))
 def test_from_pretrained_gives_exactly_the_logits_of_the_decoded_weights(
     tmp_path: Path, source: Callable[..., Path], dtype: torch.dtype, bits: int, group_size: int | None
 ) -> None:

@@ -24,14 +24,9 @@ from nearplane.loading.dense_network import dense_network
 from nearplane.number_formats import MXFP4, NVFP4, number_format
 from nightly import daily
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-BLOCKS = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "head_dim": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+HEADS = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+SIZES = HEADS | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+BLOCKS = HEADS | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
 LAYOUT, WITH_GLOBAL_SCALE = MXFP4Packed(), NVFP4Packed()
 
 
@@ -176,12 +171,12 @@ def test_layers_may_be_integers_beside_it(tmp_path, tokens):
 def test_layers_that_runtimes_join_have_one_global_scale_in_files(tmp_path, tokens, solver):
     """Also where no inputs are observed, so that nothing says which layers share one."""
     model, out = tmp_path / "model", tmp_path / "out"
-    save_tiny(model, "llama", torch.bfloat16, **SIZES)
+    save_tiny(model, "llama", torch.bfloat16, **SIZES | {"num_hidden_layers": 2})
     nearplane.quantize(model, out, grid="nvfp4", solver=solver, calibration=tokens)
     tensors = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
     scales = {name: tensor for name, tensor in tensors.items() if name.endswith("global_scale")}
     for layers in ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"):
-        for block in range(3):
+        for block in range(2):
             shared = [scale for name, scale in scales.items() if f".{block}." in name and name.split(".")[-2] in layers]
             assert len(shared) == len(layers)
             assert len(torch.cat(shared).unique()) == 1
@@ -201,9 +196,9 @@ def test_a_layer_that_the_shared_scale_would_make_zero_is_named(tmp_path, tokens
     save_tiny(model, "llama", torch.float32, **SIZES)
     file = model / "model.safetensors"
     tensors = load_file(file)
-    tensors["model.layers.1.mlp.up_proj.weight"] *= 1e-7
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1e-7
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(RecipeError, match=r"layers\.1\.mlp\.up_proj has no weight above .* shares its global scale"):
+    with pytest.raises(RecipeError, match=r"layers\.0\.mlp\.up_proj has no weight above .* shares its global scale"):
         nearplane.quantize(model, out, grid="nvfp4", solver="round-to-nearest", calibration=tokens)
     assert not out.exists()
 

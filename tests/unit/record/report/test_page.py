@@ -9,70 +9,22 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from nearplane import FormatError, GridScheme, RateScheme, RecipeError
+from nearplane import GridScheme, RateScheme
 from nearplane.recipe.recipe import Calibration, Recipe
-from nearplane.record.record import LayerRecord, RunRecord
-from nearplane.record.report.drawing import PLOT_HEIGHT, TIMES, Scale, spanning
+from nearplane.record.record import RunRecord
+from nearplane.record.report.drawing import PLOT_HEIGHT, TIMES
 from nearplane.record.report.figures import kinds
 from nearplane.record.report.page import findings, render
 from nearplane.system.sizes import size_text
 from nearplane.verbs.report import write_report
+from reported import CODED, GRID, RUN, SHAPES, entropy_coded, on_a_grid, run_of, saved
 
-SHAPES = {
-    "self_attn.q_proj": (128, 128), "self_attn.k_proj": (64, 128), "self_attn.v_proj": (64, 128), "self_attn.o_proj": (128, 128),
-    "mlp.gate_proj": (352, 128), "mlp.up_proj": (352, 128), "mlp.down_proj": (128, 352),
-}  # fmt: skip
 HOSTILE = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">&amp;'
-RUN = {
-    "versions": {"torch": "2.9", "nearplane": "0"}, "device": "cpu", "windows": 256, "seqlen": 256, "tokens": 65536, "seconds": 3.8,
-}  # fmt: skip
 
 
-def on_a_grid(block: int, kind: str, number: int) -> LayerRecord:
-    """Return the record of a layer on a 4-bit grid: smooth in the block, other sizes for other kinds, rows clip in every third."""
-    out, columns = SHAPES[kind]
-    loss = 1e-6 * math.exp(0.9 * number + math.sin(block / 9) + 0.3 * math.sin(7 * block + number))
-    clips = 0.02 * (block % 3 == 0)
-    return LayerRecord(
-        name=f"model.layers.{block}.{kind}", out_features=out, in_features=columns, loss=loss, row_losses=(loss,),
-        relative_loss=0.002 * math.exp(0.2 * number + 0.1 * math.cos(block)), nearest_loss=loss * (2 + math.sin(block)),
-        damped_loss=1.1 * loss, worst_case=3.5 * loss, expected=3.5 / 3 * loss, gamma=20.0 + number, clipped=clips,
-        clipped_rows=20 * clips, correction=0.8, damp=0.01, sweep_damp=0.1, dead=0, tokens=65536, order="activation",
-        format="int4-g32", limit=3.6 - 0.1 * number, seconds=0.1, bytes=out * columns * 9 // 16,
-    )  # fmt: skip
-
-
-def entropy_coded(block: int, kind: str, number: int) -> LayerRecord:
-    """Return the record of a layer at a rate of its own; those with most inputs have no limit."""
-    out, columns = SHAPES[kind]
-    rate = 2.5 + 0.5 * math.cos(block / 20) - 0.1 * number
-    loss = 1e-5 * math.exp(0.5 * number + math.sin(block))
-    return LayerRecord(
-        name=f"model.layers.{block}.{kind}", out_features=out, in_features=columns * 32, loss=loss, row_losses=(loss,),
-        relative_loss=4.0 ** -(rate + 0.2 * number), nearest_loss=1.5 * loss, damped_loss=1.1 * loss, worst_case=3.3 * loss,
-        expected=1.1 * loss, gamma=8.0 + number, correction=0.8, damp=0.01, sweep_damp=0.1, dead=0,
-        tokens=65536, order="activation", format="coded", asked=rate, entropy=rate - 0.06, base=0.01,
-        limit=rate - 0.3 - 0.01 * number if columns == 128 else None, seconds=0.1, bytes=round(out * columns * 32 * rate / 8),
-    )  # fmt: skip
-
-
-def run_of(blocks: int, layer, **changes) -> RunRecord:
-    """Return the record of a run over so many blocks."""
-    layers = tuple(layer(block, kind, number) for block in range(blocks) for number, kind in enumerate(SHAPES))
-    size = sum(one.bytes for one in layers)
-    said = RUN | {"recipe": Recipe(), "source": "somewhere/small-llama", "bytes": size + 5000, "folder": size + 70_000}
-    return RunRecord(**(said | {"layers": layers} | changes))
-
-
-GRID = run_of(5, on_a_grid, recipe=Recipe(scheme=GridScheme(bits=4, group_size=32)))
-CODED = run_of(5, entropy_coded, recipe=Recipe(scheme=RateScheme(rate=GRID.rate)))
-CODED = replace(CODED, recipe=Recipe(scheme=RateScheme(rate=round(CODED.rate, 3))))
 LARGE = run_of(80, entropy_coded, recipe=Recipe(scheme=RateScheme(rate=2.2)))
 RECORDS = {
     "grid": GRID,
@@ -86,78 +38,6 @@ RECORDS = {
         skipped=((HOSTILE, HOSTILE),),
     ),
 }
-
-
-def saved(record: RunRecord, folder: Path) -> Path:
-    """Write a record as a checkpoint has it, and return the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "nearplane.json").write_text(record.to_json())
-    return folder
-
-
-def test_the_page_lies_beside_the_checkpoint_and_never_in_it(tmp_path, monkeypatch):
-    out = saved(GRID, tmp_path / "out")
-    assert write_report(out) == tmp_path / "out-report.html"
-    assert write_report(out, tmp_path / "new" / "page.html").is_file()
-    (tmp_path / "links").mkdir()
-    (tmp_path / "links" / "one").symlink_to(out)
-    assert write_report(tmp_path / "links" / "one") == tmp_path / "links" / "one-report.html"
-    monkeypatch.chdir(out)
-    assert write_report(Path(".")) == tmp_path / "out-report.html"
-    for page in (
-        out / "page.html",
-        Path("page.html"),
-        out / "deep" / "page.html",
-        tmp_path / "other" / ".." / "out" / "p.html",
-    ):
-        with pytest.raises(RecipeError, match="checkpoint"):
-            write_report(out, page)
-    assert [path.name for path in out.iterdir()] == ["nearplane.json"]
-
-
-def test_a_file_that_is_there_is_not_overwritten_unless_asked(tmp_path):
-    out = saved(GRID, tmp_path / "out")
-    (tmp_path / "thesis.html").write_text("mine")
-    with pytest.raises(RecipeError, match=r"thesis\.html exists already.*--overwrite"):
-        write_report(out, tmp_path / "thesis.html")
-    assert (tmp_path / "thesis.html").read_text() == "mine"
-    assert write_report(out, tmp_path / "thesis.html", overwrite=True).read_text(encoding="utf-8") == render(GRID)
-
-
-def test_the_default_page_is_replaced_if_it_is_a_report(tmp_path):
-    out = saved(GRID, tmp_path / "out")
-    page = write_report(out)
-    assert write_report(saved(CODED, tmp_path / "out")).read_text(encoding="utf-8") == render(CODED)
-    page.write_text("mine")
-    with pytest.raises(RecipeError, match=r"not a report of nearplane.*--overwrite"):
-        write_report(out)
-    assert page.read_text() == "mine"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="sets a limit on file sizes as Linux has it")
-def test_a_page_that_the_disk_has_no_room_for_is_one_sentence_and_leaves_what_was_there(tmp_path):
-    out = saved(GRID, tmp_path / "out")
-    page = write_report(out)
-    before = page.read_bytes()
-    program = (
-        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)); from nearplane.cli.app import main; main()"
-    )
-    result = subprocess.run([sys.executable, "-c", program, "report", out], capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (1, "")
-    assert re.fullmatch(rf"nearplane: {page} could not be written \(.*\)\. Free some space [^\n]*\n", result.stderr)
-    assert page.read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-report.html"]
-
-
-def test_only_pages_are_written(tmp_path):
-    out = saved(GRID, tmp_path / "out")
-    (tmp_path / "folder.html").mkdir()
-    for name in ("model.safetensors", "folder.html", "page"):
-        with pytest.raises(RecipeError, match="html"):
-            write_report(out, tmp_path / name)
-    with pytest.raises(FormatError, match=r"nearplane\.json"):
-        write_report(tmp_path, tmp_path / "page.html")
 
 
 def test_the_same_record_gives_the_same_bytes(tmp_path):
@@ -294,26 +174,6 @@ def test_kinds_have_the_shortest_names_that_tell_them_apart():
     assert sorted(layer for _, members in many for layer in members) == list(range(20))
     assert len(many) == 12
     assert many[-1][0] == "other"
-
-
-FINITE = st.floats(min_value=1e-30, max_value=1e30)
-
-
-@settings(deadline=None)
-@given(values=st.lists(FINITE, min_size=1, max_size=5), log=st.booleans(), most=st.integers(3, 12))
-def test_every_value_and_every_tick_has_a_place_on_its_axis(values, log, most):
-    scale = spanning(values, log=log)
-    assert all(0 < scale(value) < 1 for value in values)
-    ticks = scale.ticks(most)
-    assert len(ticks) <= most + 1
-    assert ticks == sorted(set(ticks))
-    assert all(-1e-9 <= scale(tick) <= 1 + 1e-9 for tick in ticks)
-
-
-def test_equal_ratios_are_equally_far_apart_on_a_logarithmic_axis():
-    scale = Scale(low=1e-4, high=1.0, log=True)
-    assert [scale(value) for value in (1e-4, 1e-3, 1e-2, 1.0)] == pytest.approx([0, 0.25, 0.5, 1], abs=1e-12)
-    assert (scale.down(1e-4), scale.down(1.0), scale.across(1e-2)) == (str(PLOT_HEIGHT), "0", "50%")
 
 
 # In the browser: every layer has its mark, where its number says
