@@ -3,18 +3,11 @@
 import re
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 from cyclopts import CycloptsError
 
-from nearplane import BlockScheme, GridScheme, RateScheme, Recipe
 from nearplane.cli import app as cli
-from nearplane.cli.quantize_flags import FLAGS
-from nearplane.recipe.recipe import Calibration
-from nearplane.recipe.scheme import names_of
-from nearplane.system.arguments import OPEN
-from nearplane.verbs.quantize_request import QuantizeRequest
 
 SHOWN = (  # groups in the order of the help, and their flags
     ("Everyday", ("bits", "group-size", "symmetric", "grid", "embeddings", "format", "activations")),
@@ -49,19 +42,6 @@ def test_help_shows_at_most_38_flags_in_groups():
     found.pop("Parameters")
     assert tuple(found.items()) == SHOWN
     assert sum(len(flags) for flags in found.values()) <= 38
-
-
-def test_every_flag_is_a_field_and_every_option_one_of_a_scheme_or_recipe():
-    parts = (GridScheme, BlockScheme, RateScheme, Calibration, Recipe)
-    options = {each.name for each in fields(QuantizeRequest) if each.default is OPEN}
-    assert set().union(*map(names_of, parts)) - {"scheme", "calibration"} == options - {"calibration"}
-    assert set(FLAGS) <= names_of(QuantizeRequest)
-
-
-def test_every_field_is_explained():
-    text = QuantizeRequest.__doc__.split("Args:")[1]
-    explained = re.findall(r"^        ([a-z_, ]+): ", text, re.MULTILINE)
-    assert {name for names in explained for name in names.split(", ")} == names_of(QuantizeRequest)
 
 
 @pytest.mark.parametrize(

@@ -143,19 +143,6 @@ def test_the_head_may_be_rounded_but_not_that_of_llama_cpp(
         nearplane.generate(out, PROMPT, head="int8")
 
 
-@pytest.mark.parametrize(
-    ("text", "other", "said"),
-    [
-        (" a list.", " a list.", "── both texts are the same"),
-        (" a list", " a line", "── the same for 5 characters, then 'list' instead of 'line'"),
-        (" a list", " a list of", "── the same for 7 characters, then 'list' instead of 'list of'"),
-        ("a\x1b", "b", "── the same for 0 characters, then 'a\\x1b' instead of 'b'"),
-    ],
-)
-def test_the_first_difference_is_shown_from_the_beginning_of_its_word(text: str, other: str, said: str) -> None:
-    assert first_difference(text, other) == said
-
-
 def test_pieces_pass_a_pipe_before_the_text_is_finished() -> None:
     """The reader leaves after one letter, which ends the command; a whole text at the end would end it with 0."""
     reader, writer = os.pipe()
