@@ -271,9 +271,9 @@ def printed(monkeypatch, capsys, words, expected=0):
     return capsys.readouterr()
 
 
-def test_the_command_prints_the_rows(small, monkeypatch, capsys):
+def test_the_command_prints_the_rows(small, monkeypatch, capsys, tmp_path):
     words = ["nearplane", "compare", small, "--bits", 3.125, 2, "--text", HELD_OUT, "--eval-samples", 2]
-    words += ["--eval-seqlen", 64, "--methods", "rtn-mse"]
+    words += ["--eval-seqlen", 64, "--keep", tmp_path / "kept", "--methods", "rtn-mse"]  # not measured twice
     found = json.loads(printed(monkeypatch, capsys, [*words, "rtn-huffman", "--json"]).out)
     assert [(row["method"], row["asked"]) for row in found[1:]] == [
         (method, bits) for bits in (3.125, 2) for method in ("rtn-mse", "rtn-huffman")
