@@ -18,7 +18,7 @@ from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import factorize
 from nearplane.matrix.inputs import LayerInput
 from nearplane.matrix.to_rate import Search, coded_rate, quantize_matrix_to_rate, secant, waterfilled_steps
-from nearplane.recipe.schemes import RateScheme
+from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.theory.shrunken import shrunken
 from nearplane.verbs.hptq import hptq
 

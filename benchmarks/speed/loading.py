@@ -29,7 +29,8 @@ from nearplane.formats.container import Place
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
-from nearplane.recipe.schemes import GridScheme, RateScheme
+from nearplane.recipe.rate_scheme import RateScheme
+from nearplane.recipe.schemes import GridScheme
 
 OCTAVES = 0.8  # standard deviation of the columns' spread
 

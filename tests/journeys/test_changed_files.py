@@ -18,7 +18,7 @@ from killing import StoppedError, contents, stopped_behind
 from nearplane import FormatError, ModelError
 from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.planning.journal import Journal
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.shard_writer import ShardWriter
 
 TOKENS = torch.randint(0, 90, (8, 24), generator=torch.Generator().manual_seed(0))

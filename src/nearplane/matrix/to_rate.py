@@ -27,8 +27,9 @@ from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, too_s
 from nearplane.matrix.certificate import SolvedMatrix, measured_rows, relative_loss
 from nearplane.matrix.inputs import LayerInput, Target, corrected, lattice_problem, named
 from nearplane.matrix.on_grid import SolvedRows, joined, quantize_matrix, rounded
+from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.scheme import Solver
-from nearplane.recipe.schemes import AnyScheme, GridScheme, RateScheme
+from nearplane.recipe.schemes import AnyScheme, GridScheme
 from nearplane.record.record import LayerRecord
 from nearplane.system.arguments import checked, within
 from nearplane.system.memory import release

@@ -33,9 +33,10 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.number_formats import TYPES, BlockType, NumberFormat
 from nearplane.planning.allocate import MIN_RATE
+from nearplane.recipe.block_scheme import MEASURED_TYPES, BlockScheme
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.schemes import MEASURED_TYPES, AnyScheme, BlockScheme
+from nearplane.recipe.schemes import AnyScheme
 from nearplane.record.model_card import model_card
 from nearplane.record.record import (
     LEFT_OUT_OF_LAYERS,

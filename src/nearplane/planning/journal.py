@@ -30,6 +30,7 @@ from nearplane.planning.ledger import Ledger
 from nearplane.planning.plan import restored, state_of, tensors_of
 from nearplane.planning.start import Job, StoppedRun
 from nearplane.record.record import RunRecord
+from nearplane.record.record_file import parsed_record
 from nearplane.system.matmul_library import repeatable
 from nearplane.system.progress import duration
 from nearplane.system.ranks import current
@@ -69,7 +70,7 @@ class Journal:
             )
 
     def _understood(self, state: Mapping[str, Any]) -> StoppedRun:
-        record = RunRecord.from_json(state["record"])
+        record = parsed_record(state["record"])
         if record.products is not None and not repeatable(record.products):
             raise FormatError(
                 f"The stopped run multiplied with oneDNN, which is less exact with this processor or this torch. Resume it on its "

@@ -22,18 +22,16 @@ from nearplane.recipe.recipe import Recipe
 logger = logging.getLogger("nearplane")
 
 
-def with_like(folder: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Recipe, Like | None]:
-    """Compare the GGUF of a recipe with the model; return the recipe without the layers that cannot be quantized in it.
+def with_like(folder: str, recipe: Recipe, path: str, *, trust_remote_code: bool) -> tuple[Recipe, Like]:
+    """Compare the GGUF at `path` with the model; return the recipe without the layers that cannot be quantized in it.
 
     Raises:
         NearplaneError: A tensor of the file is not in the model, or one of them cannot be read.
     """
-    if recipe.like is None:
-        return recipe, None
     model = open_original(folder, recipe, trust_remote_code=trust_remote_code)
     layers = {f"{layer.written(model.weights)}.weight": layer for layer in model.layers}
     config = model.config.get_text_config().to_dict()
-    like = compare(Path(recipe.like), _sources(model, layers), layers.keys(), config, str(folder))
+    like = compare(Path(path), _sources(model, layers), layers.keys(), config, str(folder))
     modules = [name for name, module in model.network.named_modules() if isinstance(module, Conv1D)]
     like = replace(like, turned=like.turned - {model.weights.source_name(f"{name}.weight") for name in modules})
     if not like.left:

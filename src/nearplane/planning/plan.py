@@ -34,10 +34,11 @@ from nearplane.planning.allocate import (
 from nearplane.planning.folder_size import Choice, budget_of
 from nearplane.planning.perturb import Perturbations, to_rates, to_types, to_widths
 from nearplane.planning.probe import Extent, extent, probe
+from nearplane.recipe.block_scheme import MEASURED_TYPES
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme
-from nearplane.recipe.schemes import MEASURED_TYPES, GridScheme
+from nearplane.recipe.schemes import GridScheme
 from nearplane.system.device import Device
 from nearplane.system.progress import Progress
 

@@ -24,7 +24,7 @@ from nearplane.matrix.to_rate import solve_to_rate
 from nearplane.models.layers import Layer
 from nearplane.planning.ledger import Solved
 from nearplane.recipe.layer_plan import LayerPlan
-from nearplane.recipe.schemes import RateScheme
+from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.system.memory import working_on
 from nearplane.system.ranks import current, evened
 

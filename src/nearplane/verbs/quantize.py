@@ -58,7 +58,8 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     with container_for(model, settled, out, overwrite=overwrite, trust_remote_code=remote, like=like) as container:
         windows = calibration_windows(model, settled.recipe, options.given)
         check_tokens(model, settled.recipe, windows)
-        check_tokens_in_file(container, model, windows)
+        if settled.recipe.files.one_file:
+            check_tokens_in_file(container, model, windows)
         job = Job(model=model, asked=recipe, plan=settled, windows=windows, options=options)
         journal = Journal(container, job)  # holds the progress of a stopped run of the same job
         if (record := journal.completed()) is not None:  # all layers were written
@@ -131,8 +132,9 @@ def quantize(request: QuantizeRequest) -> RunRecord:
                 "--tune network trains in one process: a step needs the one before. Quantize with several processes, then run "
                 "nearplane tune with one."
             )
-        recipe, like = with_like(folder, recipe, trust_remote_code=trust)
-        options = replace(options, like=like)
+        if recipe.like is not None:
+            recipe, like = with_like(folder, recipe, recipe.like, trust_remote_code=trust)
+            options = replace(options, like=like)
         quantizes = quantize_folder if recipe.tune == "none" else partial(then_tuned, quantize_folder)
         follower = Follower(partial(_opened, folder, recipe, trust), place)
         options_of = {f"recipe ({name})": value for name, value in asdict(recipe).items()}
