@@ -22,7 +22,7 @@ from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.formats.container import Container
 from nearplane.formats.stored import read_dense, read_matrices
 from nearplane.models.model import open_model
-from nearplane.planning.folder_size import predict_overhead
+from nearplane.planning.size_budget import predict_overhead
 from nearplane.record.record import digest_of
 from nearplane.record.record_file import read_record
 from nearplane.record.remarks import missed

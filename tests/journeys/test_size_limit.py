@@ -11,7 +11,7 @@ from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import Recipe, RecipeError
 from nearplane.demo import CALIBRATION
 from nearplane.models.model import open_model
-from nearplane.planning.folder_size import predict_overhead
+from nearplane.planning.size_budget import predict_overhead
 from nearplane.planning.solve_stage import solve_layer
 from nearplane.record.remarks import missed
 from nightly import daily

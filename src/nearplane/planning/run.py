@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 from nearplane.calibration.walk import Stage
 from nearplane.errors import RecipeError
@@ -17,11 +18,11 @@ from nearplane.lattice.shared_grid import LARGEST, SMALLEST
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.models.layers import Layer
 from nearplane.planning.journal import Journal
-from nearplane.planning.ledger import Ledger, Solved, check_limit
+from nearplane.planning.ledger import Ledger, missed_size
 from nearplane.planning.request import quantization_config
-from nearplane.planning.solve_stage import Order
+from nearplane.planning.solve_stage import Order, Solved
 from nearplane.planning.start import Decisions, Job, decide
-from nearplane.record.record import RunRecord
+from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.progress import counted, peak_memory
 from nearplane.system.ranks import current
 
@@ -32,7 +33,7 @@ class Run:
     Attributes:
         model: Model that is quantized.
         plan: What is decided of its layers, including what was chosen by measuring.
-        ledger: Records of the written layers, and the plan for the others.
+        layers: Records of the written layers.
         setting: Settings by which the walk saves memory.
         count: Callback for the number of newly written layers; set when the run begins.
     """
@@ -42,20 +43,30 @@ class Run:
         self._record, self.plan, self._forecast = decided
         self.setting = replace(self._forecast.setting, folder=container.folder)
         container.config = quantization_config(self.model, self.plan)
-        self.ledger = Ledger(self.model, container, self._record, self.plan)
+        self.layers: list[LayerRecord] = []
+        coded = self.plan.recipe.scheme.entropy_coded
+        self._ledger = Ledger(self.model, container, self._record, self.plan) if coded else None
         self.count: Callable[[int], None] = lambda _: None
-        self._began, self._measured = time.monotonic(), False
+        self._began = time.monotonic()
         self._storage = FORMATS[str(self.plan.recipe.format)].layers.scale_dtype(self.model.dtype)
-        journal.begin(self.ledger, self.model, self._record)
+        if journal.before is not None:
+            self._note(journal.before.record.layers, [*chain(*map(self.model.unquantized, range(journal.blocks)))])
+        journal.begin(self.plan, self._record)
 
     def settle(self, stage: Stage) -> None:
         """Distribute the remaining bits over the layers that are not solved yet."""
-        if stage.first or self.ledger.solves_again(stage.layers):
-            self.ledger.settle()
+        if self._ledger is not None and (stage.first or self._solves_again(stage)):
+            self._ledger.settle()
+
+    def _solves_again(self, stage: Stage) -> bool:
+        """Return whether the layers of a stage may be solved more than once."""
+        return self._ledger is not None and self._ledger.solves_again(stage.layers)
 
     def orders(self, stage: Stage) -> list[Order]:
         """Return how every layer of a stage is to be solved."""
-        again, plans = self.ledger.solves_again(stage.layers), [self.ledger.of(layer) for layer in stage.layers]
+        again, plans = self._solves_again(stage), [self.plan.layers[layer.name] for layer in stage.layers]
+        if self._ledger is not None:
+            plans = [replace(plan, rate=self._ledger.rate(x)) for x, plan in zip(stage.layers, plans, strict=True)]
         joined = [layer for layer, each in zip(stage.layers, plans, strict=True) if each.number_format.global_scale]
         peaks = peaks_of(joined)  # before the first of them is solved
         return [
@@ -70,7 +81,7 @@ class Run:
             The layers; None if they must be solved again at other rates, as the last layers under a --size may be.
         """
         packed = [self._packed(each, stage.input_scales.get(each.layer.name)) for each in solved]
-        return self.ledger.accepted(packed, stage.rest) if packed else packed
+        return self._ledger.accepted(packed, stage.rest) if packed and self._ledger is not None else packed
 
     def _packed(self, solved: Solved, input_scale: float | None) -> Solved:
         name = solved.layer.written(self.model.weights)
@@ -79,23 +90,25 @@ class Run:
 
     def add(self, stage: Stage, packed: Sequence[Solved]) -> None:
         """Record the layers of a stage; at the end of a block, also write its part of the weights and the journal."""
-        for each in packed:
-            self.ledger.add(each.record)
+        self._note([each.record for each in packed], stage.rest if stage.ends_block else ())
         self.count(len(packed))
         if stage.ends_block:
             self._container.close_block(self.model.reader.read(stage.rest))
-            self.ledger.close(stage.rest)
             if stage.blocks:
-                self._journal.passed(stage.blocks, stage.stream)
-                if not self._measured:
-                    self._measured = True
+                self._journal.passed(stage.blocks, stage.stream, self.layers)
+                if stage.blocks == self._journal.blocks + 1:  # the first one of this process
                     self._forecast.measured(time.monotonic() - self._began, len(self.model.blocks) - stage.blocks)
+
+    def _note(self, layers: Sequence[LayerRecord], closed: Sequence[str]) -> None:
+        self.layers += layers
+        if self._ledger is not None:
+            self._ledger.add(layers, closed)
 
     def finished(self) -> RunRecord:
         """Return the run record after all layers are solved; `Container.seal` completes it."""
         ranks = current()
         others = sum(ranks.ask(rank, _peak) for rank in ranks.others)
-        record = replace(self._record, layers=tuple(self.ledger.layers))
+        record = replace(self._record, layers=tuple(self.layers))
         return check_limit(self._journal.seal(record, others))
 
 
@@ -133,6 +146,18 @@ def peaks_of(layers: Sequence[Layer]) -> dict[str, float]:
     return peaks
 
 
+def check_limit(record: RunRecord) -> RunRecord:
+    """Return the record of a complete folder, unless it exceeds its limit.
+
+    Raises:
+        RecipeError: The folder is too large.
+    """
+    limit = record.recipe.scheme.limit
+    if limit is not None and record.folder > limit:
+        raise RecipeError(missed_size(record.recipe, record.folder, "in the end"))
+    return record
+
+
 @contextmanager
 def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]:
     """Plan a run, or restore the plan of a stopped one; see `decide`, also for the errors.
@@ -144,6 +169,6 @@ def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]
     """
     with decide(job, container, journal.before) as decided:
         run = Run(job, container, journal, decided)
-        total, blocks, earlier = len(run.model.layers), run.model.layers_by_block, len(run.ledger.layers)
+        total, blocks, earlier = len(run.model.layers), run.model.layers_by_block, len(run.layers)
         with counted(job.options.progress, "quantizing", total, blocks=blocks, there=earlier) as run.count:
             yield run

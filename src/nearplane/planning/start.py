@@ -16,10 +16,11 @@ from nearplane.formats.gguf.like import Like
 from nearplane.formats.journal_pages import RunInputs, run_inputs
 from nearplane.formats.table import open_container
 from nearplane.models.model import Model
-from nearplane.planning.folder_size import max_final_record_bytes, measured_choice
+from nearplane.planning.folder_size import max_record_bytes, with_layers
 from nearplane.planning.forecast import Forecast, forecast
 from nearplane.planning.plan import plan
 from nearplane.planning.request import check_request, open_original, quantization_config, resolved
+from nearplane.planning.size_budget import measured_choice
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, versions
@@ -181,7 +182,7 @@ def decide(job: Job, container: Container, before: StoppedRun | None) -> Iterato
     device.say_dtype(model.dtype)
     if before is not None:
         record = replace(before.record, source=job.options.name, layers=())
-        container.room = max_final_record_bytes(model, record)
+        container.room = max_record_bytes(with_layers(model, record))
         with recorded_library(record.products, device):
             batch = record.batch or default_batch(windows.seqlen)  # affects the order of sums
             prediction = forecast(model, job.plan, windows, device, job.options.limits, batch)
@@ -193,8 +194,9 @@ def decide(job: Job, container: Container, before: StoppedRun | None) -> Iterato
         record = replace(
             job.record(), products=products, batch=None if batch == default_batch(windows.seqlen) else batch
         )
-        container.room = max_final_record_bytes(model, record)
-        choice = measured_choice(model, job.plan, container, record)
+        container.room = max_record_bytes(with_layers(model, record))
+        by_type = job.plan.recipe.files.block_types and job.plan.recipe.scheme.measured
+        choice = measured_choice(model, job.plan, container, record) if by_type else None
         progress, keep = job.options.progress, prediction.setting.keep
         planned = plan(model, job.plan, windows.fitted, device, progress, free=choice, keep=keep)
         yield Decisions(record, planned, prediction)

@@ -25,9 +25,8 @@ from nearplane.errors import RecipeError
 from nearplane.models.model import Model
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.journal import Journal
-from nearplane.planning.ledger import check_limit
 from nearplane.planning.like import with_like
-from nearplane.planning.run import start_run
+from nearplane.planning.run import check_limit, start_run
 from nearplane.planning.solve_stage import solve_stage
 from nearplane.planning.start import Job, Options, container_for, open_resolved
 from nearplane.planning.tokens_in_file import check_tokens_in_file
