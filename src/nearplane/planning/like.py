@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 
 from torch import Tensor
@@ -53,11 +54,12 @@ def with_like(folder: str, recipe: Recipe, path: str, *, trust_remote_code: bool
 
 def _sources(model: Model, layers: dict[str, Layer]) -> dict[str, Source]:
     """Return the tensors of a model by name; layers by their names in a checkpoint of the quantized model."""
-    read = _Last(model).read
-    sources = {
-        name: Source(model.reader.shape(name), lambda name=name: read(name))  # type: ignore[misc]
-        for name in model.reader.names()
-    }
+
+    @lru_cache(maxsize=1)  # the last one may hold the matrices of many experts; it is not to be changed
+    def read(name: str) -> Tensor:
+        return model.reader.read([name])[name]
+
+    sources = {name: Source(model.reader.shape(name), partial(read, name)) for name in model.reader.names()}
     for layer in layers.values():
         for name in layer.copies(model.weights):
             sources.pop(name, None)
@@ -77,17 +79,3 @@ def _reading(layer: Layer, stored: str, read: Callable[[str], Tensor]) -> Callab
         return tensor.T if isinstance(layer, Conv1DLayer) else tensor.reshape(layer.shape)
 
     return matrix
-
-
-class _Last:
-    """Reader of a model's tensors that keeps the last one, which may hold the matrices of many experts."""
-
-    def __init__(self, model: Model) -> None:
-        self._reader, self._name, self._tensor = model.reader, "", Tensor()
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor; it is not to be changed."""
-        if name != self._name:
-            self._tensor = self._reader.read([name])[name]
-            self._name = name
-        return self._tensor

@@ -1,4 +1,4 @@
-"""State of a run of `quantize`: its plan, its written layers, and the journal from which a stopped run is resumed."""
+"""A run of `quantize`: decides plan and memory or restores them, holds the written layers, and passes new ones on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 
+from nearplane.calibration.one_forward import default_batch
+from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.walk import Stage
 from nearplane.errors import RecipeError
 from nearplane.formats.container import Container
@@ -17,12 +19,18 @@ from nearplane.lattice.scale import StepStorage
 from nearplane.lattice.shared_grid import LARGEST, SMALLEST
 from nearplane.matrix.on_grid import with_tensors
 from nearplane.models.layers import Layer
+from nearplane.planning.folder_size import max_record_bytes, with_layers
+from nearplane.planning.forecast import Forecast, forecast
 from nearplane.planning.journal import Journal
 from nearplane.planning.ledger import Ledger, missed_size
+from nearplane.planning.plan import plan
 from nearplane.planning.request import quantization_config
+from nearplane.planning.size_budget import measured_choice
 from nearplane.planning.solve_stage import Order, Solved
-from nearplane.planning.start import Decisions, Job, decide
+from nearplane.planning.start import Job
+from nearplane.recipe.layer_plan import Plan
 from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.system.matmul_library import chosen_library, recorded_library
 from nearplane.system.progress import counted, peak_memory
 from nearplane.system.ranks import current
 
@@ -38,9 +46,11 @@ class Run:
         count: Callback for the number of newly written layers; set when the run begins.
     """
 
-    def __init__(self, job: Job, container: Container, journal: Journal, decided: Decisions) -> None:
+    def __init__(
+        self, job: Job, container: Container, journal: Journal, record: RunRecord, plan: Plan, prediction: Forecast
+    ) -> None:
         self.model, self._container, self._journal = job.model, container, journal
-        self._record, self.plan, self._forecast = decided
+        self._record, self.plan, self._forecast = record, plan, prediction
         self.setting = replace(self._forecast.setting, folder=container.folder)
         container.config = quantization_config(self.model, self.plan)
         self.layers: list[LayerRecord] = []
@@ -160,15 +170,46 @@ def check_limit(record: RunRecord) -> RunRecord:
 
 @contextmanager
 def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]:
-    """Plan a run, or restore the plan of a stopped one; see `decide`, also for the errors.
+    """Decide plan and memory settings of a run, or restore the plan of a stopped one.
+
+    Within this context matrix products use the library that was chosen.
 
     Args:
         job: Model, recipe, windows and options of the run.
-        container: Container that the run writes.
+        container: Container that the run writes; its `room` is set to the maximum length of the record.
         journal: Journal of the run.
+
+    Raises:
+        NearplaneError: The run cannot succeed, or needs more memory than its limit.
     """
-    with decide(job, container, journal.before) as decided:
-        run = Run(job, container, journal, decided)
-        total, blocks, earlier = len(run.model.layers), run.model.layers_by_block, len(run.layers)
+    model, windows, device, before = job.model, job.windows, job.options.device, journal.before
+    device.say_dtype(model.dtype)
+    usual, shapes = default_batch(windows.seqlen), [layer.shape for layer in model.layers]
+    with (
+        chosen_library(shapes, windows.count * windows.seqlen, device)
+        if before is None
+        else recorded_library(before.record.products, device)
+    ) as products:
+        batch = None if before is None else before.record.batch or usual  # affects the order of sums
+        prediction = forecast(model, job.plan, windows, device, job.options.limits, batch)
+        if before is not None:
+            record, planned = replace(before.record, source=job.options.name, layers=()), before.plan
+        else:
+            batch = prediction.setting.batch
+            record, planned = replace(job.record(), products=products, batch=None if batch == usual else batch), None
+        container.room = max_record_bytes(with_layers(model, record))
+        if planned is None:
+            planned = _planned(job, container, record, prediction.setting.keep)
+        run = Run(job, container, journal, record, planned, prediction)
+        total, blocks, earlier = len(model.layers), model.layers_by_block, len(run.layers)
         with counted(job.options.progress, "quantizing", total, blocks=blocks, there=earlier) as run.count:
             yield run
+
+
+def _planned(job: Job, container: Container, record: RunRecord, keep: Keep) -> Plan:
+    """Return the plan of a new run, with what is chosen by measuring."""
+    model, recipe, choice = job.model, job.plan.recipe, None
+    if recipe.files.block_types and recipe.scheme.measured:
+        choice = measured_choice(model, job.plan, container, record)
+    options = job.options
+    return plan(model, job.plan, job.windows.fitted, options.device, options.progress, free=choice, keep=keep)

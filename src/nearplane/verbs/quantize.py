@@ -4,7 +4,7 @@ A model is quantized one block at a time. Its weights stay on disk. Hidden state
 network pass through the block that is in memory, and each layer is written as soon as it is solved.
 
 `quantize` checks what it is asked and calls `quantize_folder`. A run uses these files, in this order: `planning/start.py` opens
-the model and plans the run, `calibration/walk.py` yields the stages, `solve_stage.py` solves their layers,
+the model, `planning/run.py` plans the run, `calibration/walk.py` yields the stages, `solve_stage.py` solves their layers,
 `run.py` passes it to the checkpoint, and `formats/container.py` writes the files and renames the folder to OUT.
 """
 
