@@ -60,8 +60,8 @@ def meddled_behind(blocks, monkeypatch, change, quantized):
     """Run `quantized` and call `change` when so many blocks are in the journal."""
     passed = Journal.passed
 
-    def meddled(self, behind, stream):
-        passed(self, behind, stream)
+    def meddled(self, behind, stream, layers):
+        passed(self, behind, stream, layers)
         if behind == blocks:
             change()
 

@@ -165,8 +165,8 @@ def stopped_behind(blocks, model, out, monkeypatch, **options):
     """Run until so many blocks are kept."""
     write = journal.Journal.passed
 
-    def passed(self, behind, stream):
-        write(self, behind, stream)
+    def passed(self, behind, stream, layers):
+        write(self, behind, stream, layers)
         if behind == blocks:
             raise StoppedError
 
