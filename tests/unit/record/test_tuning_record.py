@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from nearplane.record.tuning_record import Point, Tuning, tuning_contradictions
+from nearplane.record.contradictions import tuning_contradictions
+from nearplane.record.tuning_record import Point, Tuning
 
 CURVE = (Point(step=0, training=None, held_out=0.5), Point(step=8, training=0.4, held_out=0.3))
 

@@ -17,7 +17,7 @@ from nearplane import Calibration, FormatError, RecipeError
 from nearplane.cli import app as cli
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_matrices
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
 from nearplane.verbs.compare_figure import draw
 from nearplane.verbs.compare_request import WAYS
