@@ -94,7 +94,7 @@ def test_rates_are_read_back_by_nearplane(solved: Any, tmp_path: Path) -> None:
     assert (packed - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("way", ["grid", "rate"])
+@pytest.mark.parametrize("way", ["grid", pytest.param("rate", marks=pytest.mark.nightly)])
 def test_every_loss_is_measured_again(solved: Any, minilm: Path, way: str) -> None:
     found = nearplane.verify(solved(way), against=str(minilm), calibration=str(CALIBRATION))
     assert found.faults == ()
