@@ -29,7 +29,7 @@ from nearplane.errors import CalibrationError, RecipeError
 from nearplane.models.model import open_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
-SMALL = dict(vocab_size=512, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128)
+SMALL = dict(vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
 FAST = {"calibration": str(CALIBRATION), "samples": 24, "seqlen": 48, "device": "cpu"}
 
 

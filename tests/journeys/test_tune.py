@@ -51,7 +51,6 @@ WAYS = {
 }
 DAILY = (  # of `make test`: of each format one, of every grid and of codes
     "compressed-tensors",
-    "gptq, Conv1D",
     "gptq_v2",
     "llama.cpp, embeddings and head",
     "entropy-coded",
