@@ -1,40 +1,26 @@
-"""Models and calibration data passed as Python objects: texts, tokens, images, or sound with its transcripts.
+"""Calibration data passed as Python objects: texts, tokens, images, or sound with its transcripts.
 
-A model object is saved to a temporary folder and read from there like any model; texts and tokens become windows. Of
-what a tokenizer returns, positions that its attention_mask leaves out are removed, and all others are packed.
+Of what a tokenizer returns, positions that its attention_mask leaves out are removed, and all others are packed.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.errors import CalibrationError, ModelError, RecipeError, first_line
+from nearplane.calibration.text_files import IMAGES, SOUND, TEXTS, TOKENS
+from nearplane.errors import CalibrationError, RecipeError
 from nearplane.models.kinds import InputKind, Spoken
-from nearplane.models.object_weights import acting_weights
-from nearplane.models.pretrained import GENERATION, as_model_error
 from nearplane.recipe.recipe import Calibration, Recipe
-from nearplane.recipe.spellings import SPELLINGS
 
-TEXTS, TOKENS = "texts given in Python", "tokens given in Python"  # names in the run record, in place of a path
-IMAGES, SOUND = "images given in Python", "sound given in Python"
-# advice on passing data again that the run record does not hold
-PASS_AGAIN: dict[object, str] = dict.fromkeys((IMAGES, SOUND), "the same data again from Python:")
-PASS_AGAIN |= {TEXTS: "a .jsonl file of them with --calibration, or", TOKENS: "them from Python with --calibration, or"}
 EXPECTED_DATA = (
     "a path, a list of texts, token ids (windows, seqlen), what a tokenizer returns (input_ids with their attention_mask), "
     "pixel values (images, channels, height, width), or a pair of tensors or arrays (input_features, token_ids)"
@@ -174,13 +160,6 @@ class Given:
         return replace(recipe, calibration=options)
 
 
-def with_calibration_path(recipe: Recipe, calibration: object) -> Recipe:
-    """Return the recipe of a run record with the calibration path replaced, if a path is given."""
-    if not isinstance(calibration, str | os.PathLike):
-        return recipe
-    return replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
-
-
 def _windows(value: Any, what: str) -> Tensor:
     """Return (windows, seqlen) int64 token ids, or (images, channels, height, width) float32 pixel values."""
     tokens = _tensor(value, what)
@@ -238,113 +217,3 @@ def _spoken(sound: Tensor, tokens: Tensor, what: str) -> Tensor:
     if not bool(torch.isfinite(sound).all()):
         raise CalibrationError(f"The sound of {what} contains NaN or Inf in float32. Compute the features again.")
     return Spoken.of(tokens, sound)
-
-
-def split_calibration(spellings: Mapping[str, Any]) -> tuple[Given | None, dict[str, Any]]:
-    """Split the keywords of `quantize` into calibration data passed as objects and all other keywords.
-
-    Raises:
-        CalibrationError: The calibration data is of no known kind.
-    """
-    for word, value in spellings.items():
-        if SPELLINGS.get(word, word) == "calibration" and (given := Given.of(value, word)) is not None:
-            return given, {other: spellings[other] for other in spellings if other != word}
-    return None, dict(spellings)
-
-
-def refuse_unrecorded(calibration: object) -> None:
-    """Refuse the name of data that was passed from Python and is not in the run record.
-
-    Raises:
-        CalibrationError: The data must be passed again; the message says how.
-    """
-    if calibration in PASS_AGAIN:
-        raise CalibrationError(
-            f"The calibration was {calibration}; the run record contains only their SHA-256. Pass {PASS_AGAIN[calibration]} "
-            f"nearplane.verify(..., calibration=...)."
-        )
-
-
-def model_label(model: str | Path | PreTrainedModel) -> str:
-    """Return the name of a model for the run record.
-
-    Raises:
-        ModelError: It is neither a path nor a model object.
-    """
-    if isinstance(model, str | os.PathLike):
-        return str(model)
-    check_model(model)
-    return str(getattr(model, "name_or_path", "") or f"{type(model).__name__} given in Python")
-
-
-@contextmanager
-def as_folder(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[str]:
-    """Yield a path or hub id of a model; a model object is saved to a temporary folder first.
-
-    Raises:
-        RecipeError: A tokenizer is passed together with a path.
-        ModelError: The object is not a model that transformers can save, or not what its config describes.
-    """
-    refuse_tokenizer(model, tokenizer)
-    if isinstance(model, str | os.PathLike):
-        yield str(model)
-        return
-    check_model(model)
-    packed = any(getattr(module, "holds_codes", False) for module in model.modules())
-    if packed or getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        raise ModelError(f"The {type(model).__name__} passed as model is already quantized. Pass the original model.")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ModelError(
-            f"The {type(model).__name__} passed as model has weights on the meta device, or offloaded by accelerate. "
-            f"Pass the folder from which it was loaded."
-        )
-    weights = acting_weights(model)
-    with tempfile.TemporaryDirectory(prefix="nearplane-") as place:
-        with as_model_error(f"transformers cannot save the {type(model).__name__} passed as model"):
-            try:
-                _save(model, weights, Path(place))
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(place)
-            except (OSError, SafetensorError) as error:
-                raise ModelError(
-                    f"The {type(model).__name__} passed as model could not be saved to {place} ({first_line(error)}). Free some "
-                    f"space there, or choose another folder (TMPDIR)."
-                ) from error
-        yield place
-
-
-def _save(model: PreTrainedModel, weights: dict[str, Tensor], place: Path) -> None:
-    """Save a model object with these weights, and its generation config as it is, which transformers may call invalid."""
-    saved = copy.copy(model)  # transformers changes the config that it saves
-    saved.config = copy.deepcopy(model.config)
-    settings = getattr(model, "generation_config", None)
-    if model.can_generate():
-        saved.generation_config = GenerationConfig()
-    saved.save_pretrained(place, state_dict=weights)
-    (place / GENERATION).unlink(missing_ok=True)
-    if settings is not None:
-        settings.to_json_file(place / GENERATION, keys_to_pop=["compile_config"])
-
-
-def refuse_tokenizer(model: object, tokenizer: object) -> None:
-    """Refuse a tokenizer together with the path of a model, whose folder has its own.
-
-    Raises:
-        RecipeError: Both are given.
-    """
-    if tokenizer is not None and isinstance(model, str | os.PathLike):
-        raise RecipeError(f"tokenizer= is for model objects; the tokenizer of {model} is read from its folder.")
-
-
-def check_model(model: object) -> PreTrainedModel:
-    """Return a model object; refuse anything but a transformers model.
-
-    Raises:
-        ModelError: The object is not a PreTrainedModel.
-    """
-    if not isinstance(model, PreTrainedModel):
-        raise ModelError(
-            f"model is a {type(model).__name__}; expected a folder, a hub id or a PreTrainedModel of transformers. For adapters "
-            f"or compiled modules, pass the model inside: merge_and_unload(), _orig_mod."
-        )
-    return model

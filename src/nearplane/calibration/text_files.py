@@ -22,6 +22,11 @@ from nearplane.system.paths import check_path, folder_named, is_gguf, refuse_unf
 
 SUFFIXES = (".txt", ".jsonl")  # of text files
 NUMBER = re.compile(r"[-+]?(\d{1,9}(\.\d{0,9})?|\.\d{1,9})")
+TEXTS, TOKENS = "texts given in Python", "tokens given in Python"  # names in the run record, in place of a path
+IMAGES, SOUND = "images given in Python", "sound given in Python"
+# advice on passing data again that the run record does not hold
+PASS_AGAIN: dict[object, str] = dict.fromkeys((IMAGES, SOUND), "the same data again from Python:")
+PASS_AGAIN |= {TEXTS: "a .jsonl file of them with --calibration, or", TOKENS: "them from Python with --calibration, or"}
 log = logging.getLogger(__name__)
 
 
@@ -273,3 +278,16 @@ def content_of(text: Path) -> str:
     if not text.is_dir():
         return str(text)
     return hashlib.sha256("".join(sha256(p) for p in sorted(text.rglob("*")) if p.is_file()).encode()).hexdigest()
+
+
+def refuse_unrecorded(calibration: object) -> None:
+    """Refuse the name of data that was passed from Python and is not in the run record.
+
+    Raises:
+        CalibrationError: The data must be passed again; the message says how.
+    """
+    if calibration in PASS_AGAIN:
+        raise CalibrationError(
+            f"The calibration was {calibration}; the run record contains only their SHA-256. Pass {PASS_AGAIN[calibration]} "
+            f"nearplane.verify(..., calibration=...)."
+        )

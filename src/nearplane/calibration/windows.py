@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Dealt, positions_per_window
-from nearplane.calibration.given import Given, refuse_unrecorded
+from nearplane.calibration.given import Given
 from nearplane.calibration.mix import Mix
-from nearplane.calibration.text_files import text_to_calibrate_on, texts_of
+from nearplane.calibration.text_files import refuse_unrecorded, text_to_calibrate_on, texts_of
 from nearplane.calibration.texts import check_start, check_vocabulary, frame_of, read_windows
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.lattice.solvers import SOLVERS
@@ -151,9 +151,9 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
     if not SOLVERS[recipe.scheme.solver].needs_inputs and recipe.allocate != "slope":
         return Windows(seqlen=seqlen)
     kind = input_kind(model.network)
+    if given is None:
+        refuse_unrecorded(options.calibration)
     if kind is not (InputKind.TEXT if given is None else given.kind):
-        if given is None:
-            refuse_unrecorded(options.calibration)
         raise CalibrationError(f"{type(model.network).__name__} {EXPECTED_INPUTS[kind]}")
     if given is not None:
         given.check_packed(is_framed(model.network), type(model.network).__name__)
@@ -166,7 +166,6 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
     following = extra_windows(asked, seqlen)
     if windows is None:
         source = options.calibration if given is None else given.texts
-        refuse_unrecorded(source)
         tokenizer = model.tokenizer()
         frame = frame_of(tokenizer, options.first_token, encoder=is_framed(model.network))
         read = partial(read_windows, tokenizer, seqlen=seqlen, seed=options.seed, frame=frame)

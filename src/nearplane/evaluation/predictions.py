@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nearplane.calibration.activations import readout, skeleton
-from nearplane.calibration.given import check_model, model_label
 from nearplane.calibration.recorder import Stop
 from nearplane.errors import ModelError
 from nearplane.formats.layer_format import read_config
@@ -45,11 +44,13 @@ from nearplane.models.kinds import (
     read_out,
 )
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model, open_model, positions_of
+from nearplane.models.model_objects import check_model
 from nearplane.models.pretrained import empty_network
 from nearplane.system.device import Device
 from nearplane.system.files import check_hashes
 from nearplane.system.fp8_mxfp4 import method_of
 from nearplane.system.memory import return_large_blocks
+from nearplane.system.paths import name_of
 from nearplane.system.ranks import current
 from nearplane.system.sizes import size_text
 
@@ -107,7 +108,7 @@ class Outline:
             network = check_model(model)
         takes = input_kind(network)
         return cls(
-            name=model_label(model),
+            name=name_of(model),
             network=network,
             folder=folder,
             takes=takes,

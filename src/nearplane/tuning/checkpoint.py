@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearplane.calibration.given import Given, refuse_unrecorded
+from nearplane.calibration.given import Given
 from nearplane.calibration.mix import Mix
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.states_on_host import StatesOnHost
-from nearplane.calibration.text_files import text_to_calibrate_on, texts_of
+from nearplane.calibration.text_files import refuse_unrecorded, text_to_calibrate_on, texts_of
 from nearplane.calibration.texts import frame_of, read_windows
 from nearplane.calibration.windows import default_seqlen, extra_windows, samples_of
 from nearplane.errors import CalibrationError, RecipeError

@@ -10,6 +10,7 @@ the model and plans the run, `calibration/walk.py` yields the stages, `solve_sta
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nearplane.calibration.given import as_folder, model_label, split_calibration
+from nearplane.calibration.given import Given
 from nearplane.calibration.text_files import check_text
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.errors import RecipeError
 from nearplane.models.model import Model
+from nearplane.models.model_objects import as_folder
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.journal import Journal
 from nearplane.planning.ledger import check_limit
@@ -36,6 +38,7 @@ from nearplane.record.record import RunRecord
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.memory import return_large_blocks
+from nearplane.system.paths import name_of, path_in, refuse_tokenizer
 from nearplane.system.progress import say_compiling
 from nearplane.system.ranks import current
 from nearplane.verbs.follow import Follower, files_of, on_all_ranks, run_on_rank_0
@@ -100,15 +103,15 @@ def quantize(request: QuantizeRequest) -> RunRecord:
             `out.unfinished`, see `system/output_folder.py`.
     """
     say_compiling()
-    given, keywords = split_calibration(request.options())
-    model, recipe, trust = request.model, request.asked(keywords), request.trust_remote_code
+    given = next((Given.of(value, word) for word, value in request.data().items()), None)
+    model, recipe, trust = request.model, request.asked(), request.trust_remote_code
     place = Device.named(request.device, request.compute_dtype)
     if place.on_cpu and request.device_memory is not None:
         raise RecipeError(
             f"--device-memory limits the memory on a GPU, but this run computes on {place}. Use --memory."
         )
     options = Options(
-        name=model_label(model),
+        name=name_of(model),
         given=given,
         device=place,
         overwrite=request.overwrite,
@@ -124,7 +127,9 @@ def quantize(request: QuantizeRequest) -> RunRecord:
     return_large_blocks()
     if given is None and recipe.scheme.calibrated and recipe.calibration.calibration is not None:
         check_text(recipe.calibration.calibration)
-    with as_folder(model, request.tokenizer) as folder:
+    refuse_tokenizer(model, request.tokenizer)
+    path = path_in(model)
+    with as_folder(model, request.tokenizer) if path is None else nullcontext(str(path)) as folder:
         recipe = recipe if given is None else given.recorded(recipe)
         if recipe.tune != "none" and current().world > 1:
             raise RecipeError(
