@@ -13,7 +13,8 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import Stream, finish, readout, skeleton
+from nearplane.calibration.activations import Stream, skeleton
+from nearplane.calibration.network_ends import finish, readout
 from nearplane.calibration.one_forward import default_batch
 from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.calibration.walk import Followed

@@ -19,11 +19,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import Dealt, Stream, finish, skeleton
+from nearplane.calibration.activations import Dealt, Stream, skeleton
+from nearplane.calibration.network_ends import finish
 from nearplane.calibration.one_forward import BlockForward, MemorySetting
 from nearplane.calibration.rounded_stream import RoundedStream
-from nearplane.calibration.second_moments import Observed, observe, shared_inputs, sum_moments
-from nearplane.calibration.stages import before_the_head
+from nearplane.calibration.second_moments import Observed, shared_inputs, sum_moments
+from nearplane.calibration.separate_passes import observations_of_the_head
 from nearplane.calibration.windows import Windows
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.solvers import SOLVERS
@@ -350,11 +351,3 @@ def _solved_with(recipe: Recipe, layer: Layer) -> str:
     """
     shares = any(scheme.number_format.global_scale for scheme in recipe.schemes)
     return layer.name.rpartition(".")[0] if shares else layer.name
-
-
-def observations_of_the_head(block: Block, stream: Stream | None) -> Iterator[Observed]:
-    """Yield the head with the second moments of its inputs; see `observe`. Without a stream there are no moments."""
-    if stream is None:
-        yield Observed(layers=tuple(block.quantized_layers()), moments={})
-        return
-    yield observe(block, [before_the_head(block, stream)], stream).pop()

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nearplane.calibration.activations import readout, skeleton
+from nearplane.calibration.activations import skeleton
+from nearplane.calibration.network_ends import readout
 from nearplane.calibration.recorder import Stop
 from nearplane.errors import ModelError
 from nearplane.formats.layer_format import read_config

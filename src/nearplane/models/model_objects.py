@@ -95,13 +95,13 @@ def _apart(weights: dict[str, Tensor], tied: Collection[str]) -> dict[str, Tenso
 
 
 @contextmanager
-def as_folder(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[str]:
+def as_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[str]:
     """Save a model object to a temporary folder, perhaps with a tokenizer; yield its path.
 
     Raises:
         ModelError: The object is not a model that transformers can save, or not what its config describes.
     """
-    model = check_model(model)
+    check_model(model)
     packed = any(getattr(module, "holds_codes", False) for module in model.modules())
     if packed or getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
         raise ModelError(f"The {type(model).__name__} passed as model is already quantized. Pass the original model.")

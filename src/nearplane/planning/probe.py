@@ -12,10 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import Stream, positions_per_window, readout, skeleton
-from nearplane.calibration.rows import RoutedRows, Rows
-from nearplane.calibration.second_moments import observe, sum_moments
-from nearplane.calibration.stages import rows_by_batch, stages
+from nearplane.calibration.activations import Stream, positions_per_window, skeleton
+from nearplane.calibration.expert_rows import RoutedRows
+from nearplane.calibration.network_ends import readout
+from nearplane.calibration.rows import Rows
+from nearplane.calibration.second_moments import sum_moments
+from nearplane.calibration.separate_passes import observe, rows_by_batch
+from nearplane.calibration.stages import stages
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.walk import Followed
 from nearplane.errors import CalibrationError

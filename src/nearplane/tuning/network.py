@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nearplane.calibration.activations import readout, skeleton
+from nearplane.calibration.activations import skeleton
+from nearplane.calibration.network_ends import readout
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.states_on_host import pinned_bytes
 from nearplane.errors import CalibrationError, ModelError

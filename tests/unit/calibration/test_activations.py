@@ -17,7 +17,8 @@ from transformers.models.llama import modeling_llama
 from bare_blocks import both
 from families import FAMILIES, MOE_FAMILIES, VOCABULARY, config_of, random_model
 from model_types import save_type
-from nearplane.calibration.activations import Dealt, Stream, readout, skeleton
+from nearplane.calibration.activations import Dealt, Stream, skeleton
+from nearplane.calibration.network_ends import readout
 from nearplane.calibration.windows import Windows
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.models.model import Model, open_model
