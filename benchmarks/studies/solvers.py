@@ -42,7 +42,7 @@ from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import nearest_plane
 from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.on_grid import quantize_matrix, solve
-from nearplane.models.kinds import Divergence, divergence
+from nearplane.models.divergence import Divergence, divergence
 from nearplane.recipe.schemes import GridScheme
 from nearplane.verbs.evaluate import load_dense
 

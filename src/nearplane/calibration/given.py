@@ -16,9 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nearplane.calibration.activations import positions_per_window
 from nearplane.calibration.text_files import IMAGES, SOUND, TEXTS, TOKENS
+from nearplane.calibration.texts import check_vocabulary
 from nearplane.errors import CalibrationError, RecipeError
-from nearplane.models.kinds import InputKind, Spoken
+from nearplane.models.kinds import InputKind
+from nearplane.models.model import Model
+from nearplane.models.pretrained import as_model_error
+from nearplane.models.spoken import Spoken
 from nearplane.recipe.recipe import Calibration, Recipe
 
 EXPECTED_DATA = (
@@ -217,3 +222,52 @@ def _spoken(sound: Tensor, tokens: Tensor, what: str) -> Tensor:
     if not bool(torch.isfinite(sound).all()):
         raise CalibrationError(f"The sound of {what} contains NaN or Inf in float32. Compute the features again.")
     return Spoken.of(tokens, sound)
+
+
+def positions_of_images(model: Model, recipe: Recipe, images: Tensor) -> int:
+    """Return the number of hidden states of each image: those of patches and of class tokens.
+
+    Raises:
+        ModelError: The network does not take images of this size.
+        RecipeError: The recipe asks for bits per layer, which are not measured on images.
+    """
+    kind = type(model.network).__name__
+    if recipe.allocate == "slope" or recipe.scheme.entropy_coded or recipe.files.block_types:
+        raise RecipeError(
+            f"{kind} takes images, on which the bits of each layer are not measured yet. Use --bits with whole numbers "
+            f"and --allocate uniform."
+        )
+    with as_model_error(f"{kind} does not take images {tuple(images.shape[1:])}, (channels, height, width)"):
+        return positions_per_window(model, images)
+
+
+def check_spoken(model: Model, windows: Spoken) -> None:
+    """Refuse sound or transcripts that a network does not take.
+
+    Raises:
+        ModelError: The network does not take sound of this size.
+        CalibrationError: Token ids are not in the vocabulary, or all begin with the start token.
+    """
+    kind = type(model.network).__name__
+    check_vocabulary(windows, len(model.network.get_input_embeddings().weight))
+    check_start(windows, model.config.decoder_start_token_id, kind)
+    with as_model_error(f"{kind} does not take sound {tuple(windows.sound.shape[1:])} with {windows.shape[1]} tokens"):
+        positions_per_window(model, windows)
+
+
+def check_start(tokens: Tensor, start: int | None, called: str) -> None:
+    """Refuse transcripts that all begin with the decoder's start token, which is added anyway.
+
+    Args:
+        tokens: (windows, seqlen) token ids of the transcripts.
+        start: The decoder's start token; None if there is none.
+        called: Name of the model in messages.
+
+    Raises:
+        CalibrationError: All transcripts begin with the start token.
+    """
+    if start is not None and bool((tokens[:, 0] == start).all()):
+        raise CalibrationError(
+            f"All token_ids begin with {start}, the start token that the decoder of {called} adds itself. "
+            f"Pass them without it, as for labels=."
+        )

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nearplane.calibration.text_files import CROPPED, NamedText, text_files, text_to_measure_on
+from nearplane.calibration.hub_texts import CROPPED, NamedText, rows_of_set
+from nearplane.calibration.text_files import text_files, text_to_measure_on
 from nearplane.errors import CalibrationError, first_line
 from nearplane.models.pretrained import as_model_error, tokens_before
 from nearplane.recipe.recipe import FirstToken
@@ -30,7 +31,6 @@ DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
 LETTERS_PER_TOKEN = 6  # guess for the first attempt; most tokens are shorter
 CONTEXT_LETTERS = 10_000  # letters after a token that may still change it: longer than any word
 READ_LETTERS = 1_000_000  # letters of a file that are read and looked at together
-SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data set are drawn
 CROPS = 256  # windows of it where no number is given, as in the papers
 BESIDE_MESSAGES = ("tools", "documents", "chat_template_kwargs")  # of a row, as objects or as their JSON
 MAX_DRAWS = 10_000  # documents that are drawn for one window before it is given up
@@ -219,24 +219,6 @@ def check_vocabulary(tokens: Tensor, size: int) -> None:
         )
 
 
-def check_start(tokens: Tensor, start: int | None, called: str) -> None:
-    """Refuse transcripts that all begin with the decoder's start token, which is added anyway.
-
-    Args:
-        tokens: (windows, seqlen) token ids of the transcripts.
-        start: The decoder's start token; None if there is none.
-        called: Name of the model in messages.
-
-    Raises:
-        CalibrationError: All transcripts begin with the start token.
-    """
-    if start is not None and bool((tokens[:, 0] == start).all()):
-        raise CalibrationError(
-            f"All token_ids begin with {start}, the start token that the decoder of {called} adds itself. "
-            f"Pass them without it, as for labels=."
-        )
-
-
 def _documents(
     tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str] | NamedText, seed: int
 ) -> Iterator[str | Path]:
@@ -261,7 +243,7 @@ def _texts(
     files = text_files(source)
     for file in files or ():
         yield from _documents_in(file, tokenizer)
-    for number, row in enumerate(_rows(str(source), seed) if files is None else (), 1):
+    for number, row in enumerate(rows_of_set(str(source), seed) if files is None else (), 1):
         yield _text(row, f"{source}, row {number}", tokenizer)
 
 
@@ -359,18 +341,3 @@ def _unicode(text: str, place: str) -> str:
     if not text.isascii() and re.search("[\ud800-\udfff]", text):
         raise CalibrationError(f"{place} has half a surrogate pair, which is not valid Unicode. Correct the text.")
     return text
-
-
-def _rows(source: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a data set of the hub, streamed and shuffled."""
-    name, config, split = [*source.split(":"), "", ""][:3]
-    try:
-        from datasets import load_dataset
-
-        rows = load_dataset(name, config or None, split=split or "train", streaming=True)
-        yield from rows.shuffle(seed=seed, buffer_size=SHUFFLED_ROWS)
-    except Exception as error:  # the network and the readers of many formats raise anything
-        raise CalibrationError(
-            f"The data set {source} cannot be read ({first_line(error)}). Pass wikitext2, c4, or a .txt or .jsonl file with "
-            f"--calibration."
-        ) from error

@@ -25,11 +25,10 @@ from nearplane.calibration.one_forward import BlockForward, MemorySetting
 from nearplane.calibration.rounded_stream import RoundedStream
 from nearplane.calibration.second_moments import Observed, shared_inputs, sum_moments
 from nearplane.calibration.separate_passes import observations_of_the_head
-from nearplane.calibration.windows import Windows
+from nearplane.calibration.windows import Windows, joined_windows
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.matrix.inputs import LayerInput, Target, corrected
-from nearplane.models.kinds import joined_windows
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.recipe.recipe import Recipe

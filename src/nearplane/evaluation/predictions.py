@@ -35,7 +35,6 @@ from nearplane.loading.rounded_layers import RoundedLayers, round_inputs
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import (
     InputKind,
-    Spoken,
     call_kwargs,
     has_head,
     has_two_stacks,
@@ -47,6 +46,7 @@ from nearplane.models.kinds import (
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model, open_model, positions_of
 from nearplane.models.model_objects import check_model
 from nearplane.models.pretrained import empty_network
+from nearplane.models.spoken import Spoken
 from nearplane.system.device import Device
 from nearplane.system.files import check_hashes
 from nearplane.system.fp8_mxfp4 import method_of

@@ -22,7 +22,8 @@ from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
 from transformers.integrations.moe import ExpertsInterface
 
-from nearplane.models.conversion import Names, Weights
+from nearplane.models.conversion import Weights
+from nearplane.models.expert_names import Names
 from nearplane.models.layers import Layer, Layout, layout_of
 
 NAME = "nearplane"  # name of the forward here among transformers' implementations of experts

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from nearplane.errors import ModelError
 from nearplane.models.conversion import Load, Weights
+from nearplane.models.expert_names import stacked_names
 from nearplane.models.experts import make_observable
 from nearplane.models.kinds import padded_positions, towers
 from nearplane.models.layers import Layer, is_stack
@@ -186,7 +187,7 @@ class Model:
         skipped: list[tuple[str, str]] = []
         self.tuned: dict[str, torch.Tensor] = {}
         for name, module in ((f"{stack}.{i}", block) for stack, blocks in stacks for i, block in enumerate(blocks)):
-            layers, unhandled = find_layers(module, name, ignore, self.weights.stacked)
+            layers, unhandled = find_layers(module, name, ignore, partial(stacked_names, self.weights))
             self.blocks.append(Block(self, name, module, layers))
             skipped += unhandled
         first, last, unhandled = find_ends(network, ignore, embeddings=ends[0], head=ends[1])

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from nearplane.errors import ModelError, RecipeError
-from nearplane.models.conversion import Names
+from nearplane.models.expert_names import Names
 from nearplane.models.experts import stacked_layers
 from nearplane.models.kinds import has_two_stacks, towers
 from nearplane.models.layers import EmbeddingLayer, Layer, as_layer, is_stack
@@ -38,7 +38,7 @@ def find_layers(
         block: The block.
         prefix: Name of the block in the whole model.
         ignore: Regular expressions; a module whose full name contains a match (`re.search`) stays unquantized.
-        names: Function for the names of the matrices in a stacked parameter, see `Weights.stacked`; None: experts in
+        names: Function for the names of the matrices in a stacked parameter, see `stacked_names`; None: experts in
             stacked parameters are not supported.
 
     Returns:

@@ -23,17 +23,11 @@ from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.walk import Followed
 from nearplane.errors import CalibrationError
 from nearplane.matrix.inputs import LayerInput
-from nearplane.models.kinds import (
-    NOTHING_TO_MEASURE,
-    Divergence,
-    cut_windows,
-    distance,
-    divergence,
-    has_head,
-    predicts_always_the_same,
-)
+from nearplane.models.divergence import NOTHING_TO_MEASURE, Divergence, distance, divergence, predicts_always_the_same
+from nearplane.models.kinds import has_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
+from nearplane.models.spoken import cut_windows
 from nearplane.planning.allocate import Curve, sum_of
 from nearplane.planning.perturb import (
     Change,

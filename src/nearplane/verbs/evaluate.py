@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.calibration.given import Given
-from nearplane.calibration.texts import check_start, check_vocabulary
+from nearplane.calibration.given import Given, check_start
+from nearplane.calibration.texts import check_vocabulary
 from nearplane.calibration.windows import check_padding, digest_of
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.evaluation.predictions import Network, Outline, batches_here, opened

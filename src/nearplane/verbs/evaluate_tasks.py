@@ -24,8 +24,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from nearplane.errors import CalibrationError, ModelError, RecipeError, first_few, first_line
 from nearplane.evaluation.predictions import Outline
 from nearplane.evaluation.task_scores import RESAMPLES, TaskScore, scores
+from nearplane.loading.loaded_network import only_token_settings
 from nearplane.models.kinds import InputKind
-from nearplane.models.pretrained import as_model_error, only_token_settings
+from nearplane.models.pretrained import as_model_error
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import exact_float32

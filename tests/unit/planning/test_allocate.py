@@ -19,7 +19,7 @@ from nearplane import GridScheme, RateScheme, RecipeError
 from nearplane.calibration.texts import read_windows
 from nearplane.demo import CALIBRATION
 from nearplane.lattice.factor import factorize
-from nearplane.models.kinds import divergence
+from nearplane.models.divergence import divergence
 from nearplane.models.model import open_model
 from nearplane.planning.allocate import Curve, allocate, allocate_choices, allocate_widths, probed_rates, probed_widths
 from nearplane.planning.perturb import Perturbations, Perturbed, entropy, to_rates, to_widths, waterfilled
