@@ -28,7 +28,7 @@ from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.record.record import RunRecord, versions
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
-from nearplane.system.files import check_writable, exclusive_lock, read_object, write_whole
+from nearplane.system.files import check_writable, exclusive_lock, read_object, sha256, write_whole
 from nearplane.system.paths import refuse_unfinished
 from nearplane.verbs.compare_recipes import HUFFMAN, Recipes, recipes_for
 from nearplane.verbs.compare_request import CompareRequest
