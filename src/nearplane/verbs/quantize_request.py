@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from nearplane.calibration.mix import check_shares
 from nearplane.calibration.text_files import check_named, texts_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from nearplane.calibration.given import Encoded
 
-    Text = str | Path | Sequence[str] | Encoded | Tensor | tuple[Tensor, Tensor]
+    Text: TypeAlias = str | Path | Sequence[str] | Encoded | Tensor | tuple[Tensor, Tensor]
 else:
     PreTrainedModel = PreTrainedTokenizerBase = Any  # these need torch
     Text = str  # of the command line
