@@ -130,7 +130,9 @@ def in_turn(
             raise CalibrationError(too_rare(layers[0].name, tokens, inputs))
         if borrowed and not mean_cache:
             mean_cache.append(_over_experts(group, fitted, new_sums).totals())
-        sums = new_sums(layers, crossed=True if borrowed else None).summed(rows.of(expert) for rows in shown)
+        sums = new_sums(layers, crossed=True if borrowed else None)
+        for batch, rows in enumerate(shown):
+            sums.add(batch, rows.of(expert))
         return sums.observed(blended=(borrowed, mean_cache[0]) if borrowed else None)
 
     for number, (expert, layers) in enumerate(experts.items(), 1):

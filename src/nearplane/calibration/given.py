@@ -20,7 +20,7 @@ from nearplane.calibration.activations import positions_per_window
 from nearplane.calibration.text_files import IMAGES, SOUND, TEXTS, TOKENS
 from nearplane.calibration.texts import check_vocabulary
 from nearplane.errors import CalibrationError, RecipeError
-from nearplane.models.kinds import InputKind
+from nearplane.models.kinds import InputKind, is_framed
 from nearplane.models.model import Model
 from nearplane.models.pretrained import as_model_error
 from nearplane.models.spoken import Spoken
@@ -136,6 +136,20 @@ class Given:
                 f"Pass the texts, or rows of one length without padding."
             )
 
+    def windows(self, model: Model, recipe: Recipe, count: int, seqlen: int) -> tuple[Tensor | None, int]:
+        """Return the first `count` windows and their length, of images in hidden states; None and `seqlen` for texts.
+
+        Raises:
+            CalibrationError, ModelError, RecipeError: The network does not take them.
+        """
+        self.check_packed(is_framed(model.network), type(model.network).__name__)
+        windows = None if self.tokens is None else self.tokens[:count]  # `tune` takes more
+        if windows is not None and self.kind is InputKind.IMAGES:
+            return windows, _positions_of_images(model, recipe, windows)
+        if isinstance(windows, Spoken):
+            _check_spoken(model, windows)
+        return windows, seqlen
+
     @property
     def kind(self) -> InputKind:
         """The kind of network input that this data is."""
@@ -224,7 +238,7 @@ def _spoken(sound: Tensor, tokens: Tensor, what: str) -> Tensor:
     return Spoken.of(tokens, sound)
 
 
-def positions_of_images(model: Model, recipe: Recipe, images: Tensor) -> int:
+def _positions_of_images(model: Model, recipe: Recipe, images: Tensor) -> int:
     """Return the number of hidden states of each image: those of patches and of class tokens.
 
     Raises:
@@ -241,7 +255,7 @@ def positions_of_images(model: Model, recipe: Recipe, images: Tensor) -> int:
         return positions_per_window(model, images)
 
 
-def check_spoken(model: Model, windows: Spoken) -> None:
+def _check_spoken(model: Model, windows: Spoken) -> None:
     """Refuse sound or transcripts that a network does not take.
 
     Raises:

@@ -169,13 +169,6 @@ class _Sums:
             self._alike, self._compared = self._alike + rows.alike, rows.X is not None
 
     @torch.no_grad()
-    def summed(self, shown: Iterable[Rows]) -> _Sums:
-        """Add the rows of all batches."""
-        for batch, rows in enumerate(shown):
-            self.add(batch, rows)
-        return self
-
-    @torch.no_grad()
     def totals(self) -> _Totals:
         """Return the sums over the windows of all ranks; these sums are used up."""
         self._over_all_ranks()

@@ -53,12 +53,14 @@ class FirstLook:
         groups: Layers grouped by the input that they share, in the order they run.
         entered: {layer: one `Entered` per run of the layer}.
         operands: {layer: numbers of the results to whose sum its output is added}; None for a result without number.
+        missing: Names of layers that did not run.
         unwatched: Name of a module whose operations depend on the tokens, which makes result numbers useless; or "".
     """
 
     groups: tuple[tuple[Layer, ...], ...]
     entered: dict[str, list[Entered]]
     operands: dict[str, tuple[int | None, ...]]
+    missing: tuple[str, ...]
     unwatched: str
 
 
@@ -68,13 +70,13 @@ def stages(block: Block, stream: Stream) -> list[tuple[Layer, ...]]:
 
 
 @torch.no_grad()
-def first_look(block: Block, stream: Stream) -> FirstLook:
+def first_look(block: Block, stream: Stream, *, trial: bool = False) -> FirstLook:
     """Run one batch through a block and group its layers by the input that they share: q/k/v, then o, gate/up, down.
 
     Two inputs are the same if they are the same memory and were not written to in between. Groups are in running order.
 
     Raises:
-        CalibrationError: Some layers did not run; the message names them.
+        CalibrationError: Some layers did not run, and it is no `trial`; the message names them.
     """
     module, hidden = block.quantized, stream.block_input(block, 0)
     encoded = stream.calls[block.name][0].encoder_positions
@@ -106,7 +108,8 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
                 hooks.enter_context(layer.after(additions.watch))
         stream.forward(block, module, 0, stream.quantized[0])
         additions.finish()
-    if missing := [layer.name for layer in layers if layer.name not in entered]:
+    missing = tuple(layer.name for layer in layers if layer.name not in entered)
+    if missing and not trial:
         raise unreached(", ".join(missing))
     groups: dict[tuple[Any, ...], list[Layer]] = {}
     by_name = {layer.name: layer for layer in layers}
@@ -117,6 +120,7 @@ def first_look(block: Block, stream: Stream) -> FirstLook:
         groups=tuple(map(tuple, groups.values())),
         entered=entered,
         operands=additions.found,
+        missing=missing,
         unwatched=unwatched(block.name, module),
     )
 
@@ -170,11 +174,10 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
         stream = skeleton(model, [tokens[:1]], device=device.place, dtype=dtype)
         for block in (blocks[0] for blocks in blocks_by_kind(model) if blocks[0].layers):
             with block.on(device.place, dtype, original=False):
-                try:
-                    looks[block.name] = first_look(block, stream)
-                except CalibrationError:  # some layers did not run
-                    if never := never_run(model, block, stream):
-                        raise CalibrationError(never) from None
+                look = first_look(block, stream, trial=True)
+            _refuse_never_run(model, block, look)
+            if not look.missing:
+                looks[block.name] = look
         return looks
     except NearplaneError:
         raise
@@ -187,28 +190,25 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
         ) from error
 
 
+def _refuse_never_run(model: Model, block: Block, look: FirstLook) -> None:
+    """Refuse layers that did not run if no layer did that differs only by a number, as another expert.
+
+    Raises:
+        CalibrationError: There are such layers; the message names them.
+    """
+    reached = {pattern_of(block.name, name) for name in look.entered}
+    never = {name: kind for name in look.missing if (kind := pattern_of(block.name, name)) not in reached}
+    if never:
+        patterns = " ".join(f"'{pattern}'" for pattern in dict.fromkeys(never.values()))
+        raise CalibrationError(
+            f"{type(model.network).__name__} never runs {first_few([*never])} as separate layers, so their inputs are not "
+            f"observable. Leave these layers unquantized with --ignore {patterns}."
+        )
+
+
 def blocks_by_kind(model: Model) -> list[list[Block]]:
     """Return the blocks grouped by kind; blocks of one kind have the same names and types of modules."""
     groups: dict[frozenset[tuple[str, type]], list[Block]] = {}
     for block in model.blocks:
         groups.setdefault(frozenset((name, type(part)) for name, part in block.empty.named_modules()), []).append(block)
     return list(groups.values())
-
-
-@torch.no_grad()
-def never_run(model: Model, block: Block, stream: Stream) -> str:
-    """Return a message about layers that do not run, nor any layer that differs only by a number (experts); or ""."""
-    reached: set[str] = set()
-    layers = block.quantized_layers()
-    with ExitStack() as hooks:
-        for layer in layers:
-            hooks.enter_context(layer.before(lambda layer, x: reached.add(pattern_of(block.name, layer.name))))
-        stream.forward(block, block.quantized, 0, stream.quantized[0])
-    never = {layer.name: kind for layer in layers if (kind := pattern_of(block.name, layer.name)) not in reached}
-    if not never:
-        return ""
-    patterns = " ".join(f"'{pattern}'" for pattern in dict.fromkeys(never.values()))
-    return (
-        f"{type(model.network).__name__} never runs {first_few([*never])} as separate layers, so their inputs are not "
-        f"observable. Leave these layers unquantized with --ignore {patterns}."
-    )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Dealt
-from nearplane.calibration.given import Given, check_spoken, positions_of_images
+from nearplane.calibration.given import Given
 from nearplane.calibration.mix import Mix
 from nearplane.calibration.text_files import refuse_unrecorded, text_to_calibrate_on, texts_of
 from nearplane.calibration.texts import frame_of, read_windows
@@ -161,14 +161,9 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         refuse_unrecorded(options.calibration)
     if kind is not (InputKind.TEXT if given is None else given.kind):
         raise CalibrationError(f"{type(model.network).__name__} {EXPECTED_INPUTS[kind]}")
+    asked, windows = samples_of(model, options), None
     if given is not None:
-        given.check_packed(is_framed(model.network), type(model.network).__name__)
-    asked = samples_of(model, options)
-    windows = None if given is None or given.tokens is None else given.tokens[:asked]  # `tune` takes more
-    if windows is not None and kind is InputKind.IMAGES:
-        seqlen = positions_of_images(model, recipe, windows)
-    elif isinstance(windows, Spoken):
-        check_spoken(model, windows)
+        windows, seqlen = given.windows(model, recipe, asked, seqlen)
     following = extra_windows(asked, seqlen)
     if windows is None:
         source = options.calibration if given is None else given.texts

@@ -17,9 +17,9 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from nearplane.calibration.crops import MAX_DRAWS
 from nearplane.calibration.text_files import text_files
 from nearplane.calibration.texts import (
-    MAX_DRAWS,
     Frame,
     _crops,
     check_vocabulary,
@@ -354,6 +354,6 @@ def test_a_first_token_that_the_text_has_itself_is_not_repeated(tokenizer: PreTr
 def test_documents_that_are_all_too_short_for_a_crop_are_given_up(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nearplane.calibration.texts.MAX_DRAWS", MAX_DRAWS // 100)
+    monkeypatch.setattr("nearplane.calibration.crops.MAX_DRAWS", MAX_DRAWS // 100)
     with pytest.raises(CalibrationError, match="None of 100 documents drawn from c4 has more than 20 tokens"):
         _crops(tokenizer, ["abc", "x" * 20], 1, 20, random.Random(0))
