@@ -71,14 +71,9 @@ class Dealt:
         return not self.ranks.leads
 
     @classmethod
-    def of_one_process(cls, sizes: Sequence[int]) -> Dealt:
-        """Return the place of the batches of one process, of so many windows each, which all enter sums."""
-        *starts, windows = 0, *accumulate(sizes)
-        count = len(sizes)
-        return cls(numbers=range(count), starts=starts, fitted=count, batches=count, most=windows, windows=windows)
-
-    @classmethod
-    def among(cls, ranks: Ranks, fitted: Sequence[int], extra: Sequence[int], sources: Sequence[int]) -> Dealt:
+    def among(
+        cls, ranks: Ranks, fitted: Sequence[int], extra: Sequence[int] = (), sources: Sequence[int] = ()
+    ) -> Dealt:
         """Return the batches of a rank; each has neighbouring ones, and about as many windows as the others.
 
         Args:
@@ -135,7 +130,7 @@ class Stream:
         self.quantized, self.original = hidden, original
         self.calls, self.ahead, self.extra, self.between = calls, False, extra, between
         self.sizes = [len(x) for x in hidden]
-        self.dealt = Dealt.of_one_process(self.sizes)
+        self.dealt = Dealt.among(ONE_PROCESS, self.sizes)
         self.rounding: RoundedStream | None = None
         self._finite: list[Tensor] = []  # whether each output of the present block is finite
 

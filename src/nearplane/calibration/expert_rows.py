@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from nearplane.recipe.recipe import Rare
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedRows:
     """Inputs of all experts of a block in one batch, before gate and up or before down.
 
@@ -38,21 +37,15 @@ class RoutedRows:
         on_host: (2, pairs) token of each pair, and `alike`, on the CPU: a device is waited for once for all experts.
     """
 
-    quantized: Routed
-    original: Routed | None = None
-    rounded: Callable[[Tensor], Tensor] | None = None
-    position: Tensor = field(init=False)
-    alike: Tensor = field(init=False)
-    on_host: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        keys = self.quantized.keys
-        others = keys[:0] if self.original is None else self.original.keys
-        position = torch.searchsorted(others, keys).clamp(max=max(0, len(others) - 1))
-        alike = others[position] == keys if len(others) else torch.zeros_like(keys, dtype=torch.bool)
-        on_host = torch.stack([self.quantized.token, alike.long()]).cpu()
-        for name, value in (("position", position), ("alike", alike), ("on_host", on_host)):
-            object.__setattr__(self, name, value)
+    def __init__(
+        self, quantized: Routed, original: Routed | None, rounded: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.quantized, self.original, self.rounded = quantized, original, rounded
+        keys = quantized.keys
+        others = keys[:0] if original is None else original.keys
+        self.position = torch.searchsorted(others, keys).clamp(max=max(0, len(others) - 1))
+        self.alike = others[self.position] == keys if len(others) else torch.zeros_like(keys, dtype=torch.bool)
+        self.on_host = torch.stack([quantized.token, self.alike.long()]).cpu()
 
     def of(self, expert: int) -> Rows:
         """Return a copy of the rows of one expert."""

@@ -65,10 +65,9 @@ class Given:
             return None
         if isinstance(value, Sequence) and value and all(isinstance(text, str) for text in value):
             return cls(texts=tuple(value))
-        if isinstance(value, Mapping):
-            return cls._of_encodings([value], what)
-        if isinstance(value, Sequence) and value and all(isinstance(part, Mapping) for part in value):
-            return cls._of_encodings(value, what)
+        encodings = [value] if isinstance(value, Mapping) else value
+        if isinstance(encodings, Sequence) and encodings and all(isinstance(part, Mapping) for part in encodings):
+            return cls._of_encodings(encodings, what)
         if isinstance(value, Sequence) and [isinstance(part, Tensor | np.ndarray) for part in value] == [True, True]:
             sound, tokens = (_tensor(part, f"{what}[{place}]") for place, part in enumerate(value))
             if sound.is_floating_point() and not tokens.is_floating_point():  # otherwise two images

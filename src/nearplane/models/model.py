@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import cached_property, partial
 from pathlib import Path
@@ -352,7 +352,8 @@ class Block:
     def on(self, device: torch.device | str, dtype: torch.dtype, *, original: bool = True) -> Iterator[Block]:
         """Load the block's weights as `quantized`, and a second copy as `original` if requested."""
         shared = {id(config): config for config in self._model.configs()}
-        with working_on(self.name), self._freed():
+        with working_on(self.name), ExitStack() as ends:
+            ends.callback(self._free)
             self.quantized = deepcopy(self.empty, dict(shared)).eval().requires_grad_(False)
             coming, self.coming = self.coming, None
             loaded = None if coming is None else coming.result()
@@ -366,16 +367,12 @@ class Block:
                     self.quantized.get_parameter(name[len(self.name) + 1 :]).copy_(values)
             yield self
 
-    @contextmanager
-    def _freed(self) -> Iterator[None]:
-        """Free the weights of both modules at the end."""
-        try:
-            yield
-        finally:
-            self.free_original()
-            if self.quantized is not None:
-                self.quantized.to("meta")  # frees memory even if a layer of the block is still referenced
-            self.quantized = None
+    def _free(self) -> None:
+        """Free the weights of both modules."""
+        self.free_original()
+        if self.quantized is not None:
+            self.quantized.to("meta")  # frees memory even if a layer of the block is still referenced
+        self.quantized = None
 
     def free_original(self) -> None:
         """Free the weights of `original`, which may be done once its stream has passed the block."""
