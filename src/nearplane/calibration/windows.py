@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,20 +167,29 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         windows, seqlen = given.windows(model, recipe, asked, seqlen)
     following = extra_windows(asked, seqlen)
     if windows is None:
-        source = options.calibration if given is None else given.texts
-        tokenizer = model.tokenizer()
-        frame = frame_of(tokenizer, options.first_token, encoder=is_framed(model.network))
-        read = partial(read_windows, tokenizer, seqlen=seqlen, seed=options.seed, frame=frame)
+        read = reader_of(model, options, seqlen)
         if given is None and (texts := texts_of(options.calibration)):
             mix = Mix.of(texts, asked, following)
             windows = torch.stack(mix.windows(read, mix.samples + mix.extra))
             sources, fitted = mix.sources(len(windows)), mix.samples
             return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:], sources=sources)
-        windows = read(text_to_calibrate_on(source) or source, samples=asked + following)
+        windows = read(options.calibration if given is None else given.texts, samples=asked + following)
     if len(windows) == 1:
         return Windows(seqlen=seqlen, fitted=windows)
     fitted = min(asked, len(windows) - max(1, min(following, len(windows) // (WINDOWS_PER_EXTRA + 1))))
     return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:])
+
+
+def reader_of(model: Model, options: Calibration, seqlen: int) -> Callable[..., Tensor]:
+    """Return the function that reads windows of a text to calibrate on: `read(text, samples=...)`, see `read_windows`."""
+    tokenizer = model.tokenizer()
+    frame = frame_of(tokenizer, options.first_token, encoder=is_framed(model.network))
+
+    def read(text: Any, *, samples: int) -> Tensor:
+        text = text_to_calibrate_on(text) or text
+        return read_windows(tokenizer, text, samples=samples, seqlen=seqlen, seed=options.seed, frame=frame)
+
+    return read
 
 
 def default_seqlen(model: Model, options: Calibration) -> int:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,8 +26,6 @@ from nearplane.models.layers import Layer, is_stack
 from nearplane.models.pretrained import (
     empty_network,
     find_folder,
-    has_other_tokenizer,
-    save_tokenizer,
     tokenizer_of,
     vocabulary_of,
 )
@@ -224,21 +219,6 @@ class Model:
             ModelError: The folder holds no usable tokenizer.
         """
         return tokenizer_of(self.folder, trust_remote_code=self.trust_remote_code)
-
-    def tokenizer_folder(self) -> Path:
-        """Return `folder`, or if its tokenizer has no tokenizer.json, a temporary folder with a converted tokenizer.
-
-        The temporary folder lasts as long as this object.
-
-        Raises:
-            ModelError: A tokenizer in other files cannot be loaded.
-        """
-        if not has_other_tokenizer(self.folder):
-            return self.folder
-        place = Path(tempfile.mkdtemp())
-        weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
-        save_tokenizer(self.folder, place, trust_remote_code=self.trust_remote_code)
-        return place
 
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ or all memory are refused beforehand, and every error that transformers raises b
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -233,20 +232,3 @@ def is_installed(package: str) -> bool:
     with suppress(ModuleNotFoundError, ValueError):  # its parent package is missing, or disabled
         return find_spec(package) is not None
     return False
-
-
-def has_other_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has a tokenizer, but no tokenizer.json."""
-    return not (folder / TOKENIZER).is_file() and any((folder / name).is_file() for name in OTHER_TOKENIZERS)
-
-
-def save_tokenizer(folder: Path, place: Path, *, trust_remote_code: bool = False) -> None:
-    """Save the tokenizer of a model, and its config (which may name special tokens), into another folder.
-
-    Raises:
-        ModelError: The tokenizer cannot be loaded or saved.
-    """
-    tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
-    with as_model_error(f"{folder} has a tokenizer that transformers cannot save"):
-        tokenizer.save_pretrained(place)
-    shutil.copyfile(folder / "config.json", place / "config.json")

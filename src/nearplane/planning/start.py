@@ -15,6 +15,7 @@ from nearplane.formats.container import Container, Place
 from nearplane.formats.gguf.like import Like
 from nearplane.formats.journal_pages import RunInputs, run_inputs
 from nearplane.formats.table import open_container
+from nearplane.models.converted_tokenizer import tokenizer_folder
 from nearplane.models.model import Model
 from nearplane.planning.folder_size import max_final_record_bytes, measured_choice
 from nearplane.planning.forecast import Forecast, forecast
@@ -156,7 +157,7 @@ def container_for(
         trust_remote_code=trust_remote_code,
         vocabulary=model.vocabulary,
         network=model.config.to_dict(),
-        tokenizer=model.tokenizer_folder() if settled.recipe.files.one_file and like is None else None,
+        tokenizer=tokenizer_folder(model) if settled.recipe.files.one_file and like is None else None,
         reader=model.reader,
         resumes=True,
         like=like,
