@@ -101,7 +101,6 @@ def as_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None 
     Raises:
         ModelError: The object is not a model that transformers can save, or not what its config describes.
     """
-    check_model(model)
     packed = any(getattr(module, "holds_codes", False) for module in model.modules())
     if packed or getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
         raise ModelError(f"The {type(model).__name__} passed as model is already quantized. Pass the original model.")

@@ -24,7 +24,7 @@ from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.errors import RecipeError
 from nearplane.models.model import Model
-from nearplane.models.model_objects import as_folder
+from nearplane.models.model_objects import as_folder, check_model
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.journal import Journal
 from nearplane.planning.ledger import check_limit
@@ -110,6 +110,8 @@ def _quantized(request: QuantizeRequest, ranks: Ranks) -> RunRecord:
     say_compiling()
     given = next((Given.of(value, word) for word, value in request.data().items()), None)
     model, recipe, trust = request.model, request.asked(), request.trust_remote_code
+    if (path := path_in(model)) is None:
+        check_model(model)
     place = Device.named(request.device, request.compute_dtype, ranks=ranks)
     if place.on_cpu and request.device_memory is not None:
         raise RecipeError(
@@ -133,7 +135,6 @@ def _quantized(request: QuantizeRequest, ranks: Ranks) -> RunRecord:
     if given is None and recipe.scheme.calibrated and recipe.calibration.calibration is not None:
         check_text(recipe.calibration.calibration)
     refuse_tokenizer(model, request.tokenizer)
-    path = path_in(model)
     with as_folder(model, request.tokenizer) if path is None else nullcontext(str(path)) as folder:
         recipe = recipe if given is None else given.recorded(recipe)
         if recipe.tune != "none" and ranks.world > 1:
