@@ -24,6 +24,7 @@ from nearplane.lattice.moments import ExtraRows, Moments, MomentSums, MomentTota
 from nearplane.matrix.inputs import LayerInput, SharedInput
 from nearplane.models.layers import Layer
 from nearplane.recipe.recipe import Rare
+from nearplane.system.matmul_library import repeatable_threads
 
 HELD_OUT = 0.2  # fraction of the calibration windows whose moments are also summed separately
 
@@ -272,11 +273,12 @@ def _lost_outputs(rows: Rows, group: tuple[Layer, ...]) -> dict[str, Tensor]:
     alone = len(group) == 1 and group[0].shape[0] <= group[0].shape[1]
     dtype = sum_dtype(rows.X, rows.X_hat)  # 16 bits do not hold a difference
     difference = rows.X.to(dtype) - rows.X_hat.to(dtype)
-    outputs = {
-        layer.name: wide_product(difference, layer.matrix().detach().contiguous().T)
-        for layer in group
-        if layer.adds or alone
-    }
+    with repeatable_threads(difference):
+        outputs = {
+            layer.name: wide_product(difference, layer.matrix().detach().contiguous().T)
+            for layer in group
+            if layer.adds or alone
+        }
     for name, residual in rows.residual.items():
         outputs[name] += residual
     return outputs

@@ -27,6 +27,7 @@ from nearplane.errors import RecipeError
 from nearplane.models.conversion import Weights
 from nearplane.models.expert_names import Names
 from nearplane.models.layers import Layer, Layout, layout_of
+from nearplane.system.matmul_library import repeatable_threads
 
 NAME = "nearplane"  # name of the forward here among transformers' implementations of experts
 Side = Literal["up", "down"]  # the two products of an expert: from hidden states (gate and up), and back to them
@@ -284,7 +285,8 @@ def _expert_outputs(self: Any, routed_input: Routed) -> list[Tensor]:
                 rows = routed.rows(expert)
                 for change in [*self.watched.get((side, expert, "rows"), {}).values()][:1]:
                     rows = change(rows)
-                outputs.append(linear(rows, W.T if layout.transposed else W, b))
+                with repeatable_threads(rows):
+                    outputs.append(linear(rows, W.T if layout.transposed else W, b))
         for expert, output in enumerate(outputs):
             for see in (*self.watched.get((side, expert), {}).values(),):
                 see(output)

@@ -99,11 +99,11 @@ def towers(network: PreTrainedModel) -> tuple[str, ...]:
     inputs = network.get_input_embeddings()
     embeddings = next(name for name, part in network.named_modules() if part is inputs)
     networks = [name for name, part in network.named_modules() if isinstance(part, PreTrainedModel)]
-    language_model = max((name for name in networks if _within(embeddings, name)), key=len)
-    return tuple(name for name in networks if not _within(language_model, name) and not _within(name, language_model))
+    language_model = max((name for name in networks if _lies_in(embeddings, name)), key=len)
+    return tuple(name for name in networks if not _lies_in(language_model, name) and not _lies_in(name, language_model))
 
 
-def _within(name: str, part: str) -> bool:
+def _lies_in(name: str, part: str) -> bool:
     """Return whether a module lies in a part of a network; "" is the whole network."""
     return not part or f"{name}.".startswith(f"{part}.")
 

@@ -363,7 +363,7 @@ class Block:
     def layers_of(self, module: nn.Module | None) -> list[Layer]:
         """Return the layers of a copy of the block."""
         assert module is not None, NOT_IN_MEMORY
-        return [layer.within(module, f"{self.name}.") for layer in self.layers]
+        return [layer.under(module, f"{self.name}.") for layer in self.layers]
 
     def quantized_layers(self) -> list[Layer]:
         """Return the layers of `quantized`."""

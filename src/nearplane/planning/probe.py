@@ -409,9 +409,9 @@ def _sets(groups: Sequence[tuple[Layer, ...]], block: str) -> list[tuple[Layer, 
     """Join groups with the same input in one list of modules, such as all experts, for which runtimes have one kernel."""
     sets: dict[str, list[Layer]] = {}
     for group in groups:
-        within = group[0].name.removeprefix(f"{block}.")
-        numbered = re.match(r"(.*?)\.\d+(\.|$)", within)
-        sets.setdefault(numbered[1] + ".*" if numbered else within, []).extend(group)
+        name = group[0].name.removeprefix(f"{block}.")
+        numbered = re.match(r"(.*?)\.\d+(\.|$)", name)
+        sets.setdefault(numbered[1] + ".*" if numbered else name, []).extend(group)
     return [tuple(layers) for layers in sets.values()]
 
 

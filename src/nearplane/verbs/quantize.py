@@ -74,7 +74,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
                 run.settle(stage)  # its bit budget; without effect on plain grids
                 solved = None
                 while solved is None:  # only the last layers under a --size may be solved again
-                    solved = run.pack(stage, solve_stage(stage, run.orders(stage)))
+                    solved = run.store(stage, solve_stage(stage, run.orders(stage)))
                 stage.write(each.matrix.decode() for each in solved)  # later stages see the quantized layers
                 run.add(stage, solved)  # to the run record; at the end of a block also weights and journal
                 del solved  # frees the codes before the next stage
