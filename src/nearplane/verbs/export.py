@@ -24,7 +24,7 @@ from nearplane.loading.dense_network import decoded_tensors, stacks_of
 from nearplane.models.config_checks import PACKED_NAMES
 from nearplane.models.conversion import as_saved
 from nearplane.models.pretrained import empty_network, vocabulary_of
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.arguments import takes
 from nearplane.system.files import check_hashes
 from nearplane.system.output_folder import Unfinished, readable_errors
