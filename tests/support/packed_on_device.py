@@ -1,16 +1,11 @@
-"""Coded layers on the pretended GPU in Triton's interpreter: `python packed_on_device.py PRODUCTS [everything]`.
+"""Coded layers on the pretended GPU in Triton's interpreter; `interpreted_problems.py` runs them.
 
-The interpreter is chosen when triton is imported, so this is a process of its own. It prints a line of JSON for loading a
-Llama of one block without kernels and one with them: launches, waits and copies of loading and of a product, and whether
-all weights are those of the CPU; with `everything` also of the ways by which runs read layers, of a Mixtral and of the
-golden checkpoint. Then it prints a line for each of PRODUCTS random products, see `product_problems.py`.
+A result has launches, waits and copies of loading and of a product, without kernels or with them, and whether all weights
+are those of the CPU; with `everything` also of the ways by which runs read layers.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +14,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ["TRITON_INTERPRET"] = "1"
-
 import torch
 
 import nearplane
-import product_problems
 from native_checkpoints import save_tiny, write_native
 from nearplane.coding import on_device
 from nearplane.formats.stored import Stored
@@ -33,7 +25,6 @@ from nearplane.loading.dense_network import dense_network
 from nearplane.loading.packed_linear import PackedLinear
 from pretended import pretended
 from pretended_triton import interpreted
-from quick_interpreter import quicken
 
 SIZES = dict(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=24, num_attention_heads=2, head_dim=4)
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "rate"
@@ -89,27 +80,23 @@ def read_otherwise(folder: Path) -> list[bool]:
     return same
 
 
-def main() -> None:
-    """Load with kernels and without, and multiply."""
-    torch.set_num_threads(1)
-    count, everything = int(sys.argv[1]), "everything" in sys.argv
-    quicken()
+def problem(seed: int) -> dict[str, Any]:
+    """Return what is loaded: a Llama without kernels and with them, also in every way, a Mixtral, the golden folder."""
+    sources = ("llama", "llama", "llama", "llama", "mixtral", "golden")
+    return {"kernels": seed not in (0, 2), "everything": seed > 1, "source": sources[seed]}
+
+
+def solved(asked: dict[str, Any]) -> dict[str, Any]:
+    """Write a folder, and load it with kernels or without."""
     with tempfile.TemporaryDirectory() as place:
-        save_tiny(Path(place) / "source", "llama", **SIZES)
-        write_native(Path(place) / "out", Path(place) / "source", embeddings=True)
-        for use in (False, True):
-            print(json.dumps({"kernels": use} | loaded(Path(place) / "out", use, everything)))
-        if everything:  # experts in stacked parameters
-            save_tiny(Path(place) / "experts", "mixtral", **SIZES)
+        source, out = Path(place) / "source", Path(place) / "out"
+        if asked["source"] == "golden":
+            out = GOLDEN
+        elif asked["source"] == "llama":
+            save_tiny(source, "llama", **SIZES)
+            write_native(out, source, embeddings=True)
+        else:  # experts in stacked parameters
+            save_tiny(source, "mixtral", **SIZES)
             tokens = torch.randint(3, SIZES["vocab_size"], (12, 32), generator=torch.Generator().manual_seed(1))
-            options = dict(calibration=tokens, rate=3.0, allocate="uniform", device="cpu")
-            nearplane.quantize(Path(place) / "experts", Path(place) / "coded", **options)
-            for folder in (Path(place) / "coded", GOLDEN):
-                print(json.dumps({"kernels": True} | loaded(folder, True, everything)))
-    for seed in range(count):
-        asked = product_problems.problem(seed)
-        print(json.dumps(asked | product_problems.solved(asked)))
-
-
-if __name__ == "__main__":
-    main()
+            nearplane.quantize(source, out, calibration=tokens, rate=3.0, allocate="uniform", device="cpu")
+        return loaded(out, asked["kernels"], asked["everything"])

@@ -1,4 +1,4 @@
-"""Random packed layers on the pretended GPU for the products in Triton, see `packed_on_device.py`."""
+"""Random packed layers on the pretended GPU for the products in Triton, see `interpreted_problems.py`."""
 
 from __future__ import annotations
 

@@ -1,17 +1,11 @@
-"""Random problems for the Triton kernels, run by Triton's interpreter on the CPU: `python triton_problems.py COUNT`.
+"""Random problems for the Triton kernels that know no layer; `interpreted_problems.py` runs them.
 
-The interpreter is chosen when triton is imported, so this is a process of its own. It prints a line of JSON for each
-problem: what was asked, and how far the result is from the arithmetic that `kernels_torch.py` states, in float64.
+A result says how far it is from the arithmetic that `kernels_torch.py` states, in float64.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from typing import Any
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 from torch import Tensor
@@ -21,7 +15,6 @@ from nearplane.lattice.grid import Codebook
 from nearplane.lattice.kernels_torch import Columns, Tally
 from nearplane.number_formats import E2M1
 from pretended_triton import interpreted
-from quick_interpreter import quicken
 
 NEAR = 1e-5  # steps from a boundary between two codes, within which either is right
 BOOKS = {
@@ -125,10 +118,7 @@ def added(asked: dict[str, Any]) -> dict[str, Any]:
     return {"unlike_sums": int((found != wide).sum()) + int(peaks[0] != peaks[1])}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    quicken()
+def solved(asked: dict[str, Any]) -> dict[str, Any]:
+    """Sweep, search and add by the interpreter."""
     with interpreted():
-        for seed in range(int(sys.argv[1])):
-            asked = problem(seed)
-            print(json.dumps(asked | swept(asked) | searched(asked) | added(asked)))
+        return swept(asked) | searched(asked) | added(asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,7 @@ def way(folder: Path, tokens: Tensor, room: int, *, correct: bool = True, dtype:
     return through(model.blocks, stream, room, dtype)
 
 
-@pytest.mark.parametrize("family", daily(FAMILIES, ["llama", "gemma2", "gpt2", "mixtral", "gptj"]))
+@pytest.mark.parametrize("family", daily(FAMILIES, ["llama", "mixtral", "gptj"]))
 def test_pausing_and_repeating_show_the_same_to_the_bit(
     family: str, folder_of: Callable[[str], Path], tokens: Tensor
 ) -> None:
@@ -153,8 +154,10 @@ def test_pausing_and_repeating_show_the_same_to_the_bit(
     assert all(why.startswith("forward passes paused at ") for why in often.repeated) or family in REPEATED
 
 
-@pytest.mark.parametrize("correct", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("correct", "dtype"),
+    daily(product([True, False], [torch.float32, torch.bfloat16]), [(True, torch.bfloat16), (False, torch.float32)]),
+)
 def test_so_they_do_in_other_dtypes_and_without_correction(
     correct: bool, dtype: torch.dtype, folder_of: Callable[[str], Path], tokens: Tensor
 ) -> None:
@@ -272,7 +275,7 @@ def test_what_pauses_takes_what_was_foretold(folder_of: Callable[[str], Path]) -
         assert 0.85 < measured / expected <= 1.01  # what else is in memory moves it by some per cent
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", daily([0, 2, 3], [2]))
 def test_an_error_in_a_solve_leaves_no_forward_paused(
     stage: int, folder_of: Callable[[str], Path], tokens: Tensor
 ) -> None:

@@ -29,7 +29,9 @@ def folders(tmp_path_factory):
 
     def made(family):
         place = tmp_path_factory.mktemp(family)
-        random_model(config_of(family, vocab_size=TEXT_VOCABULARY)).float().save_pretrained(place / "model")
+        random_model(config_of(family, vocab_size=TEXT_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(
+            place / "model"
+        )
         add_tokenizer(place / "model")
         words = {"group_size": 16} if "bits" in WAYS[family] else {}
         nearplane.quantize(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from triton_processes import results, triton_runs_here
+from triton_processes import DAILY, NIGHTLY, problems, triton_runs_here
 
 
-def check(lines: list[dict[str, Any]], count: int) -> None:
+def check(counts: dict[str, int]) -> None:
     """Compare loaded models and random products with what the CPU makes of them."""
-    models, products = lines[:-count], lines[-count:]
+    models, products = problems("packed_on_device", counts), problems("product_problems", counts)
     assert [model["kernels"] for model in models[:2]] == [False, True]
     for model in models:
         assert model["close"], model
@@ -29,10 +27,10 @@ def check(lines: list[dict[str, Any]], count: int) -> None:
 @triton_runs_here
 def test_interpreted_kernels_load_and_multiply_as_the_cpu() -> None:
     """A model is loaded to the same bytes; products differ from exact ones by no more than sums in float32 do."""
-    check(results("packed_on_device.py", 8), 8)
+    check(DAILY)
 
 
 @triton_runs_here
 @pytest.mark.nightly
 def test_interpreted_kernels_read_layers_in_every_way_and_multiply_many_matrices() -> None:
-    check(results("packed_on_device.py", 200, "everything"), 200)
+    check(NIGHTLY)
