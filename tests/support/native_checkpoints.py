@@ -36,7 +36,7 @@ def product_matrix(W: Tensor, *, step: float = 0.05, resolution: int = 4, seed: 
 def config_of_rates(quantized: Sequence[str], scheme: RateScheme | None = None) -> dict[str, Any]:
     """Return the quantization_config of entropy-coded layers."""
     network = Quantized(scheme=scheme or RateScheme(rate=2), quantized=quantized, version="0")
-    return FORMATS["nearplane"].config.describe(network)
+    return FORMATS["nearplane"].layers.describe(network)
 
 
 def write_native(

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from nearplane.coding.blob import Contents, decode, encode, scales_of, shape_of
 from nearplane.coding.on_device import Blob, Decoded, decode_all, decoder_of
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import FormatError
 from nearplane.formats.container import Format
 from nearplane.formats.integers import expect
-from nearplane.formats.layer_format import METHOD, ConfigFile, LayerFormat, Quantized
+from nearplane.formats.layer_format import METHOD, LayerFormat, Quantized, check_kind
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.number_formats import ENTROPY_CODED_FORMAT, NumberFormat
 
@@ -52,10 +52,7 @@ class Native(LayerFormat):
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse modules that `nearplane.load` does not build; the format stores any shape and any codes."""
-        if kind not in KINDS:
-            raise RecipeError(
-                f"{name} is a {kind}; the nearplane format stores {', '.join(KINDS)}. Leave it unquantized with --ignore."
-            )
+        check_kind(name, kind, KINDS, f"the nearplane format stores {', '.join(KINDS)}")
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return float32 in every model: the file stores exponents, which decode to float32 scales."""
@@ -101,13 +98,6 @@ class Native(LayerFormat):
             expect(name, tensors, self.STOP, (0,), {torch.uint8})
         return expect(name, tensors, self.KEY, (None,), {torch.uint8})
 
-
-DEFAULT = Native()
-
-
-class Config(ConfigFile):
-    """The config of the format, which lists the quantized modules."""
-
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return a config that lists the quantized modules; each tensor describes its own grid."""
         return {
@@ -124,7 +114,8 @@ class Config(ConfigFile):
         return ENTROPY_CODED_FORMAT
 
 
-FORMAT = Format(DEFAULT, Config())
+DEFAULT = Native()
+FORMAT = Format(DEFAULT)
 
 
 def matrix_of(contents: Contents) -> QuantizedMatrix[ProductGrid]:

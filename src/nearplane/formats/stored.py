@@ -92,7 +92,7 @@ class Stored:
         if config is None:
             raise FormatError(f"{folder / CONFIG} has no quantization_config: expected a folder that nearplane wrote.")
         format = format_of(config)
-        self.config, self.layers, self._config_file = config, format.layers, format.config
+        self.config, self.layers = config, format.layers
         self.reader = format.reader(folder, unfinished=unfinished is not None)
         if unfinished is None and self.layers.CHECKSUMS and isinstance(self.reader, ShardReader):
             self.reader.check_complete()
@@ -117,11 +117,11 @@ class Stored:
 
     def repeated_files(self) -> dict[str, str]:
         """Return the expected texts of the files that repeat the quantization_config, by file name."""
-        return self._config_file.files(self.config)
+        return self.layers.files(self.config)
 
     def number_format(self, name: str) -> NumberFormat:
         """Return the number format of one layer in the config."""
-        return self._config_file.grid_of(self.config, name)
+        return self.layers.grid_of(self.config, name)
 
     def matrix(self, name: str, tensors: Mapping[str, Tensor], device: torch.device = CPU) -> QuantizedMatrix:
         """Return the quantized matrix of one layer on a device, from its tensors."""
@@ -145,7 +145,7 @@ class Stored:
         Raises:
             FormatError: The global scale is missing or no positive number.
         """
-        how = self._config_file.inputs_of(self.config, name)
+        how = self.layers.inputs_of(self.config, name)
         if how is None or not how.global_scale:
             return None if how is None else (how, None)
         scale = float(expect(name, self.tensors(name), INPUT_SCALE, (1,), {torch.float32}))

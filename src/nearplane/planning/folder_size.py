@@ -212,7 +212,7 @@ def predict_overhead(model: Model, recipe: Recipe) -> Overhead:
         entries[layer.name] = _of_tensor(name, "U8", (size,), size, files[0]) + _of_layer(layer)
     names = [layer.name for layer in layers]
     network = Quantized(scheme=recipe.scheme, quantized=names, version=version("nearplane"))
-    config = config_text(model.folder, FORMATS[METHOD].config.describe(network), model.config.to_dict())
+    config = config_text(model.folder, FORMATS[METHOD].layers.describe(network), model.config.to_dict())
     copied = _beside(model).size()
     packages = ("python", "nearplane", "torch", "transformers", "numba", "safetensors")
     bare = RunRecord(

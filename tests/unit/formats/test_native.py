@@ -22,7 +22,7 @@ from families import config_of
 from native_checkpoints import config_of_rates, product_matrix, save_tiny, write_native
 from nearplane.coding.blob import Contents, stored_base
 from nearplane.errors import FormatError, ModelError, RecipeError
-from nearplane.formats.native import Config, Native
+from nearplane.formats.native import Native
 from nearplane.formats.stored import quantization_of, read_dense, read_matrices
 from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
 from nearplane.loading.dense_network import stored_transposed
@@ -30,7 +30,7 @@ from nearplane.system.safetensors_files import ShardReader, checksum
 from nearplane.verbs.evaluate import load_dense
 
 CORRUPTIONS = 2000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 200
-GRID = Config().grid_of({}, "a")
+GRID = Native().grid_of({}, "a")
 
 
 @pytest.fixture(scope="module")
