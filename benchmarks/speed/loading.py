@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 import nearplane
-from nearplane.coding.blob import stored_base
+from nearplane.coding.scales import stored_base
 from nearplane.formats.container import Place
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS, open_container

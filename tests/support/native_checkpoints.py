@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from families import config_of, random_model
-from nearplane.coding.blob import stored_base
+from nearplane.coding.scales import stored_base
 from nearplane.formats.container import Place
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS, open_container

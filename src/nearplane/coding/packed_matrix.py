@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from nearplane.coding.chunk import Patches
 from nearplane.coding.layout import Layout, Orders
+from nearplane.coding.scales import Scales
 from nearplane.compiled import compiled
 
 if TYPE_CHECKING:
@@ -98,8 +99,7 @@ def pack(
     layout: Layout,
     symbols: NDArray[np.uint8],
     patches: Patches,
-    column_scale: NDArray[np.float32],
-    row_scale: NDArray[np.float32],
+    scales: Scales,
 ) -> PackedMatrix:
     """Return a packed matrix that shares the decoder's symbols unless a group of bytes is packed to nibbles."""
     out = len(layout.orders.rows)
@@ -117,8 +117,8 @@ def pack(
         codes=codes,
         groups=groups,
         patches=patches,
-        column_scale=column_scale,
-        row_scale=row_scale,
+        column_scale=scales.column_scale,
+        row_scale=scales.row_scale,
     )
 
 

@@ -17,8 +17,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nearplane.coding.blob import Contents, decode, encode, scales_of, shape_of
+from nearplane.coding.blob import Contents, decode, encode, shape_of
 from nearplane.coding.on_device import Blob, Decoded, decode_all, decoder_of
+from nearplane.coding.scales import Scales
 from nearplane.errors import FormatError
 from nearplane.formats.container import Format
 from nearplane.formats.integers import expect
@@ -120,21 +121,21 @@ FORMAT = Format(DEFAULT)
 
 def matrix_of(contents: Contents) -> QuantizedMatrix[ProductGrid]:
     """Return the contents of a blob as a matrix without copying: the inverse of `Contents.of`."""
-    return QuantizedMatrix(codes=torch.from_numpy(contents.codes), grid=_grid_of(contents))
+    return QuantizedMatrix(codes=torch.from_numpy(contents.codes), grid=_grid_of(contents.scales))
 
 
 def matrix_on_device(decoded: Decoded) -> QuantizedMatrix[ProductGrid]:
     """Return a decoded matrix: its codes on the device, and its grid on the CPU, so that scales are the same everywhere."""
-    return QuantizedMatrix(codes=decoded.codes(), grid=_grid_of(scales_of(decoded.header)))
+    return QuantizedMatrix(codes=decoded.codes(), grid=_grid_of(decoded.header.scales))
 
 
-def _grid_of(contents: Contents) -> ProductGrid:
+def _grid_of(scales: Scales) -> ProductGrid:
     return ProductGrid(
-        base=contents.base,
-        columns=torch.from_numpy(contents.columns),
-        column_resolution=contents.column_resolution,
-        rows=torch.from_numpy(contents.rows),
-        row_resolution=contents.row_resolution,
+        base=scales.base,
+        columns=torch.from_numpy(scales.columns),
+        column_resolution=scales.column_resolution,
+        rows=torch.from_numpy(scales.rows),
+        row_resolution=scales.row_resolution,
     )
 
 
