@@ -15,7 +15,7 @@ MAX_EXPONENT = 1 << 15  # bound on the exponents
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Logarithmic scales; `lattice.grid.ProductGrid` has the same as tensors, but is not imported here.
+    """Logarithmic scales; `lattice.product_grid.ProductGrid` has the same as tensors, but is not imported here.
 
     Args:
         base: Base of the column scales, positive, a fixed point of `stored_base`.

@@ -24,7 +24,8 @@ from nearplane.errors import FormatError
 from nearplane.formats.container import Format
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import METHOD, LayerFormat, Quantized, check_kind
-from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.product_grid import ProductGrid
 from nearplane.number_formats import ENTROPY_CODED_FORMAT, NumberFormat
 
 VERSION = 1
