@@ -33,8 +33,8 @@ def test_decode_returns_what_was_encoded(contents: Contents) -> None:
     assert same(decode(blob), contents)
     packed = decode_packed(blob)
     assert np.array_equal(codes_of(packed), contents.codes)
-    assert np.array_equal(packed.column_scale, contents.scales.column_scale)
-    assert np.array_equal(packed.row_scale, contents.scales.row_scale)
+    assert np.array_equal(packed.scales.column_scale, contents.scales.column_scale)
+    assert np.array_equal(packed.scales.row_scale, contents.scales.row_scale)
 
 
 LARGE = {
