@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from nearplane.coding.bit_stream import DAMAGED, BitReader, varint
+from nearplane.coding.bit_stream import varint
 from nearplane.coding.chunk import Patches
 from nearplane.coding.encoder_choices import Choices, choose, payload_bits, tally
 from nearplane.coding.header_bits import read_header, read_shape, write_header
@@ -20,7 +20,6 @@ from nearplane.coding.packed_matrix import PackedMatrix, pack
 from nearplane.coding.payload import Streams, decode_chunks, encode_chunks, read_streams, run
 from nearplane.coding.scales import Scales
 from nearplane.coding.symbols import scatter
-from nearplane.errors import FormatError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,21 +143,18 @@ def shape_of(blob: NDArray[np.uint8], *, name: str = "matrix") -> tuple[int, int
     return read_shape(blob, name)[0]
 
 
-def decode(
-    blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None, shape: tuple[int, int] | None = None
-) -> Contents:
+def decode(blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None) -> Contents:
     """Return exactly the contents that were encoded.
 
     Args:
         blob: Bytes of the coded matrix.
         name: Name of the matrix for messages.
         threads: Maximum number of threads; None: one per core.
-        shape: Expected (out, in); another shape is refused before memory is allocated.
 
     Raises:
         FormatError: The bytes are damaged, truncated, or of another version of the format.
     """
-    header, arrangement, symbols, (rows, columns, delta) = _symbols(blob, name, threads, shape)
+    header, arrangement, symbols, (rows, columns, delta) = _symbols(blob, name, threads)
     codes = np.empty(header.shape, np.int32)
 
     def scatter_rows(begin: int, end: int) -> None:
@@ -169,19 +165,17 @@ def decode(
     return Contents(codes=codes, scales=header.scales)
 
 
-def decode_packed(
-    blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None, shape: tuple[int, int] | None = None
-) -> PackedMatrix:
+def decode_packed(blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None) -> PackedMatrix:
     """Return the matrix in the form of a runtime: nibbles or int8 by groups of columns, and patches. See `decode`."""
-    header, arrangement, symbols, patches = _symbols(blob, name, threads, shape)
+    header, arrangement, symbols, patches = _symbols(blob, name, threads)
     return pack(arrangement, symbols, patches, header.scales)
 
 
 def _symbols(
-    blob: NDArray[np.uint8], name: str, threads: int | None, shape: tuple[int, int] | None
+    blob: NDArray[np.uint8], name: str, threads: int | None
 ) -> tuple[Header, Layout, NDArray[np.uint8], Patches]:
     """Decode all symbols, and the patches that are added to escaped codes."""
-    header, arrangement, bits = _read_header(blob, name, shape)
+    header, arrangement, bits = read_header(blob, name)
     return header, arrangement, *decode_chunks(bits, header, arrangement, _thread_count(threads, arrangement))
 
 
@@ -195,16 +189,5 @@ class Coded(NamedTuple):
 
 def streams_of(blob: NDArray[np.uint8], name: str) -> Coded:
     """Read everything but the lanes, and check all checksums. See `decode`."""
-    header, arrangement, bits = _read_header(blob, name, None)
+    header, arrangement, bits = read_header(blob, name)
     return Coded(header, arrangement, read_streams(bits, header, arrangement))
-
-
-def _read_header(blob: NDArray[np.uint8], name: str, shape: tuple[int, int] | None) -> tuple[Header, Layout, BitReader]:
-    """Check the form of a blob, and read its header."""
-    if blob.dtype != np.uint8 or blob.ndim != 1:
-        raise ValueError(f"A coded matrix must be one-dimensional uint8; got {blob.ndim} dimensions of {blob.dtype}.")
-    blob = np.require(blob, requirements=["C", "W"])  # kernels are compiled for writable memory only
-    stored = shape_of(blob, name=name)
-    if shape is not None and tuple(shape) != stored:
-        raise FormatError(f"{name} has {stored[0]} x {stored[1]} weights, expected {shape[0]} x {shape[1]}. {DAMAGED}")
-    return read_header(blob, name)

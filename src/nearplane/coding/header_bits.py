@@ -66,8 +66,12 @@ def read_header(blob: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
         The header, its layout, and the reader positioned after its last bit.
 
     Raises:
+        ValueError: The blob is no array of bytes.
         FormatError: The bytes are not a header of this version, or end too early.
     """
+    if blob.dtype != np.uint8 or blob.ndim != 1:
+        raise ValueError(f"A coded matrix must be one-dimensional uint8; got {blob.ndim} dimensions of {blob.dtype}.")
+    blob = np.require(blob, requirements=["C", "W"])  # kernels are compiled for writable memory only
     shape, at = read_shape(blob, name)
     out, width = shape
     if out * width > MAX_WEIGHTS_PER_BYTE * len(blob):
