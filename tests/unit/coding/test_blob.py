@@ -147,20 +147,6 @@ def test_zero_exponents_and_a_small_header_leave_what_a_chunk_takes() -> None:
     assert len(encode(contents)) <= 43
 
 
-def test_stored_base_is_a_fixed_point_near_what_was_asked() -> None:
-    for x in 2.0 ** np.linspace(-126, 126, 301):
-        base = stored_base(float(x))
-        assert stored_base(base) == base
-        assert abs(math.log2(base / x)) <= 1 / 512 + 1e-6
-
-
-def test_scales_are_rounded_once_from_double_precision() -> None:
-    contents = contents_of(np.zeros((2, 3), np.int64), columns=np.array([-5, 0, 3], np.int32), column_resolution=4)
-    expected = [np.float32(contents.scales.base * 2 ** (e / 4)) for e in (-5, 0, 3)]
-    assert contents.scales.column_scale.tolist() == [float(e) for e in expected]
-    assert contents.scales.row_scale.tolist() == [1.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
