@@ -9,7 +9,7 @@ from nearplane.errors import RecipeError
 from nearplane.formats.beside import changed_card, origin_of
 from nearplane.record.evaluation_table import read_evaluation
 from nearplane.record.model_card import model_card
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.arguments import checked
 from nearplane.system.files import check_digest, write_whole
 from nearplane.system.paths import CARD

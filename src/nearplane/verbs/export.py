@@ -25,7 +25,7 @@ from nearplane.models.config_checks import PACKED_NAMES
 from nearplane.models.conversion import as_saved
 from nearplane.models.pretrained import empty_network, vocabulary_of
 from nearplane.record.model_card import model_card
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.arguments import takes
 from nearplane.system.files import check_hashes, write_whole
 from nearplane.system.output_folder import Unfinished, readable_errors
