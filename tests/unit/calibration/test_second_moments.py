@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bare_blocks import Convolution, Routed, Skipping, bare, both
 from families import config_of, random_model
 from nearplane.calibration.activations import Stream, skeleton
-from nearplane.calibration.second_moments import Observed, observe, refuse_unusable
+from nearplane.calibration.second_moments import Observed, refuse_unusable
+from nearplane.calibration.separate_passes import observe
 from nearplane.calibration.stages import stages
 from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import Moments
@@ -25,10 +26,44 @@ from pretended import pretended
 
 Saved = Callable[[str], Path]
 Loaded = Callable[[str], PreTrainedModel]
+STAGES = {
+    "llama": ["q_proj k_proj v_proj", "o_proj+", "gate_proj up_proj", "down_proj+"],
+    "mistral": ["q_proj k_proj v_proj", "o_proj+", "gate_proj up_proj", "down_proj+"],
+    "qwen3": ["q_proj k_proj v_proj", "o_proj+", "gate_proj up_proj", "down_proj+"],
+    "gemma2": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],  # a norm before the addition
+    "gpt2": ["c_attn", "c_proj+", "c_fc", "c_proj+"],
+    "opt": ["q_proj k_proj v_proj", "out_proj+", "fc1", "fc2+"],
+    "gpt_neox": ["query_key_value", "dense+", "dense_h_to_4h", "dense_4h_to_h+"],
+    "mixtral": ["q_proj k_proj v_proj", "o_proj+", "w1 w3 w1 w3 w1 w3 w1 w3", "w2 w2 w2 w2"],
+}
 
 
 def at(model: Model, tokens: Tensor, dtype: torch.dtype = torch.float64) -> Stream:
     return both(skeleton(model, tokens.split(2), device="cpu", dtype=dtype))
+
+
+@pytest.mark.parametrize("family", STAGES)
+def test_layers_are_grouped_by_shared_input_in_the_order_they_run(family: str, saved: Saved, tokens: Tensor) -> None:
+    """A plus marks layers whose output is added to a residual stream as it is."""
+    model = open_model(str(saved(family)))
+    stream = at(model, tokens, torch.float32)
+    with model.blocks[0].on("cpu", torch.float32) as block:
+        groups = stages(block, stream)
+    found = [" ".join(layer.name.split(".")[-1] + "+" * layer.adds for layer in group) for group in groups]
+    assert found == STAGES[family]
+
+
+def test_layers_that_never_run_are_named(tokens: Tensor, tmp_path: Path) -> None:
+    """Mamba multiplies by the weight of dt_proj without calling it."""
+    config = config_of("mamba", hidden_size=16, num_hidden_layers=1, vocab_size=96, state_size=4)
+    random_model(config).save_pretrained(tmp_path)
+    model = open_model(str(tmp_path))
+    stream = at(model, tokens)
+    with (
+        model.blocks[0].on("cpu", torch.float64) as block,
+        pytest.raises(CalibrationError, match=r"No token reached backbone\.layers\.0\.mixer\.dt_proj"),
+    ):
+        stages(block, stream)
 
 
 @dataclass
