@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor, factorize, one_thread, read, solved_strips
-from nearplane.lattice.moments import Moments, correction, moment_difference, trust, weighted_difference
+from nearplane.lattice.moments import Moments, moment_difference, trust, weighted_difference
 from nearplane.recipe.scheme import Order, Scheme
 
 TRIED_ROWS = 256  # rows on which the correction is tried to choose its weight, which is one number for all rows
@@ -195,7 +195,7 @@ def corrected(W: Tensor, inputs: LayerInput, scheme: Scheme, rows: slice = slice
             first, difference = rows.start or 0, _difference(W, moments)
             for part in solved_strips(len(target), target.device):
                 lost = _lost(weights[part], moments, difference, slice(first + part.start, first + part.stop))
-                target[part].add_(correction(lost, factor), alpha=rho)
+                target[part].add_(factor.solve(lost), alpha=rho)
     return Target(target.masked_fill_(factor.dead, 0), rho, factor.damp, factor.dead, began)
 
 
@@ -223,5 +223,5 @@ def _correction_weight(W: Tensor, inputs: LayerInput, scheme: Scheme) -> float:
     lost = _lost(W[rows], moments, _difference(W, moments), rows)
     lost_held_out = _lost(W[rows], held_out, _difference(W, held_out), rows)
     lost_fitting = weighted_difference(lost, moments.tokens, lost_held_out, held_out.tokens)
-    trial = correction(lost_fitting, inputs.factor_of_the_correction(scheme, fitting=True))
+    trial = inputs.factor_of_the_correction(scheme, fitting=True).solve(lost_fitting)
     return trust(lost_held_out, held_out.H, trial)
