@@ -45,7 +45,7 @@ class Drift:
 def mismatch(W: Tensor, H: Tensor, C: Tensor, S: Tensor | None) -> Tensor:
     """Return (out, in) the error of the output due to quantized inputs, correlated with these inputs."""
     lost = W @ moment_difference(H, C, W.dtype)
-    return lost if S is None else lost + S
+    return lost if S is None else lost.add_(S)
 
 
 def drift(seed: int, out: int, columns: int, tokens: int, noise: float) -> Drift:
