@@ -47,10 +47,9 @@ from nearplane.planning.request import rehearse
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import GridScheme
-from nearplane.system.device import Device, divided
-from nearplane.system.memory import free_memory, release_all, resident
+from nearplane.system.device import Device
+from nearplane.system.memory import release_all, resident
 from nearplane.system.progress import duration
-from nearplane.system.ranks import current
 from nearplane.system.sizes import Limits, size_text
 
 log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ class Forecast:
         remaining = f"; the remaining {left:,} blocks take about {duration(left * seconds)}" if left else ""
         log.info(
             f"the first block took {duration(seconds)} and {size_text(device.peak())} of {_memory_of(device)}"
-            f"{' of rank 0' * (current().world > 1)}{most}{remaining}"
+            f"{' of rank 0' * (device.ranks.world > 1)}{most}{remaining}"
         )
 
 
@@ -121,7 +120,7 @@ def forecast(
     shapes, bounds, exceeding, allowed = planned
     if exceeding is not None:
         raise RecipeError(_too_small(exceeding, limits, allowed[exceeding.place]))
-    each_one = " of each process" * (current().world > 1)
+    each_one = " of each process" * (device.ranks.world > 1)
     sizes = " and ".join(
         f"{size_text(each.bytes)} of {_memory_of(device, each.place)}{each_one} (while {each.while_})"
         for each in bounds
@@ -186,7 +185,7 @@ def within_limits(
     if not device.on_cpu:
         allowed = {
             DEVICE: min(limits.device or inf, device.free() or inf),
-            HOST: limits.host or start + (divided(free_memory()) or inf),
+            HOST: limits.host or start + (device.free_on_host() or inf),
         }
         usual = replace(usual, room=int(min(usual.room, allowed[DEVICE] // PAUSED_DIVISOR)))
 
@@ -263,7 +262,7 @@ def shapes_of(
         rounded=recipe.activations != "none",
         number=device.compute_dtype(model.dtype).itemsize,
         heads=getattr(model.config.get_text_config(), "num_attention_heads", 0),
-        ranks=current().world,
+        ranks=device.ranks.world,
     )
 
 

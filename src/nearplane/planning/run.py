@@ -22,7 +22,6 @@ from nearplane.planning.solve_stage import Order
 from nearplane.planning.start import Decisions, Job, decide
 from nearplane.record.record import RunRecord
 from nearplane.system.progress import counted, peak_memory
-from nearplane.system.ranks import current
 
 
 class Run:
@@ -93,7 +92,7 @@ class Run:
 
     def finished(self) -> RunRecord:
         """Return the run record after all layers are solved; `Container.seal` completes it."""
-        ranks = current()
+        ranks = self.setting.device.ranks
         others = sum(ranks.ask(rank, _peak) for rank in ranks.others)
         record = replace(self._record, layers=tuple(self.ledger.layers))
         return check_limit(self._journal.seal(record, others))
