@@ -36,26 +36,22 @@ class PlaceBuffers(NamedTuple):
 
 
 def beam_paths(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sweep one block of columns with several candidates per row, `LANES` rows at a time, as the torch form does."""
-    out, beam, width = target.shape
-    chosen, parent = target.new_empty(width, out, beam), torch.empty(width, out, beam, dtype=torch.int64)
-    t, W, s, z = (x.contiguous().numpy() for x in (target, weights.W, weights.scale, weights.zero))
-    table = weights.codebook.table(target.dtype)
-    block = t, W, s, z, table, U.contiguous().numpy(), d.numpy(), cost.numpy(), chosen.numpy(), parent.numpy()
-    in_threads(partial(_sweep_rows, block), out, run=LANES)
+    """Sweep one block of columns with several candidates per row, as the torch form does."""
+    codes, ancestor = trace(*beam_block(target, weights, U, d, cost))
+    return codes, errors(weights, codes), ancestor
+
+
+def trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
+    """Follow the candidates at the end of a block back to its start, as the torch form does."""
+    width, out, beam = chosen.shape
     codes, ancestor = torch.empty(out, beam, width, dtype=torch.int32), torch.empty(out, beam, dtype=torch.int64)
     _trace_rows(chosen.numpy(), parent.numpy(), codes.numpy(), ancestor.numpy())
-    return codes, errors(weights, codes), ancestor
+    return codes, ancestor
 
 
 @compiled(error_model="numpy")
 def _trace_rows(chosen: Floats, parent: Indices, codes: Integers, ancestor: Indices) -> None:
-    """Follow the candidates at the end of a block back to its start, row by row.
-
-    Args:
-        chosen, parent: (b, out, beam) chosen code of each place, and the candidate that proposed it.
-        codes, ancestor: (out, beam, b) codes of each candidate and (out, beam) its place before the block, written.
-    """
+    """Fill in the codes and ancestors of `trace`, row by row."""
     width, out, beam = chosen.shape
     for row in range(out):
         for end in range(beam):
@@ -64,6 +60,17 @@ def _trace_rows(chosen: Floats, parent: Indices, codes: Integers, ancestor: Indi
                 codes[row, end, j] = chosen[j, row, place]
                 place = parent[j, row, place]
             ancestor[row, end] = place
+
+
+def beam_block(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
+    """Sweep one block of columns, `LANES` rows at a time, as the torch form does."""
+    out, beam, width = target.shape
+    chosen, parent = target.new_empty(width, out, beam), torch.empty(width, out, beam, dtype=torch.int64)
+    t, W, s, z = (x.contiguous().numpy() for x in (target, weights.W, weights.scale, weights.zero))
+    table = weights.codebook.table(target.dtype)
+    block = t, W, s, z, table, U.contiguous().numpy(), d.numpy(), cost.numpy(), chosen.numpy(), parent.numpy()
+    in_threads(partial(_sweep_rows, block), out, run=LANES)
+    return chosen, parent
 
 
 @compiled(error_model="numpy")

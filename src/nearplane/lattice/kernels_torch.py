@@ -173,10 +173,26 @@ def beam_paths(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Ten
         (out, beam, b) codes int32 of each candidate at the end of the block, (out, beam, b) their errors, weights minus
         values, and (out, beam) int64 its place before the block.
     """
+    codes, ancestor = trace(*beam_block(target, weights, U, d, cost))
+    return codes, errors(weights, codes), ancestor
+
+
+def errors(weights: Weights, codes: Tensor) -> Tensor:
+    """Return the errors of (out, beam, b) codes, weights minus values."""
+    W, scale, zero, codebook = weights
+    return W[:, None] - scale[:, None] * (codebook.position(codes, W.dtype) - zero[:, None])
+
+
+def beam_block(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
+    """Sweep one block of columns with the arguments of `beam_paths`; update `cost`.
+
+    Returns:
+        (b, out, beam) chosen code of each place, and (b, out, beam) int64 the candidate that proposed it.
+    """
     out, beam, width = target.shape
     target = target.clone()
     chosen = target.new_empty(width, out, beam)
-    parent = torch.arange(beam, device=d.device).repeat(width, out, 1)  # the candidate that proposed each place
+    parent = torch.arange(beam, device=d.device).repeat(width, out, 1)
     side = (torch.arange(2 * beam, device=d.device, dtype=target.dtype) % 2 * 2 - 1).expand(out, -1)  # -1, 1, -1, ...
     for j in range(width):
         columns = slice(j, j + 1)
@@ -189,18 +205,7 @@ def beam_paths(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Ten
         value = s * (codebook.position(chosen[j]) - z)
         target = target.gather(1, parent[j][:, :, None].expand(-1, -1, width))
         target[:, :, j + 1 :] += (w - value)[:, :, None] * U[j, j + 1 :]
-    codes = torch.empty(out, beam, width, dtype=torch.int32, device=d.device)
-    place = torch.arange(beam, device=d.device).expand(out, beam)
-    for j in range(width - 1, -1, -1):  # from the candidates at the end back to the start
-        codes[:, :, j] = chosen[j].gather(1, place)
-        place = parent[j].gather(1, place)
-    return codes, errors(weights, codes), place
-
-
-def errors(weights: Weights, codes: Tensor) -> Tensor:
-    """Return the errors of (out, beam, b) codes, weights minus values."""
-    W, scale, zero, codebook = weights
-    return W[:, None] - scale[:, None] * (codebook.position(codes, W.dtype) - zero[:, None])
+    return chosen, parent
 
 
 def _survivors(
@@ -245,6 +250,25 @@ def _survivors(
         code.scatter_(1, cheapest, next_code)
         total.scatter_(1, cheapest, price(next_code, t.gather(1, cheapest), before.gather(1, cheapest)))
     return torch.cat(chosen, 1), torch.cat(proposers, 1), torch.cat(costs, 1)
+
+
+def trace(chosen: Tensor, parent: Tensor) -> tuple[Tensor, Tensor]:
+    """Follow the candidates at the end of a block back to its start.
+
+    Args:
+        chosen: (b, out, beam) chosen code of each place.
+        parent: (b, out, beam) int64 previous place of the candidate that proposed it.
+
+    Returns:
+        (out, beam, b) codes int32 of each candidate, and (out, beam) its place before the block.
+    """
+    width, out, beam = chosen.shape
+    codes = torch.empty(out, beam, width, dtype=torch.int32, device=chosen.device)
+    place = torch.arange(beam, device=chosen.device).expand(out, beam)
+    for j in range(width - 1, -1, -1):
+        codes[:, :, j] = chosen[j].gather(1, place)
+        place = parent[j].gather(1, place)
+    return codes, place
 
 
 def add_exactly(product: Tensor, high: Tensor, low: Tensor, unit: Tensor) -> Tensor:
