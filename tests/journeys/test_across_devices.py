@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import nearplane
 from families import TEXT_VOCABULARY, config_of, random_model
 from nearplane import CalibrationError, RecipeError
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.tuning import loop
 from pretended import pretended
 from pretended_cards import Runtime
@@ -69,6 +69,7 @@ def checksums(record):
     return [layer.checksum for layer in record.layers]
 
 
+@pytest.mark.nightly
 def test_a_tuning_on_a_gpu_goes_on_with_the_states_on_disk(model, tmp_path, monkeypatch, every_step):
     """The best one is that after the first step, as the second step is not measured."""
     look = loop._Run.look

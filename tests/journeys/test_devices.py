@@ -12,7 +12,7 @@ import torch
 
 import nearplane
 from device_runs import COMMAND, COUNTED, RUNS, TABLE, TOKENS, quantized, save_model, stored, table_of
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.tuning import loop
 from nightly import daily
 from pretended import pretended
@@ -20,7 +20,9 @@ from pretended_kernels import compiled
 from unordered import Unordered
 
 DEVICES = ("cpu", "pretend:0")
-TORCH_FORMS = ("grid", "k-quants")  # run with the kernels of a device that has none; by day the others with the CPU's
+TORCH_FORMS = (
+    "k-quants",
+)  # run with the kernels of a device that has none; the others with the CPU's, and at night with those
 
 
 class Made:
@@ -102,7 +104,8 @@ def test_both_devices_verify_evaluate_load_and_continue_texts_alike(made):
     assert torch.equal(logits, logits_2)
 
 
-@pytest.mark.parametrize("run", daily(("grid", "rate", "experts"), ("grid",)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("run", ["grid", "rate", "experts"])
 def test_a_model_in_bfloat16_is_quantized_and_verified(run, tmp_path):
     """A GPU computes in it; the CPU computes in float32, so that its codes are others."""
     model = save_model(run, tmp_path / "model", torch.bfloat16)

@@ -11,7 +11,7 @@ from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane.calibration.windows import digest_of
 from nearplane.demo import CALIBRATION
 from nearplane.planning.request import open_original
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.paths import RECORD
 from nearplane.tuning.checkpoint import windows_of
 
@@ -30,7 +30,7 @@ def text(tmp_path_factory):
 def model(tmp_path_factory):
     """A model whose tokenizer sets a token before every text."""
     folder = tmp_path_factory.mktemp("models") / "llama"
-    random_model(config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(folder)
+    random_model(config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=1)).float().save_pretrained(folder)
     add_tokenizer(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (token,) = (name for name, number in tokenizer["model"]["vocab"].items() if number == BOS)

@@ -20,7 +20,14 @@ from nearplane.formats.gguf.gguf_header import FILE, read_header
 from nearplane.planning.modes import MODES
 from nearplane.system.safetensors_files import ShardReader
 
-SIZES = dict(hidden_size=64, intermediate_size=256, moe_intermediate_size=128, head_dim=16, vocab_size=TEXT_VOCABULARY)
+SIZES = dict(
+    num_hidden_layers=2,
+    hidden_size=64,
+    intermediate_size=256,
+    moe_intermediate_size=128,
+    head_dim=16,
+    vocab_size=TEXT_VOCABULARY,
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +63,14 @@ def written_bytes(out: Path) -> int:
     [
         ("tied", "--bits 4"),
         ("untied", "--grid int8"),
-        ("tied", "--grid nvfp4"),
+        pytest.param("tied", "--grid nvfp4", marks=pytest.mark.nightly),
         ("experts", "--grid fp8"),
         ("untied", "--bits 3 --no-symmetric --format gptq_v2"),
         ("experts", "--bits 4"),
         ("tied", "--grid q4_k_m"),
-        ("untied", "--grid q2_k"),
-        ("experts", "--grid q3_k_m"),
-        ("experts", "--bits 4 --group-size 64 --format mlx"),
+        pytest.param("untied", "--grid q2_k", marks=pytest.mark.nightly),
+        pytest.param("experts", "--grid q3_k_m", marks=pytest.mark.nightly),
+        pytest.param("experts", "--bits 4 --group-size 64 --format mlx", marks=pytest.mark.nightly),
         ("tied", "--bits 3 --group-size 64 --format mlx"),
         ("tied", "--rate 2.125"),
     ],

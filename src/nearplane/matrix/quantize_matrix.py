@@ -23,7 +23,9 @@ from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.inputs import LayerInput, corrected, named
 from nearplane.matrix.on_grid import check_rows, joined, solve_rows
 from nearplane.matrix.to_rate import solve_to_rate
-from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
+from nearplane.recipe.block_scheme import BlockScheme
+from nearplane.recipe.rate_scheme import RateScheme
+from nearplane.recipe.schemes import GridScheme
 from nearplane.record.record import LayerRecord
 from nearplane.system.arguments import checked
 
@@ -50,7 +52,7 @@ def quantize_matrix(
         storage: Dtype in which steps will be stored, maybe with the peak of matrices that share a global scale; steps are
             rounded before the solve.
         name: Name of the matrix in the record and in error messages.
-        together: (rows, rows) moments of gradients for each run of rows, for a two-sided scheme; see `solve_joined`.
+        together: (rows, rows) moments of gradients for each run of rows, for a two-sided scheme; see `solve_compensating`.
 
     Returns:
         Codes and grid, and the layer's record.

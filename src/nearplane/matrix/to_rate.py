@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nearplane.coding.blob import Contents, encode, size, stored_base
+from nearplane.coding.blob import Contents, encode, size
 from nearplane.coding.cost import geometric_bits
+from nearplane.coding.scales import stored_base
 from nearplane.errors import NumericalError, RecipeError
 from nearplane.lattice.bounds import MEASURED_ROWS, folded, times_triangle
 from nearplane.lattice.factor import Factor, read, strips
@@ -24,8 +25,9 @@ from nearplane.lattice.scale import too_small
 from nearplane.matrix.certificate import SolvedMatrix, measured_rows, relative_loss
 from nearplane.matrix.inputs import LayerInput, Target, named
 from nearplane.matrix.on_grid import SolvedRows, rounded
+from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.scheme import Solver
-from nearplane.recipe.schemes import AnyScheme, RateScheme
+from nearplane.recipe.schemes import AnyScheme
 from nearplane.system.arguments import within
 from nearplane.system.memory import release
 

@@ -34,12 +34,15 @@ from nearplane.planning.rehearsal import check_loads
 from nearplane.planning.request import check_request, quantization_config
 from nearplane.planning.start import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
+from nearplane.recipe.block_scheme import BlockScheme, Ends
 from nearplane.recipe.file_formats import FILE_FORMATS, Format
 from nearplane.recipe.layer_plan import Plan
-from nearplane.recipe.recipe import LayerScheme, Recipe
+from nearplane.recipe.layer_scheme import LayerScheme
+from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme, options_of
-from nearplane.recipe.schemes import AnyScheme, BlockScheme, Ends, GridScheme
-from nearplane.record.record import RunRecord, read_record
+from nearplane.recipe.schemes import AnyScheme, GridScheme
+from nearplane.record.record import RunRecord
+from nearplane.record.record_file import read_record
 from nearplane.system.paths import RECORD
 from nearplane.system.sizes import check_room
 
@@ -76,7 +79,7 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
     trial = _tried(source, stored, model, format)
     model.dtype = trial.dtype  # that of steps, where they have the model's
     recipe = _recipe(record, model, format, trial.formats)
-    if record is not None and recipe.scheme.joins_rows != record.recipe.scheme.joins_rows:
+    if record is not None and recipe.scheme.rows_compensate != record.recipe.scheme.rows_compensate:
         log.warning(
             "The new folder has no run record: a recipe with blocks of llama.cpp cannot say whether rows compensated "
             "each other."
@@ -237,7 +240,7 @@ def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mappin
         if blocks:
             return BlockScheme(grid=number_format.name, embeddings=cast(Ends, _dtype_of_embeddings(model)), **options)
         if number_format.levels is not None:
-            return GridScheme(grid=number_format.name, two_sided=scheme.joins_rows, **options)
+            return GridScheme(grid=number_format.name, two_sided=scheme.rows_compensate, **options)
         if isinstance(scheme, GridScheme):
             return replace(scheme, grid=None, **options_of(number_format))
         return GridScheme(**options, **options_of(number_format))

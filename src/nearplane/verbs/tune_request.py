@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from nearplane.calibration.text_files import check_named
 from nearplane.errors import RecipeError
 from nearplane.recipe.recipe import Recipe
-from nearplane.record.record import RunRecord, read_record
+from nearplane.record.record import RunRecord
+from nearplane.record.record_file import read_record
 from nearplane.system.arguments import ComputeDtype, whole
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_path, folders_in, path_in

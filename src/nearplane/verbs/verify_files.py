@@ -18,8 +18,8 @@ from nearplane.formats.stored import Stored
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.shared_grid import SharedGrid
-from nearplane.record.record import LayerRecord, RunRecord, contradictions
-from nearplane.record.tuning_record import tuning_contradictions
+from nearplane.record.contradictions import contradictions, tuning_contradictions
+from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.files import digest_of, sha256
 from nearplane.system.paths import CONFIG, RECORD
 from nearplane.system.progress import Progress, logged, shown
@@ -122,7 +122,7 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
     recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
     known = {layer.stored: layer for layer in record.layers}
     format = FORMATS[str(recipe.format)]
-    described = format.config.describe(
+    described = format.layers.describe(
         Quantized(scheme=recipe.scheme, quantized=list(known), activations=recipe.activations, version="")
     )
     if stored.layers != format.layers.configured(described):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from nearplane.calibration.text_files import check_named
 from nearplane.errors import RecipeError
-from nearplane.record.record import RunRecord, read_record
+from nearplane.record.record import RunRecord
+from nearplane.record.record_file import read_record
 from nearplane.system.arguments import within
 from nearplane.system.paths import check_path, path_in
 from nearplane.system.progress import Progress, silent
