@@ -14,7 +14,7 @@ from nearplane.cli.flags import Switch
 from nearplane.cli.printing import opening, say
 from nearplane.cli.quantize_flags import RUN_GROUP, QuantizeFlags
 from nearplane.cli.terminal import bar
-from nearplane.system.launch import check_processes, started
+from nearplane.system.processes import check_processes, started
 
 
 def quantize(

@@ -47,11 +47,11 @@ from nearplane.models.kinds import (
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model, open_model, positions_of
 from nearplane.models.pretrained import empty_network
 from nearplane.system.device import Device
-from nearplane.system.files import check_hashes
-from nearplane.system.fp8_mxfp4 import method_of
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.ranks import current
+from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.sizes import size_text
+from nearplane.system.source_storage import method_of
 
 BATCH_TOKENS, OTHER_BATCH = 2048, 8  # tokens of text in a batch, and windows of other inputs
 MAX_MEMORY_SHARE = 0.4  # of the free memory, which one network may use in float32

@@ -10,8 +10,8 @@ from nearplane.formats.beside import changed_card, write_card
 from nearplane.record.evaluation_table import read_evaluation
 from nearplane.record.record import read_record
 from nearplane.system.arguments import checked
-from nearplane.system.files import check_digest
 from nearplane.system.paths import CARD
+from nearplane.system.recorded_hashes import check_digest
 
 
 @checked()

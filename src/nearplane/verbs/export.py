@@ -26,9 +26,9 @@ from nearplane.models.conversion import as_saved
 from nearplane.models.pretrained import empty_network, vocabulary_of
 from nearplane.record.record import read_record
 from nearplane.system.arguments import takes
-from nearplane.system.files import check_hashes
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import CONFIG, RECORD
+from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.safetensors_files import TensorReader
 from nearplane.system.shard_writer import ShardWriter
 from nearplane.system.sizes import check_room

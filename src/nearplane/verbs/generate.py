@@ -31,7 +31,7 @@ from nearplane.models.two_tokenizers import other_tokens
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
-from nearplane.system.files import check_hashes
+from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.time_limit import time_limit
 from nearplane.verbs.generate_request import GenerateRequest, Say
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ from nearplane.record.record import RunRecord, Source
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device, without_number
-from nearplane.system.files import sha256, unordered
+from nearplane.system.files import sha256
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.paths import CONFIG, GPTQ_CONFIG, RECORD, TIED
@@ -250,8 +251,15 @@ def _beside(folder: Path, record: RunRecord, plan: Plan, model: Model) -> Iterat
     for entry in QUANTIZATIONS:
         config, expected = config_json.get(entry, {}), original_json.get(entry, {})
         for key in sorted((config.keys() | expected.keys()) - VERSIONS):
-            if unordered(config.get(key)) != unordered(expected.get(key)):
+            if _unordered(config.get(key)) != _unordered(expected.get(key)):
                 yield Fault(where=CONFIG, what=f"{key} in {entry} differs from the recipe for this model")
+
+
+def _unordered(value: Any) -> Any:
+    """Return JSON with its lists sorted, for comparisons that ignore order."""
+    if isinstance(value, dict):
+        return {key: _unordered(part) for key, part in value.items()}
+    return sorted((_unordered(part) for part in value), key=str) if isinstance(value, list) else value
 
 
 def _windows(saved: Checkpoint, faults: list[Fault]) -> Windows | None:
