@@ -202,12 +202,8 @@ def within(name: str, value: object, good: bool, expected: str) -> None:
 def whole(name: str, value: object, least: int, most: int | None = None) -> None:
     """Refuse a value that is neither None nor a whole number from `least` to `most`."""
     good = value is None or (isinstance(value, Integral) and least <= int(value) <= (most or int(value)))
-    within(
-        name,
-        value,
-        good,
-        f"a whole number, at least {least}" if most is None else f"a whole number from {least} to {most}",
-    )
+    limits = f", at least {least}" if most is None else f" from {least} to {most}"
+    within(name, value, good, f"a whole number{limits}")
 
 
 def unknown_device(name: str) -> RecipeError:

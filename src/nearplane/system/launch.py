@@ -31,29 +31,25 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch | None:
         RecipeError: Some of the variables are missing or no numbers.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
-        names, job = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "0"
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
-        names, job = (
-            ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"),
-            env.get("SLURM_JOB_ID", "0"),
-        )
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
     else:
         return None
     try:
         rank, world = (int(env[name]) for name in names[:2])
         if world == 1:
             return None
-        slurm = names[0] == "SLURM_PROCID"
-        address = env.get("MASTER_ADDR") or (first_host(env["SLURM_STEP_NODELIST"]) if slurm else env["MASTER_ADDR"])
-        port = int(
-            env.get("MASTER_PORT") or (SLURM_PORTS[int(job) % len(SLURM_PORTS)] if slurm else env["MASTER_PORT"])
-        )
+        address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+        if names[0] == "SLURM_PROCID":
+            address = address or first_host(env["SLURM_STEP_NODELIST"])
+            port = port or str(SLURM_PORTS[int(env.get("SLURM_JOB_ID", "0")) % len(SLURM_PORTS)])
+        return Launch(rank, world, address or env["MASTER_ADDR"], int(port or env["MASTER_PORT"]))
     except (KeyError, ValueError) as error:
         raise RecipeError(
             f"The environment variables {', '.join(names)} tell how processes of a run find each other, and one of them is "
             f"missing or wrong ({error}). Start the run with torchrun or srun, or use --processes on one machine."
         ) from error
-    return Launch(rank, world, address, port)
 
 
 def forget_launch() -> None:

@@ -76,8 +76,7 @@ def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:
     for way, rows in curves.items():
         colour, marker = STYLES[way]
         points = sorted((row.rate or 0.0, row.perplexity or 0.0) for row in rows)
-        width = 2.2 if way == "nearplane" else 1.3
-        label = _label(way, [y for _, y in points], top)
+        width, label = 2.2 if way == "nearplane" else 1.3, _label(way, points, top)
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linewidth=width, markersize=5, label=label)
     axes.margins(x=0.04)
     axes.set_xlabel("bits per quantized weight, every byte of the layers counted")
@@ -85,9 +84,9 @@ def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:
     axes.set_title(Path(original.model).name, fontsize=11, loc="left")
 
 
-def _label(name: str, values: list[float], top: float) -> str:
+def _label(name: str, points: Iterable[tuple[float, float]], top: float) -> str:
     """Return the label of a curve, with its values above the top of the figure."""
-    above = ", ".join(f"{value:.3g}" for value in values if value > top)
+    above = ", ".join(f"{y:.3g}" for _, y in points if y > top)
     return f"{name} (above: {above})" if above else name
 
 
@@ -107,7 +106,7 @@ def _panel(
     for original, colour in zip(originals, itertools.cycle(colours), strict=False):
         line: list[Any] = sorted((row for row in rows if row.model == original.model), key=lambda row: row.bytes or 0)
         points = [(row.bytes / unit, row.perplexity) for row in [*line, original]]
-        label = _label(Path(original.model).name, [y for _, y in points], top)
+        label = _label(Path(original.model).name, points, top)
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, label=label)
         for row, (x, y) in zip([*line, original], points, strict=True):
             marker = "*" if row is original else markers[row.asked]
@@ -121,9 +120,9 @@ def _name_markers(figure: Figure, markers: Mapping[float, str]) -> None:
     from matplotlib.lines import Line2D
 
     shapes = [*((f"{bits:g} bits", marker) for bits, marker in markers.items()), ("original", "*")]
-    handles = [Line2D([], [], color="#444444", marker=marker, linestyle="", label=label) for label, marker in shapes]
+    lines = [Line2D([], [], color="#444444", marker=marker, linestyle="", label=label) for label, marker in shapes]
     figure.legend(
-        handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=8, handletextpad=0
+        handles=lines, loc="outside upper right", ncols=len(lines), frameon=False, fontsize=8, handletextpad=0
     )
 
 

@@ -42,7 +42,7 @@ from nearplane.models.pretrained import tokenizer_of
 from nearplane.models.two_tokenizers import check_same_tokens, decoded
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
-from nearplane.system.progress import Progress, logged, shown, silent
+from nearplane.system.progress import logged, shown, silent
 from nearplane.system.ranks import current
 from nearplane.verbs.evaluate_request import EvaluateRequest
 from nearplane.verbs.follow import agree, files_of, on_all_ranks
@@ -150,20 +150,15 @@ class PreparedTexts:
             log.info("%s windows to evaluate (%s)", f"{len(part.tokens):,}", name)
         place, trust = Device.named(request.device), request.trust_remote_code
         networks = [opened(each, place, trust_remote_code=trust) for each in outlines]
-        floors: list[Floor | None] = [None] * len(self.scored)
+        floor = None
         if request.floor and len(networks) > 1 and not outlines[0].embeds:
-            floors[0] = measured_floor(networks[1], self.scored[0], place, trust, request.progress)
-        measured = [
-            _measured(networks, part, name, request.protocol, floor, request.progress)
-            for part, name, floor in zip(self.scored, self.names, floors, strict=True)
-        ]
+            floor = measured_floor(networks[1], self.scored[0], place, trust, request.progress)
+        texts = [*zip(self.scored, self.names, strict=True)]
+        measured = [_measured(networks, *text, request, None if n else floor) for n, text in enumerate(texts)]
         if not request.activations:
             return measured
         networks[0].rounded = self.rounded
-        computed = [
-            _measured(networks, part, name, request.protocol, None, request.progress)
-            for part, name in zip(self.scored, self.names, strict=True)
-        ]
+        computed = [_measured(networks, *text, request) for text in texts]
         return [
             replace(alone, evaluation=replace(alone.evaluation, computed=both.evaluation))
             for alone, both in zip(measured, computed, strict=True)
@@ -267,9 +262,8 @@ def _scored(
         given.check_packed(outline.framed, outline.name)
         if outline.takes is InputKind.TEXT:
             check_padding(tokens)
-        scored = ScoredText(
-            tokens=tokens[:samples], targets=next_tokens(tokens[:samples]) if outline.vocabulary else None
-        )
+        tokens = tokens[:samples]
+        scored = ScoredText(tokens=tokens, targets=next_tokens(tokens) if outline.vocabulary else None)
     else:
         seqlen = seqlen or default_seqlen(protocol, None if positions == sys.maxsize else positions)
         if seqlen < 2:
@@ -289,29 +283,21 @@ def _scored(
 
 
 def _measured(
-    networks: Sequence[Network],
-    scored: ScoredText,
-    name: str,
-    protocol: Protocol,
-    floor: Floor | None,
-    progress: Progress,
+    networks: Sequence[Network], scored: ScoredText, name: str, request: EvaluateRequest, floor: Floor | None = None
 ) -> Measured:
     """Return the evaluation on one text, and the scores of its tokens."""
     names, windows = [network.outline.name for network in networks], len(scored.tokens)
     seqlen = scored.tokens.shape[1] if networks[0].outline.vocabulary else 1
     with running(networks, scored.tokens) as batches:
         total = len(batches_here(networks, scored.tokens))
-        compared = shown(progress, logged(batches, "evaluating", total), "evaluating", total)
+        compared = shown(request.progress, logged(batches, "evaluating", total), "evaluating", total)
         if networks[0].outline.embeds:
             alike = cosines(compared, names)
-            cosine, least = float(alike.mean()), float(alike.min())
-            evaluation = Evaluation(
-                tokens=seqlen * windows, windows=windows, seqlen=seqlen, cosine=cosine, worst_cosine=least, text=name
-            )
+            evaluation = Evaluation(tokens=seqlen * windows, windows=windows, seqlen=seqlen, text=name)
+            evaluation = replace(evaluation, cosine=float(alike.mean()), worst_cosine=float(alike.min()))
             return Measured(evaluation=evaluation)
         scores, remarks = token_scores(compared, names, scored, networks[0].outline.vocabulary)
-    statistics = summarize(scores)
-    base = scores.original_nll
+    statistics, protocol, base = summarize(scores), request.protocol, scores.original_nll
     by_words = protocol == "lm-eval"
     return Measured(
         evaluation=Evaluation(

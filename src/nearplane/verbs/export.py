@@ -32,8 +32,8 @@ from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.safetensors_files import TensorReader
 from nearplane.system.shard_writer import ShardWriter
 from nearplane.system.sizes import check_room
+from nearplane.verbs.checkpoint_requests import DENSE, ExportRequest
 from nearplane.verbs.export_integers import move_integers
-from nearplane.verbs.export_request import DENSE, ExportRequest
 
 log = logging.getLogger("nearplane")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

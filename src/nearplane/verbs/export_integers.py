@@ -90,9 +90,8 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
         """Return the quantization_config of the new checkpoint."""
         config = quantization_config(model, plan, layers)
         if record is None:  # nobody knows how these codes were solved
-            config["meta"] = {
-                name: each for name, each in config.get("meta", {}).items() if name not in ("order", "damp")
-            }
+            for name in ("order", "damp"):
+                config.get("meta", {}).pop(name, None)
         return {name: value for name, value in config.items() if value or name != "meta"}
 
     check_loads(model, plan, configured)
@@ -133,15 +132,14 @@ def _opened(source: Path, stored: Stored, *, trust_remote_code: bool) -> Model:
     Raises:
         FormatError: The network has no matrix of a quantized name.
     """
-    names = set(stored.names())
-    model = on_disk(source, ends=(True, True), trust_remote_code=trust_remote_code)
-    parts = (model.embeddings, model.head)
-    ends = tuple(part is not None and part.layers[0].written(model.weights) in names for part in parts)
+    names, trust = set(stored.names()), trust_remote_code
+    model = on_disk(source, ends=(True, True), trust_remote_code=trust)
+    first, last = (
+        part is not None and part.layers[0].written(model.weights) in names for part in (model.embeddings, model.head)
+    )
     layers = [layer for block in model.blocks for layer in block.layers]
     dense = [f"^{re.escape(layer.name)}$" for layer in layers if layer.written(model.weights) not in names]
-    model = Model(
-        source, model.network, model.reader, ignore=dense, ends=(ends[0], ends[1]), trust_remote_code=trust_remote_code
-    )
+    model = Model(source, model.network, model.reader, ignore=dense, ends=(first, last), trust_remote_code=trust)
     if unknown := sorted(names - {layer.written(model.weights) for layer in model.layers}):
         raise FormatError(
             f"{source}: {unknown[0]} is quantized, but {type(model.network).__name__} has no such matrix that export could move. "

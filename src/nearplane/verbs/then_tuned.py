@@ -22,8 +22,8 @@ from nearplane.record.record import RunRecord, read_record
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import refuse_unfinished
 from nearplane.tuning.checkpoint import check_layers, check_tunable
+from nearplane.verbs.checkpoint_requests import check_recipe
 from nearplane.verbs.tune import tune
-from nearplane.verbs.tune_request import check_recipe
 
 log = logging.getLogger(__name__)
 

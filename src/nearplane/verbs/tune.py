@@ -55,7 +55,7 @@ from nearplane.tuning.loop import Outcome, TrainingJournal, mean_kl, train
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split, split
-from nearplane.verbs.tune_request import TuneRequest
+from nearplane.verbs.checkpoint_requests import TuneRequest
 from nearplane.verbs.verify_losses import along_both_networks, remeasured, tuned_norms
 
 
