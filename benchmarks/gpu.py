@@ -49,8 +49,10 @@ import nearplane  # noqa: E402
 from nearplane.demo import EVALUATION_WINDOWS, HELD_OUT, MODEL, SEQLEN  # noqa: E402
 from nearplane.demo.demo_recipes import recipes  # noqa: E402
 from nearplane.lattice.grid import QuantizedMatrix  # noqa: E402
-from nearplane.matrix.on_grid import quantize_matrix  # noqa: E402
-from nearplane.matrix.to_rate import quantize_matrix_to_rate  # noqa: E402
+from nearplane.matrix.quantize_matrix import (  # noqa: E402
+    quantize_matrix,
+    quantize_matrix_to_rate,
+)
 from nearplane.models.model import open_model  # noqa: E402
 from nearplane.planning.forecast import forecast  # noqa: E402
 from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme  # noqa: E402

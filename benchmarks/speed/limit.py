@@ -17,7 +17,8 @@ from nearplane.coding.blob import Contents, encode
 from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import factorize
 from nearplane.matrix.inputs import LayerInput
-from nearplane.matrix.to_rate import Search, coded_rate, quantize_matrix_to_rate, secant, waterfilled_steps
+from nearplane.matrix.quantize_matrix import quantize_matrix_to_rate
+from nearplane.matrix.to_rate import Search, coded_rate, secant, waterfilled_steps
 from nearplane.recipe.schemes import RateScheme
 from nearplane.theory.shrunken import shrunken
 from nearplane.verbs.hptq import hptq

@@ -28,7 +28,8 @@ from nearplane.coding.blob import stored_base
 from nearplane.formats.container import Place
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS, open_container
-from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.product_grid import ProductGrid
 from nearplane.recipe.schemes import GridScheme, RateScheme
 
 OCTAVES = 0.8  # standard deviation of the columns' spread

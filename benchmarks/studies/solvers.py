@@ -41,7 +41,8 @@ from nearplane.lattice.bounds import quadratic
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import nearest_plane
 from nearplane.matrix.inputs import LayerInput, corrected
-from nearplane.matrix.on_grid import quantize_matrix, solve
+from nearplane.matrix.on_grid import solve
+from nearplane.matrix.quantize_matrix import quantize_matrix
 from nearplane.models.kinds import Divergence, divergence
 from nearplane.recipe.schemes import GridScheme
 from nearplane.verbs.evaluate import load_dense

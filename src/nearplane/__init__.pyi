@@ -20,8 +20,8 @@ from nearplane.errors import (
 )
 from nearplane.loading.from_pretrained import load as load
 from nearplane.loading.from_pretrained import register as register
-from nearplane.matrix.on_grid import quantize_matrix as quantize_matrix
-from nearplane.matrix.to_rate import quantize_matrix_to_rate as quantize_matrix_to_rate
+from nearplane.matrix.quantize_matrix import quantize_matrix as quantize_matrix
+from nearplane.matrix.quantize_matrix import quantize_matrix_to_rate as quantize_matrix_to_rate
 from nearplane.recipe.recipe import Calibration as Calibration
 from nearplane.recipe.recipe import LayerScheme as LayerScheme
 from nearplane.recipe.recipe import Recipe as Recipe

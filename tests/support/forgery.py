@@ -22,7 +22,8 @@ from nearplane.coding.blob import stored_base
 from nearplane.formats.beside import Beside
 from nearplane.formats.container import written
 from nearplane.formats.stored import Stored
-from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.product_grid import ProductGrid
 from nearplane.number_formats import find_format
 from nearplane.recipe.scheme import Order
 from nearplane.record.record import LayerRecord, RunRecord, digest_of, one_line, read_record

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from nearplane.lattice import kernels, polish, solvers
-from nearplane.lattice.grid import Grid
 from nearplane.lattice.kernels_torch import Columns, Rounding, Spans, State, Tally
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.lattice.scale import StepStorage
@@ -46,7 +45,7 @@ def solve_pass(columns: Columns, U: Tensor, tally: Tally) -> tuple[Tensor, Tenso
 
 def descend_pass(state: State, W: Tensor, spans: Spans, rounding: Rounding | None, *, begins: bool) -> None:
     """Take a pass of coordinate descent on the CPU."""
-    starts, firsts, group = spans.starts.tolist(), spans.firsts.tolist(), state.grid.group
+    starts, firsts, group = spans.starts.tolist(), spans.firsts.tolist(), state.group
     if begins:
         state.E.copy_(W.T - polish.in_steps(state, 0, len(state.E)) * state.scale[group])
     fit = None if rounding is None else Rounded(rounding)
@@ -78,9 +77,6 @@ def held(argument: Any) -> Any:
     """Return an argument of a kernel with the tensors that the card holds, in their memory."""
     if isinstance(argument, State):
         return replace(argument, **{each.name: held(getattr(argument, each.name)) for each in fields(State)})
-    if isinstance(argument, Grid):
-        parts = argument.with_parts({name: held(part) for name, part in argument.parts.items()})
-        return replace(parts, group=held(argument.group))
     return tree_map_only(Pretend, lambda each: each.held, argument)
 
 

@@ -16,7 +16,8 @@ from nearplane.coding.blob import stored_base
 from nearplane.formats.container import Place
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS, open_container
-from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.product_grid import ProductGrid
 from nearplane.recipe.schemes import RateScheme
 
 

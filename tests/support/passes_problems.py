@@ -170,7 +170,7 @@ def descended(case: Case) -> dict[str, Any]:
         before = {name: getattr(state, name).held.clone() for name in names}
         nonlocal passes
         passes += 1
-        before |= {"W": W.held, "group": state.grid.group.held}
+        before |= {"W": W.held, "group": state.group.held}
         before |= {"starts": spans.starts.held, "spans": spans.firsts.held}
         passes_triton.descend_pass(state, W, spans, rounding, begins=begins)
         after = {name: getattr(state, name).held for name in names}

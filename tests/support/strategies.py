@@ -53,6 +53,11 @@ class Problem:
         """Return (tokens + in, in) inputs with the damping appended."""
         return damped(self.X, factor.shift)
 
+    def clipped(self, targets: Tensor) -> Tensor:
+        """Return (out, in) bool, True where targets lie more than half a step beyond the limits of the grid."""
+        scale, zero = self.grid.columns(slice(None))
+        return self.grid.codebook.outside(targets / scale + zero)
+
     def damped_hessian(self, factor: Factor) -> Tensor:
         """Return the (in, in) Hessian that was factored."""
         return self.H + factor.shift * torch.eye(len(self.H), dtype=torch.float64)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nearplane.lattice.kernels_torch import State
 from nearplane.lattice.solvers import round_to_nearest
+from nearplane.lattice.superblock import SuperGrid
 from nearplane.lattice.superblock_fit import SuperFit, fit_blocks
 from nearplane.lattice.superfit_triton import fit_columns
 from nearplane.number_formats import TYPES, BlockFormat, integers
@@ -33,8 +34,8 @@ def problem(seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def state_of(asked: dict[str, Any], dtype: torch.dtype) -> tuple[State, SuperFit, int, int, Tensor]:
-    """Return a state whose steps are off, its fit, and the columns to fit with their `E H`."""
+def state_of(asked: dict[str, Any], dtype: torch.dtype) -> tuple[State, SuperGrid, SuperFit, int, int, Tensor]:
+    """Return a state whose steps are off, its grid and fit, and the columns to fit with their `E H`."""
     draw, kind = torch.Generator().manual_seed(asked["seed"]), FORMATS[asked["kind"]]
     storage, n = getattr(torch, asked["storage"]), 2 * kind.columns
     W = 0.02 * asked["size"] * (torch.randn(asked["rows"], n, generator=draw) + 0.2)
@@ -46,7 +47,7 @@ def state_of(asked: dict[str, Any], dtype: torch.dtype) -> tuple[State, SuperFit
     W = W.to(dtype)
     E = W - grid.decode(matrix.codes)
     state = State(
-        grid=grid,
+        group=grid.group,
         codebook=grid.codebook,
         scale=grid.scale.T.clone(memory_format=torch.contiguous_format),
         zero=grid.zero.T.clone(memory_format=torch.contiguous_format),
@@ -59,23 +60,23 @@ def state_of(asked: dict[str, Any], dtype: torch.dtype) -> tuple[State, SuperFit
         moved=torch.zeros((), dtype=torch.bool),
     )
     a, b = (kind.columns, n) if asked["seed"] % 2 or not kind.single else (0, n)
-    return state, SuperFit(grid, kind, storage), a, b, H[a:b] @ state.E
+    return state, grid, SuperFit(grid, kind, storage), a, b, H[a:b] @ state.E
 
 
 def solved(asked: dict[str, Any]) -> dict[str, Any]:
     """Fit some columns; return how many numbers differ from the torch form, and errors of E, E H and the loss."""
     dtype = getattr(torch, asked["dtype"])
-    state, fit, a, b, EH = state_of(asked, dtype)
+    state, begin, fit, a, b, EH = state_of(asked, dtype)
     start = state.E.clone()
     fit_columns(fit.kind, fit.storage, fit.parts, state, EH, a)
-    wide, twin, _, _, expected = state_of(asked, torch.float64)
+    wide, begin_wide, twin, _, _, expected = state_of(asked, torch.float64)
     begun = wide.E.clone()
     twin.fit(wide, a, b, expected)
-    grid = fit.grid(state, state.grid)
+    grid = fit.grid(state, begin)
     values = grid.decode(state.codes.T).T
-    scale = float((state.grid.decode(state.codes.T).abs().max()) + start.abs().max())
+    scale = float((begin.decode(state.codes.T).abs().max()) + start.abs().max())
     losses = [((E.T.double() @ wide.H) * E.T).sum(1) for E in (begun, state.E.double())]
-    weights = begun + wide.grid.decode(wide.codes.T).T
+    weights = begun + begin_wide.decode(wide.codes.T).T
     zeros = 1e-5 * state.zero.abs()
     return {
         "unlike_torch": sum(int((fit.parts[name] != part).sum()) for name, part in twin.parts.items()),

@@ -25,7 +25,7 @@ from nearplane.system.device import repeatable_backward
 from nearplane.system.matmul_choice import Library
 from nearplane.system.matmul_library import library_in_use, using_library
 from nearplane.system.memory import release
-from nearplane.system.ranks import current
+from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 MAX_TOKENS, MIN_TOKENS = 16384, 2048
 BATCH = 8  # windows per forward pass
@@ -59,6 +59,7 @@ def sensitivity(
     dtype: torch.dtype,
     seed: int = 0,
     together: Collection[str] = (),
+    ranks: Ranks = ONE_PROCESS,
 ) -> Sensitivity:
     """Measure the diagonal `E[g_i^2]` of the Fisher information of every layer's outputs; g: log-likelihood's gradient.
 
@@ -78,6 +79,7 @@ def sensitivity(
         device, dtype: Device and dtype of the computation; float32 replaces float16, in which gradients underflow.
         seed: Seed of the labels.
         together: Names of layers for which products of neighbouring outputs are measured as well.
+        ranks: Processes of the run.
 
     Raises:
         CalibrationError: A token is not in the vocabulary, or hidden states or gradients are not finite.
@@ -87,7 +89,7 @@ def sensitivity(
     count = sensitivity_windows(model, tokens, joined=bool(together))
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
     batch = BATCH if device.type == "cpu" else default_batch(windows.shape[1])  # less for `repeatable_backward`
-    every, ranks = windows.split(batch), current()
+    every = windows.split(batch)
     divided = not together and model.embeddings is None and has_head(model.network)
     if divided and ranks.others:
         ranks.start(_FollowedSensitivity(tokens, dtype, seed, library_in_use()))
@@ -156,8 +158,8 @@ class _FollowedSensitivity:
 
     def __call__(self, followed: Followed) -> None:
         with using_library(self.library):
-            place = followed.device.place
-            sensitivity(followed.model, self.tokens, device=place, dtype=self.dtype, seed=self.seed)
+            place, ranks = followed.device.place, followed.device.ranks
+            sensitivity(followed.model, self.tokens, device=place, dtype=self.dtype, seed=self.seed, ranks=ranks)
 
 
 def sensitivity_windows(model: Model, tokens: Tensor, *, joined: bool = False) -> int:

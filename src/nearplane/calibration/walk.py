@@ -37,7 +37,7 @@ from nearplane.system.device import Device
 from nearplane.system.matmul_choice import Library
 from nearplane.system.matmul_library import library_in_use, using_library
 from nearplane.system.memory import release
-from nearplane.system.ranks import current
+from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class Stage:
         blocks: Number of blocks that the streams have passed, at the end of a block; 0 elsewhere.
         stream: The streams after these blocks; None without streams, where it is not the end of a block, and where
             nothing runs on their outputs.
+        ranks: Processes of the run, which all have this stage.
 
     Attributes:
         written: Whether `write` was called; the walk requires it before the next stage.
@@ -70,10 +71,11 @@ class Stage:
         first: bool = False,
         blocks: int = 0,
         stream: Stream | None = None,
+        ranks: Ranks = ONE_PROCESS,
     ) -> None:
         self.layers, self.inputs, self.rest, self.first = layers, list(inputs), rest, first
         self.blocks, self.stream, self.input_scales = blocks, stream, dict(input_scales or {})
-        self.written = False
+        self.ranks, self.written = ranks, False
         self.solved: list[Any] = []
 
     @property
@@ -117,10 +119,9 @@ class Stage:
         The inputs are dropped: with their factors they take as much memory as a block. On several ranks, rank 0 has the
         values, and the others receive them.
         """
-        ranks = current()
-        ranks.start(_receive_values)
-        for layer, each in zip(self.layers, values, strict=ranks.leads):
-            each = ranks.broadcast(each)
+        self.ranks.start(_receive_values)
+        for layer, each in zip(self.layers, values, strict=self.ranks.leads):
+            each = self.ranks.broadcast(each)
             if each is not None:
                 layer.write(each)
             del each  # frees a copy: the block has the values
@@ -157,7 +158,7 @@ def walk(
         model: The original model.
         recipe: The recipe; its calibration, scheme and solver options are used.
         windows: The calibration windows; without windows, the inputs of layers are not observed.
-        setting: The device, and settings for memory.
+        setting: The device with its ranks, and settings for memory.
         moments: Moments of the embeddings' inputs, if embeddings are quantized; see `Plan`.
         resumed: State of a stopped walk, whose stages are skipped.
 
@@ -167,17 +168,17 @@ def walk(
     Raises:
         CalibrationError: An input is not finite, or some layers do not run.
     """
-    ranks, done = current(), 0 if resumed is None else resumed.blocks
+    ranks, done = setting.device.ranks, 0 if resumed is None else resumed.blocks
     if ranks.others:
-        ranks.start(_FollowedWalk(recipe, windows, setting, dict(moments or {}), done, library_in_use(), model.tuned))
+        theirs = replace(setting, device=Device(setting.device.place))  # each has ranks of its own
+        ranks.start(_FollowedWalk(recipe, windows, theirs, dict(moments or {}), done, library_in_use(), model.tuned))
     stages = _Walk(model, recipe, windows, setting).stages(moments or {}, resumed)
-    with closing(_in_order(stages)) as in_order:
+    with closing(_in_order(stages, ranks)) as in_order:
         yield in_order
 
 
-def _in_order(stages: Generator[Stage]) -> Generator[Stage]:
+def _in_order(stages: Generator[Stage], ranks: Ranks) -> Generator[Stage]:
     """Yield stages; raise RuntimeError if a stage is not written before the next is made."""
-    ranks = current()
     with closing(stages):
         for stage in stages:
             yield stage
@@ -213,17 +214,17 @@ class _FollowedWalk:
 
     def __call__(self, followed: Followed) -> None:
         followed.model.tuned = dict(self.tuned)
-        setting, ranks = replace(self.setting, device=followed.device, folder=None), current()
+        setting = replace(self.setting, device=followed.device, folder=None)
         with (
             using_library(self.library),
             walk(followed.model, self.recipe, self.windows, setting, moments=self.moments, resumed=self) as stages,
         ):
             for stage in stages:
-                ranks.serve(stage)
+                stage.ranks.serve(stage)
 
     def restore(self, stream: Stream) -> None:
         """Receive the hidden states of this rank's batches behind the blocks that were done before."""
-        current().serve(stream)
+        stream.dealt.ranks.serve(stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +253,7 @@ class _Walk:
         last = len(model.blocks) if model.head is None else len(model.blocks) + 1  # nothing runs on the last outputs
         if resumed is not None and 0 < done < last and stream is not None:
             resumed.restore(stream)
-            current().release()
+            stream.dealt.ranks.release()
             for block in model.blocks[:done]:
                 del stream.calls[block.name]
         rounding = None if stream is None else stream.rounding
@@ -265,14 +266,18 @@ class _Walk:
                 onward = index + 1 < last
                 with closing(observations(block, stream, recipe, self.setting.room, onward=onward)) as observed:
                     yield from self._through(observed, unquantized, rounding)
-            yield Stage(rest=unquantized, blocks=index + 1, stream=stream if onward else None)  # the end of the block
+            yield self._end(unquantized, blocks=index + 1, stream=stream if onward else None)
         unquantized = model.unquantized()
         if model.head is not None:
             if stream is not None:
                 finish(model, stream, joined_windows(self._dealt()[0]), dtype)
             with model.head.on(place, dtype, original=False) as block:
                 yield from self._through(observations_of_the_head(block, stream), unquantized)
-        yield Stage(rest=unquantized)
+        yield self._end(unquantized)
+
+    def _end(self, rest: tuple[str, ...], blocks: int = 0, stream: Stream | None = None) -> Stage:
+        """Return the end of a block, which writes the tensors `rest`."""
+        return Stage(rest=rest, blocks=blocks, stream=stream, ranks=self.setting.device.ranks)
 
     def _stream(self, dtype: torch.dtype, embeddings: Tensor | None) -> Stream | None:
         """Return both streams before the first block; None if the solver needs no inputs."""
@@ -289,7 +294,7 @@ class _Walk:
 
     def _dealt(self) -> tuple[list[Tensor], Dealt]:
         """Return the batches of this rank, and their place among all."""
-        return self.windows.dealt(self.setting.batch, current())
+        return self.windows.dealt(self.setting.batch, self.setting.device.ranks)
 
     def _through(
         self, observed: Iterable[Observed], rest: tuple[str, ...] = (), rounding: RoundedStream | None = None
@@ -303,6 +308,7 @@ class _Walk:
                 rest=rest,
                 input_scales=None if rounding is None else rounding.scales,
                 first=number == 0,
+                ranks=self.setting.device.ranks,
             )
             together.clear()  # only the stage may hold moments and factors: they are as large as a block
             yield stage

@@ -29,7 +29,7 @@ SHAPE_BYTES = 16  # of a blob, from which `shape_of` reads
 
 
 class Ladders(Protocol):
-    """Scales of rows and columns, see `Contents`; `lattice.grid.ProductGrid` has them, but is not imported here."""
+    """Scales of rows and columns, see `Contents`; `lattice.product_grid.ProductGrid` has them, but is not imported here."""
 
     @property
     def base(self) -> float: ...

@@ -48,7 +48,7 @@ from nearplane.models.model import NOT_IN_MEMORY, Block, Model, open_model, posi
 from nearplane.models.pretrained import empty_network
 from nearplane.system.device import Device
 from nearplane.system.memory import return_large_blocks
-from nearplane.system.ranks import current
+from nearplane.system.ranks import Ranks
 from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.sizes import size_text
 from nearplane.system.source_storage import method_of
@@ -129,14 +129,14 @@ class Network(ABC):
 
     Attributes:
         outline: Description of the network before its weights are read.
-        device: Device that it runs on.
+        device: Device that it runs on, with its ranks.
         width: Width of the hidden states that are kept in memory for a chunk of windows; 0 if none are.
         rounded: Layers that multiply rounded inputs while it predicts; empty: none do.
     """
 
     width: int = 0
 
-    def __init__(self, outline: Outline, device: torch.device) -> None:
+    def __init__(self, outline: Outline, device: Device) -> None:
         self.outline, self.device, self.rounded = outline, device, RoundedLayers()
 
     @abstractmethod
@@ -154,8 +154,8 @@ class Network(ABC):
 class Held(Network):
     """A network that is in memory."""
 
-    def __init__(self, outline: Outline, network: PreTrainedModel) -> None:
-        super().__init__(outline, network.device)
+    def __init__(self, outline: Outline, network: PreTrainedModel, ranks: Ranks) -> None:
+        super().__init__(outline, Device(network.device, ranks=ranks))
         self.network = network
 
     def shapes(self) -> list[tuple[int, int]]:
@@ -171,10 +171,10 @@ class Held(Network):
         try:
             for module, _ in modes:
                 module.training = False
-            body = None if self.outline.embeds else self._body(windows[:1].to(self.device))
+            body = None if self.outline.embeds else self._body(windows[:1].to(self.device.place))
             run = self._whole if body is None else partial(self._head_apart, body)
             with round_inputs(self.rounded, self.network):
-                yield lambda index: run(parts[index].to(self.device))
+                yield lambda index: run(parts[index].to(self.device.place))
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -230,13 +230,13 @@ class Streamed(Network):
         ModelError: The network cannot run block by block.
     """
 
-    def __init__(self, outline: Outline, model: Model, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, outline: Outline, model: Model, device: Device, dtype: torch.dtype) -> None:
         super().__init__(outline, device)
         self.model, self.dtype = model, dtype
         if outline.takes is not InputKind.TEXT:
             raise ModelError(f"it takes {outline.takes}")
         self.width = model.network.get_input_embeddings().weight.shape[1] * len(model.stacks)
-        skeleton(model, [torch.zeros(1, 2, dtype=torch.int64)], device=device, dtype=dtype)
+        skeleton(model, [torch.zeros(1, 2, dtype=torch.int64)], device=device.place, dtype=dtype)
 
     def shapes(self) -> list[tuple[int, int]]:
         """Return the (out, in) shapes of the layers of its blocks."""
@@ -245,7 +245,7 @@ class Streamed(Network):
     @contextmanager
     def predicting(self, windows: Tensor, batch: int) -> Iterator[Callable[[int], Readout]]:
         """Pass the windows through all blocks, then keep the modules behind them in memory; see `Network`."""
-        device, dtype = self.device, self.dtype
+        device, dtype = self.device.place, self.dtype
         parts = windows.split(batch)
         stream = skeleton(self.model, parts, device=device, dtype=dtype)
         for block in self.model.in_turn(self.model.blocks, device):
@@ -292,12 +292,12 @@ def opened(
     """
     return_large_blocks()
     if outline.folder is None:
-        return Held(outline, outline.network)
+        return Held(outline, outline.network, device.ranks)
     folder = outline.folder
     size, free = outline.size * dtype.itemsize // 4, device.free()
     if free is not None and size > MAX_MEMORY_SHARE * free:
         try:
-            streamed = Streamed(outline, on_disk(folder, trust_remote_code=trust_remote_code), device.place, dtype)
+            streamed = Streamed(outline, on_disk(folder, trust_remote_code=trust_remote_code), device, dtype)
         except ModelError as error:
             log.warning("%s is loaded as a whole, because it cannot run block by block: %s", outline.name, error)
         else:
@@ -305,7 +305,7 @@ def opened(
             log.info("%s runs block by block, because it would need %s in %s and %s are free", *sizes)
             return streamed
     network = dense_network(folder, dtype=dtype, device=device.place, trust_remote_code=trust_remote_code)
-    return Held(outline, network)
+    return Held(outline, network, device.ranks)
 
 
 def on_disk(folder: Path, *, ends: tuple[bool, bool] = (False, False), trust_remote_code: bool = False) -> Model:
@@ -333,17 +333,17 @@ def windows_at_a_time(networks: Sequence[Network], windows: Tensor) -> int:
     return max(1, BATCH_TOKENS // windows.shape[1]) if text else OTHER_BATCH
 
 
-def batches_here(networks: Sequence[Network], windows: Tensor) -> range:
+def batches_here(networks: Sequence[Network], windows: Tensor, ranks: Ranks) -> range:
     """Return the numbers of the batches of windows that this process passes through the networks, of several ranks."""
-    return current().share(-(-len(windows) // windows_at_a_time(networks, windows)))
+    return ranks.share(-(-len(windows) // windows_at_a_time(networks, windows)))
 
 
-def predictions(networks: Sequence[Network], windows: Tensor) -> Iterator[tuple[slice, list[Readout]]]:
+def predictions(networks: Sequence[Network], windows: Tensor, ranks: Ranks) -> Iterator[tuple[slice, list[Readout]]]:
     """Yield for each batch of windows (windows, seqlen) its place in them and a readout of every network.
 
     On several ranks, each runs a share of the batches. Autograd is the caller's to switch off.
     """
-    batch, own = windows_at_a_time(networks, windows), batches_here(networks, windows)
+    batch, own = windows_at_a_time(networks, windows), batches_here(networks, windows, ranks)
     begin = own.start * batch
     for chunk in windows[begin : own.stop * batch].split(_chunk(networks, windows.shape[1], batch)):
         with ExitStack() as stack:
@@ -393,5 +393,5 @@ def _chunk(networks: Sequence[Network], seqlen: int, batch: int) -> int:
     streamed = [network for network in networks if network.width]
     if not streamed:
         return 1 << 60
-    width, free = sum(network.width for network in streamed), min(Device(each.device).free() or 0 for each in streamed)
+    width, free = sum(network.width for network in streamed), min(each.device.free() or 0 for each in streamed)
     return batch * max(1, int(STATES * free / (4 * width * seqlen * batch)))

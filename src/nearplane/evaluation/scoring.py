@@ -21,7 +21,7 @@ from nearplane.models.pretrained import as_model_error
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library
 from nearplane.system.progress import Progress, shown
-from nearplane.system.ranks import by_itself, current
+from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 # of one network that are computed at a time, whichever is more; blocks of 16 MB are slow
 LOGITS, POSITIONS = 1 << 20, 64
@@ -50,21 +50,27 @@ class Floor:
 
 
 @contextmanager
-def running(networks: Sequence[Network], windows: Tensor) -> Iterator[Iterator[tuple[slice, list[Readout]]]]:
-    """Run networks on windows without autograd; their errors become errors of the model."""
+def running(
+    networks: Sequence[Network], windows: Tensor, ranks: Ranks
+) -> Iterator[Iterator[tuple[slice, list[Readout]]]]:
+    """Run networks on a rank's windows without autograd; their errors become errors of the model."""
     first, seqlen = networks[0], windows.shape[1] if networks[0].outline.vocabulary else 1
     with (
-        chosen_library(first.shapes(), windows.numel(), Device(first.device)),
+        chosen_library(first.shapes(), windows.numel(), first.device),
         as_model_error(f"{first.outline.name} does not run on its windows of {seqlen} tokens"),
         torch.no_grad(),
     ):
-        yield predictions(networks, windows)
+        yield predictions(networks, windows, ranks)
 
 
 def token_scores(
-    batches: Iterable[tuple[slice, list[Readout]]], names: Sequence[str], scored: ScoredText, vocabulary: int
+    batches: Iterable[tuple[slice, list[Readout]]],
+    names: Sequence[str],
+    scored: ScoredText,
+    vocabulary: int,
+    ranks: Ranks,
 ) -> tuple[TokenScores, tuple[str, ...]]:
-    """Return the scores of all tokens that have a target, and remarks on degenerate networks.
+    """Return the scores of all tokens that have a target, of all ranks, and remarks on degenerate networks.
 
     Raises:
         ModelError: The networks have different vocabularies, or a log-probability is not finite.
@@ -93,7 +99,7 @@ def token_scores(
             for number, each in enumerate(predicted):
                 rows = torch.cat([first[number], each[:: -(-len(each) // COMPARED_ROWS)].cpu()])
                 constant[number] &= predicts_always_the_same(rows)
-    found = [each for each in current().gather((parts, first, constant)) if each[0]]  # a rank may have no windows
+    found = [each for each in ranks.gather((parts, first, constant)) if each[0]]  # a rank may have no windows
     scores = TokenScores.joined([part for of_rank, _, _ in found for part in of_rank])
     first = [torch.cat([rows[number] for _, rows, _ in found]) for number in range(len(names))]
     constant = [
@@ -118,7 +124,7 @@ def _remarks(names: Sequence[str], constant: Sequence[bool], losses: Sequence[fl
             yield f"{name} predicts worse than a guess among {vocabulary:,} tokens, whose perplexity is {vocabulary:,}"
 
 
-def cosines(batches: Iterable[tuple[slice, list[Readout]]], names: Sequence[str]) -> Tensor:
+def cosines(batches: Iterable[tuple[slice, list[Readout]]], names: Sequence[str], ranks: Ranks) -> Tensor:
     """Return (windows,) the cosine of the embeddings of two networks: the means of their last hidden states of a window.
 
     Raises:
@@ -135,7 +141,7 @@ def cosines(batches: Iterable[tuple[slice, list[Readout]]], names: Sequence[str]
         parts.append(torch.nn.functional.cosine_similarity(expected.double(), embedding.double(), dim=-1).cpu())
         if not torch.isfinite(parts[-1]).all():
             raise ModelError("An embedding is NaN or Inf. Check the files, or compute in a wider dtype.")
-    return torch.cat([part for of_rank in current().gather(parts) for part in of_rank])
+    return torch.cat([part for of_rank in ranks.gather(parts) for part in of_rank])
 
 
 def measured_floor(
@@ -156,9 +162,10 @@ def measured_floor(
     few = replace(scored, tokens=scored.tokens[:count], targets=scored.targets[:count])
     try:
         networks = [opened(outline, place, dtype=dtype, trust_remote_code=trust), original]
-        with by_itself(), running(networks, few.tokens) as batches:  # few windows: every rank runs all of them
-            compared = shown(progress, batches, "measuring the floor", len(batches_here(networks, few.tokens)))
-            scores, _ = token_scores(compared, [outline.name] * 2, few, outline.vocabulary)
+        ranks = ONE_PROCESS  # few windows: every rank runs all of them
+        with running(networks, few.tokens, ranks) as batches:
+            compared = shown(progress, batches, "measuring the floor", len(batches_here(networks, few.tokens, ranks)))
+            scores, _ = token_scores(compared, [outline.name] * 2, few, outline.vocabulary, ranks)
     except ModelError as error:
         log.warning("The floor is not measured: %s", error)
         return None

@@ -23,7 +23,8 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Format
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import METHOD, ConfigFile, LayerFormat, Quantized
-from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.product_grid import ProductGrid
 from nearplane.number_formats import ENTROPY_CODED_FORMAT, NumberFormat
 
 VERSION = 1

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.factor import Factor, read, strips, total
-from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.kernels import tiling_of
 from nearplane.lattice.moments import Extra
+from nearplane.lattice.product_grid import ProductGrid
 from nearplane.lattice.solvers import Solution
 
 MEASURED_ROWS = 256  # rows measured at once: working memory stays in the caches and does not grow with the matrix

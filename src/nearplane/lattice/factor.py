@@ -21,11 +21,12 @@ from torch import Tensor
 
 from nearplane.errors import NumericalError
 from nearplane.lattice.kernels import tiling_of
+from nearplane.lattice.pivoted_order import pivoted_order
 
 Order = Literal["natural", "reversed", "activation", "pivoted"]
 AUTO_DAMPS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 MAX_FLOAT32_CONDITION = 1e3  # "auto" factors in float64 above this condition
-ROWS_AT_ONCE = 512  # rows permuted at once, or updated by one product
+ROWS_AT_ONCE = 512  # rows permuted at once
 MAX_SERIAL_SUM = 1 << 14  # entries that torch sums in one thread, for any number of threads
 
 
@@ -197,17 +198,11 @@ def _reverse_cholesky(H: Tensor, damping: Tensor) -> tuple[Tensor, int | None]:
     return R, None
 
 
-def rounding_order(H: Tensor, order: Order) -> Tensor:
-    """Return the permutation (in,) of a named order: `p[0]` is rounded first.
-
-    natural: 0, 1, ...; activation: descending diagonal of `H` ("act-order"); pivoted: the smallest remaining Schur
-    complement is eliminated first and rounded last (Chen, Hoefler, Alistarh 2025, Algorithm 4).
-    """
-    return pivoted_order(H) if order == "pivoted" else order_by(H.diagonal(), order)
-
-
 def order_by(diagonal: Tensor, order: Order) -> Tensor:
-    """Return the permutation (in,) of an order that depends on the diagonal (in,) of `H` only."""
+    """Return the permutation (in,) of an order that depends on the diagonal (in,) of `H` only: `p[0]` is rounded first.
+
+    natural: 0, 1, ...; activation: descending diagonal ("act-order").
+    """
     n = len(diagonal)
     match order:
         case "natural":
@@ -217,58 +212,7 @@ def order_by(diagonal: Tensor, order: Order) -> Tensor:
         case "activation":
             return torch.argsort(diagonal, descending=True, stable=True)
         case "pivoted":
-            raise NumericalError("The pivoted order needs the Hessian, not only its diagonal; use rounding_order.")
-
-
-def pivoted_order(H: Tensor, *, panel: int = 64) -> Tensor:
-    """Return the rounding order (in,) by minimal pivots; of equal pivots the lowest index is eliminated first.
-
-        S = H ;  k_i = argmin_k S_kk over the columns left ;  S -= S_{:,k} S_{k,:} / S_kk ;  p = (k_n, ..., k_1)
-
-    The column eliminated last is rounded first (Chen, Hoefler, Alistarh 2025, Algorithm 4). This is LAPACK's `pstrf`
-    with the smallest instead of the largest pivot, blocked the same way: nearly all of the work is matrix products. A
-    pivot that is only rounding error (`H` is singular) causes no update, so that `p` is always a permutation.
-
-    Args:
-        H: (in, in) symmetric, finite, on any device; the order is computed in its dtype.
-        panel: Number of columns eliminated between two updates of the remaining matrix.
-    """
-    n = len(H)
-    S = H.clone()  # (left, left) Schur complement after the last update, lower triangle
-    left = torch.arange(n, device=H.device)  # (left,) the columns that S holds, ascending
-    floor = torch.finfo(H.dtype).eps * H.diagonal()
-    diagonal = H.diagonal().clone()  # (left,) of the Schur complement after the last pivot; infinite where eliminated
-    order = torch.empty(n, dtype=torch.long, device=H.device)
-    for start in range(0, n, panel):
-        if len(left) - (n - start) > len(left) // 4:  # dropping eliminated columns costs a copy, so not at every panel
-            active = torch.isinf(diagonal).to(torch.uint8).argsort(stable=True)[: n - start]
-            left, diagonal, S = left[active], diagonal[active], S[active[:, None], active]
-        picked, L = _eliminate(S, diagonal, floor[left], min(panel, n - start))
-        order[start : start + panel] = left[picked]
-        for a in range(0, len(left), ROWS_AT_ONCE):
-            b = a + ROWS_AT_ONCE
-            S[a:b, :b].addmm_(L[:, a:b].T, L[:, :b], alpha=-1)
-    return order.flip(0)
-
-
-def _eliminate(S: Tensor, diagonal: Tensor, floor: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Eliminate the smallest pivots one by one. Updates `diagonal`; the caller updates `S -= L^T L`.
-
-    Returns:
-        The positions (steps,) of the pivots in `S`, and L (steps, left).
-    """
-    L = S.new_zeros(steps, len(S))
-    picked = torch.empty(steps, dtype=torch.long, device=S.device)
-    index = torch.arange(len(S), device=S.device)
-    for i in range(steps):
-        k = diagonal.argmin(keepdim=True)  # (1,), kept on the device: reading it back would make every step wait
-        column = torch.where(index < k, S.index_select(0, k)[0], S.index_select(1, k)[:, 0])  # (left,)
-        column = torch.addmv(column, L[:i].T, L[:i].index_select(1, k)[:, 0], alpha=-1)
-        L[i] = torch.where(diagonal[k] > floor[k], column / diagonal[k].sqrt(), 0)
-        diagonal -= L[i].square()
-        diagonal.index_fill_(0, k, torch.inf)
-        picked[i : i + 1] = k
-    return picked, L
+            raise NumericalError("The pivoted order needs the Hessian, not only its diagonal; use pivoted_order.")
 
 
 @contextmanager

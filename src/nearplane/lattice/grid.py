@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, NamedTuple, Self, cast
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -155,6 +155,14 @@ class Grid:
         group = self.group[index]
         return self.scale[:, group], self.zero[:, group]
 
+    def columns_first(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return copies (groups, out) of scale and zero in the dtype of weights (out, in)."""
+        scale, zero = (
+            part.to(like.dtype).expand(len(like), -1).T.clone(memory_format=torch.contiguous_format)
+            for part in (self.scale, self.zero)
+        )
+        return scale, zero
+
     def round(self, x: Tensor, index: Tensor | slice | int = slice(None)) -> tuple[Tensor, Tensor]:
         """Round `x`, the columns at `index`, to the grid: (codes, values), both in the dtype of `x`."""
         scale, zero = self.columns(index)
@@ -166,18 +174,9 @@ class Grid:
         scale, zero = self.columns(slice(None))
         return scale * (self.codebook.position(codes, scale.dtype) - zero)
 
-    def in_steps(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Turn (out, in) codes into (out, in) values divided by their steps: positions minus zeros."""
-        return (self.codebook.position(codes, self.zero.dtype) - self.zero[:, self.group]).to(dtype)
-
     def steps(self) -> Tensor:
         """Return the step of every column, (out or 1, in): the largest distance of neighbouring values."""
         return self.scale[:, self.group] * self.codebook.widest
-
-    def clipped(self, targets: Tensor) -> Tensor:
-        """Return (out, in) bool, True where `targets` lie more than half a step beyond the limits of the grid."""
-        scale, zero = self.columns(slice(None))
-        return self.codebook.outside(targets / scale + zero)
 
     @property
     def parts(self) -> dict[str, Tensor]:
@@ -202,11 +201,6 @@ class Grid:
         """Return (out or 1,) float64 ones: errors have the same weight in every row."""
         return torch.ones(len(self.scale), dtype=torch.float64, device=self.scale.device)
 
-    def scaled_to(self, base: float | None) -> Grid:
-        """Return the grid itself, which has no base step; see `ProductGrid`."""
-        del base
-        return self
-
     def differences_from(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
         """Yield the differences of codes (out, in) and grid from a number format."""
         low, high, groups = self.low, self.high, format.groups(codes.shape[1])
@@ -230,7 +224,7 @@ class Grid:
         """Whether all steps are positive numbers."""
         return bool((torch.isfinite(self.scale) & (self.scale > 0)).all())
 
-    def same_as(self, other: Grid | ProductGrid) -> bool:
+    def same_as(self, other: AnyGrid) -> bool:
         """Return whether another grid has the same steps, zeros, groups, limits and levels."""
         return (
             isinstance(other, Grid)
@@ -256,74 +250,6 @@ class Grid:
         return replace(moved, group=self.group.to(target))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProductGrid:
-    """Unbounded codes times a row scale and a column scale, both fractional powers of two, stored as short integers.
-
-        value = 2^(rows / row_resolution) * code * base * 2^(columns / column_resolution)
-
-    Args:
-        base: Step at exponent 0.
-        columns: (in,) int32 column exponents, in units of `1 / column_resolution` octaves.
-        column_resolution: Number of column exponents per octave, a power of two.
-        rows: (out,) int32 row exponents, in units of `1 / row_resolution` octaves; 0 where rows have no scale.
-        row_resolution: Number of row exponents per octave, a power of two.
-    """
-
-    base: float
-    columns: Tensor
-    column_resolution: int
-    rows: Tensor
-    row_resolution: int
-
-    def column_scale(self) -> Tensor:
-        """Return (in,) float32 `base * 2^(columns / column_resolution)`, rounded once."""
-        return (self.base * torch.exp2(self.columns.double() / self.column_resolution)).float()
-
-    def row_scale(self) -> Tensor:
-        """Return (out,) float32 `2^(rows / row_resolution)`, rounded once."""
-        return torch.exp2(self.rows.double() / self.row_resolution).float()
-
-    def row_weight(self) -> Tensor:
-        """Return (out,) float64 `1 / row_scale^2`: the weight of each row's errors for which its step is optimal."""
-        return torch.exp2(-2 * self.rows.double() / self.row_resolution)
-
-    def scaled_to(self, base: float | None) -> ProductGrid:
-        """Return the grid with another base step: that of the sweep, if the matrix was scaled afterwards."""
-        return self if base is None else replace(self, base=base)
-
-    def differences_from(self, format: NumberFormat, codes: Tensor) -> Iterator[str]:
-        """Yield the differences of the grid from a number format; any codes are valid."""
-        del codes
-        if format.bits:
-            yield f"it is entropy-coded; {format.name} is not"
-        if not (math.isfinite(self.base) and self.base > 0):
-            yield f"its step is {self.base}, not a positive number"
-
-    def same_as(self, other: Grid | ProductGrid) -> bool:
-        """Return whether another grid has the same scales of rows and columns."""
-        return (
-            isinstance(other, ProductGrid)
-            and torch.equal(self.column_scale(), other.column_scale())
-            and torch.equal(self.row_scale(), other.row_scale())
-        )
-
-    def of_rows(self, rows: Tensor | slice) -> Grid:
-        """Return some rows as a float64 `Grid` with a step for every weight; steps are not rounded as in `decode`."""
-        columns = self.columns.double() / self.column_resolution
-        scale = torch.exp2(self.rows[rows].double() / self.row_resolution)[:, None] * (self.base * torch.exp2(columns))
-        return Grid(scale=scale, zero=torch.zeros_like(scale), group=torch.arange(len(columns), device=scale.device))
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """Turn (out, in) codes on any device into (out, in) float32 values."""
-        rows, columns = self.row_scale().to(codes.device), self.column_scale().to(codes.device)
-        return codes.to(torch.float32, copy=True).mul_(rows[:, None]).mul_(columns)
-
-    def to(self, device: torch.device | str) -> ProductGrid:
-        """Return the grid on another device."""
-        return replace(self, columns=self.columns.to(device), rows=self.rows.to(device))
-
-
 class Weights(NamedTuple):
     """Weights with a step and a zero for each entry, (rows, columns) each, for solvers that work row by row."""
 
@@ -333,7 +259,26 @@ class Weights(NamedTuple):
     codebook: Codebook
 
 
-G = TypeVar("G", bound="Grid | ProductGrid", covariant=True, default="Grid | ProductGrid")
+class AnyGrid(Protocol):
+    """What all grids can do: `Grid` and the classes below it, and `ProductGrid`."""
+
+    @property
+    def base(self) -> float | None: ...
+
+    def decode(self, codes: Tensor) -> Tensor: ...
+
+    def of_rows(self, rows: Tensor | slice) -> Grid: ...
+
+    def row_weight(self) -> Tensor: ...
+
+    def differences_from(self, format: NumberFormat, codes: Tensor) -> Iterator[str]: ...
+
+    def same_as(self, other: AnyGrid) -> bool: ...
+
+    def to(self, target: torch.device | str) -> AnyGrid: ...
+
+
+G = TypeVar("G", bound=AnyGrid, covariant=True, default=AnyGrid)
 
 
 def narrowed(codes: Tensor) -> Tensor:

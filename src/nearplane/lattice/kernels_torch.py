@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nearplane.lattice.grid import Codebook, Grid, Weights
+from nearplane.lattice.grid import Codebook, Weights
 
 NORM = 2.5  # exponent in the search for steps; 2.4 in GPTQ, here a square times a square root
 LOW = 42  # bits from the unit of high integers of an exact sum to that of low ones
@@ -32,15 +32,6 @@ class Columns(NamedTuple):
     zero: Tensor
     group: Tensor
     codebook: Codebook
-
-    @classmethod
-    def of(cls, W: Tensor, grid: Grid, order: Tensor) -> Columns:
-        """Return copies of all columns of weights (out, in) in an order, with their grid in the dtype of the weights."""
-        scale, zero = (
-            part.to(W.dtype).expand(len(W), -1).T.clone(memory_format=torch.contiguous_format)
-            for part in (grid.scale, grid.zero)
-        )
-        return cls(W.T.contiguous().index_select(0, order), scale, zero, grid.group[order], grid.codebook)
 
 
 class Tally(NamedTuple):
@@ -81,7 +72,7 @@ class State:
     """State of coordinate descent over codes and steps, columns first, so that blocks of columns are contiguous.
 
     Args:
-        grid: Grid with groups and codebook; its steps are not used.
+        group: (in,) group of every column.
         codebook: Codebook of the grid.
         scale, zero: (groups, out) current steps and zeros.
         codes: (in, out) int32 current codes.
@@ -93,7 +84,7 @@ class State:
         groups: Number, first column and column after the last of every group, on the host; empty if steps are not fitted.
     """
 
-    grid: Grid
+    group: Tensor
     codebook: Codebook
     scale: Tensor
     zero: Tensor

@@ -75,7 +75,7 @@ def descend_pass(state: State, W: Tensor, spans: Spans, rounding: Rounding | Non
     sizes = _sizes(out, tries=mantissa == 0)
     with device_of(W):
         _descend[(triton.cdiv(out, sizes["R"]),)](
-            W, scale, zero, state.grid.group, H, state.diagonal, spans.starts, spans.firsts, codes, E, sums, before,
+            W, scale, zero, state.group, H, state.diagonal, spans.starts, spans.firsts, codes, E, sums, before,
             state.gained, state.fitted, state.moved.view(torch.int8), levels, middles, len(middles), out, n,
             len(spans.firsts) - 1, *strides, *code_limits(state.codebook), *numbers,
             BITS=len(middles).bit_length(), MANTISSA=mantissa, fits=rounding is not None, begins=begins,

@@ -105,7 +105,7 @@ def positions(state: State, a: int, b: int) -> Tensor:
 
 def in_steps(state: State, a: int, b: int) -> Tensor:
     """Return (b - a, out) positions minus zeros."""
-    return positions(state, a, b) - state.zero[state.grid.group[a:b]]
+    return positions(state, a, b) - state.zero[state.group[a:b]]
 
 
 def polish(
@@ -192,19 +192,16 @@ def descend(
     W: Tensor, matrix: QuantizedMatrix[Grid], H: Tensor, *, sweeps: int, fit: Fit | None = None, block: int = 128
 ) -> tuple[QuantizedMatrix[Grid], Tensor]:
     """Descend as `polish` does; also return the (out,) float64 change of the loss of every row."""
-    start, grid, H, dtype = matrix, matrix.grid, H.to(W.dtype), W.dtype
+    start, grid, H = matrix, matrix.grid, H.to(W.dtype)
     columns = torch.arange(len(H), device=W.device)
     group = torch.empty(0) if fit is None else grid.group.cpu()  # read once, not by every pass
     if bool((group.diff() < 0).any()):  # make the columns of a group adjacent
         columns, group = torch.argsort(grid.group, stable=True), group.sort().values
         grid, H = replace(grid, group=grid.group[columns]), H[columns[:, None], columns]
         W, matrix = W[:, columns], QuantizedMatrix(codes=matrix.codes[:, columns], grid=grid)
-    scale, zero = (
-        part.to(dtype).expand(len(W), -1).T.clone(memory_format=torch.contiguous_format)
-        for part in (grid.scale, grid.zero)
-    )
+    scale, zero = grid.columns_first(W)
     state = State(
-        grid=grid,
+        group=grid.group,
         codebook=grid.codebook,
         scale=scale,
         zero=zero,
@@ -272,17 +269,17 @@ def _pass(state: State, a: int, b: int, fit: Fit | None, block: int) -> None:
     EH = state.H[a:b] @ state.E  # (b - a, out), updated for the later columns
     if fit is not None:
         fit.fit(state, a, b, EH)
-    grid, moves_buffer = state.grid, torch.empty_like(EH[:block])
+    moves_buffer = torch.empty_like(EH[:block])
     sweep = kernels_of(EH).sweep
     for i in range(a, b, block):
         k = min(i + block, b)
-        values = in_steps(state, i, k).mul_(state.scale[grid.group[i:k]])
+        values = in_steps(state, i, k).mul_(state.scale[state.group[i:k]])
         d = state.diagonal[i:k]
         target = EH[i - a : k - a].div_(d[:, None]).add_(values)
         U = state.H[i:k, i:k] / d  # effect of a column's move on later columns; only the triangle is read
         tally = Tally(d.masked_fill(d == torch.inf, 0), state.gained, state.codes.new_empty(0), moves=True)
         moves = moves_buffer[: k - i]  # old minus new values
-        columns = Columns(values, state.scale, state.zero, grid.group[i:k], state.codebook)
+        columns = Columns(values, state.scale, state.zero, state.group[i:k], state.codebook)
         sweep(target, columns, U.triu(1), state.codes[i:k], moves, tally)
         state.moved |= moves.any()
         state.E[i:k] += moves

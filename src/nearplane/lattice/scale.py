@@ -6,7 +6,6 @@ a group along the last axis, so that one call fits all groups of a matrix or one
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -132,66 +131,6 @@ def to_storage(scale: Tensor, storage: torch.dtype) -> Tensor:
     info = torch.finfo(storage)
     tiny = info.smallest_normal * info.eps
     return scale.to(storage).to(scale.dtype).clamp(min=tiny).masked_fill(scale == 0, 1)
-
-
-def high_rate_step(rms: Tensor, lengths: Tensor, rate: float) -> float:
-    """Return log2 of the `c` for which steps `c / lengths_j` give about `rate` bits per weight on Gaussian weights.
-
-        log2 c = mean_j log2(sqrt(2 pi e) sigma_j sqrt(d_j)) - rate
-
-    Args:
-        rms: (in,) root mean square `sigma_j` of every column.
-        lengths: (in,) `sqrt(d_j)` in the order of the columns; ones for a single step.
-        rate: Bits per weight.
-    """
-    spread = (rms * lengths).double().cpu()  # all at once
-    alive = spread > 0
-    if not bool(alive.any()):
-        return 0.0
-    return float(spread[alive].log2().mean()) + 0.5 * math.log2(2 * math.pi * math.e) - rate
-
-
-def waterfill_exponents(lengths: Tensor, resolution: int) -> Tensor:
-    """Return (in,) int32 `k_j` with `2^(k_j / resolution)` nearest to `1 / lengths_j`.
-
-    Steps inversely proportional to the Gram-Schmidt lengths `sqrt(d_j)` give every plane the same error: reverse
-    water-filling at high rate (WaterSIC, 2603.04956). See `ladder` for the cost of the resolution.
-    """
-    log_lengths = lengths.clamp(min=torch.finfo(lengths.dtype).tiny).log2()
-    return (-log_lengths * resolution).round_().to(torch.int32)
-
-
-def row_exponents(sensitivity: Tensor, columns: int, resolution: int) -> Tensor:
-    """Return (out,) int32 exponents of row steps, smaller for sensitive rows; all 0 if they cost more than they gain.
-
-    An error of row i has weight `h_i`, so steps `1 / sqrt(h_i)` would be best if errors were small and independent.
-    They are neither: steps `h_i^(-1/4)` were better or as good on all models and rates measured. Compared with equal
-    steps, they gain `1/2 log2(AM / GM)` of `sqrt(h)` in bits per weight and cost about `2 + log2(resolution)` bits per
-    row.
-
-    Args:
-        sensitivity: (out,) `h_i`, not negative.
-        columns: Number of weights of a row.
-        resolution: Number of exponents per octave.
-    """
-    device, sensitivity = sensitivity.device, sensitivity.cpu()
-    h = sensitivity.double().clamp(min=1e-12 * float(sensitivity.max()) + 1e-300).sqrt()
-    gain = 0.5 * float(h.mean().log2() - h.log2().mean())
-    if gain * columns < 2 + math.log2(resolution):
-        return torch.zeros(len(h), dtype=torch.int32, device=device)
-    logs = -h.log2() / 2
-    return ((logs - logs.median()).clamp(-4, 4) * resolution).round_().to(device, torch.int32)
-
-
-def ladder(count: int) -> int:
-    """Return the exponents per octave, a power of two up to 32, of least total cost with `count` weights per exponent.
-
-    Rounding the exponents costs `ln(2) / (12 resolution^2)` bits per weight; twice the resolution costs one bit per
-    exponent.
-    """
-    return min(
-        (1, 2, 4, 8, 16, 32), key=lambda resolution: math.log(2) / 12 / resolution**2 * count + math.log2(resolution)
-    )
 
 
 def least_error(groups: Tensor, importance: Tensor, levels: Tensor, trials: Iterable[tuple[Tensor, Tensor]]) -> Tensor:

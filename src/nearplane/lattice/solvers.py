@@ -123,11 +123,13 @@ def sweep_planes(W: Tensor, grid: Grid, factor: Factor, *, block: int = 128) -> 
     _, octave = math.frexp(mean)  # large weights times large inputs overflow float32
     loss, outside = W.new_zeros(len(W)), torch.zeros(len(W), dtype=torch.int32, device=W.device)
     tally = Tally(d * 2.0**-octave, loss, outside, moves=False)
+    order = factor.order
+    columns = Columns(W.T.contiguous().index_select(0, order), *grid.columns_first(W), grid.group[order], grid.codebook)
     if (solve_pass := kernels_of(W).solve_pass) is None:
-        codes = _sweep_blocks(Columns.of(W, grid, factor.order), factor.U, tally, block)
+        codes = _sweep_blocks(columns, factor.U, tally, block)
     else:
-        codes, _ = solve_pass(Columns.of(W, grid, factor.order), factor.U.to(W.dtype), tally)
-    matrix = QuantizedMatrix(codes=codes.index_select(0, factor.order.argsort()).T.contiguous(), grid=grid)
+        codes, _ = solve_pass(columns, factor.U.to(W.dtype), tally)
+    matrix = QuantizedMatrix(codes=codes.index_select(0, order.argsort()).T.contiguous(), grid=grid)
     return Solution(matrix=matrix, losses=loss.double() * 2.0**octave, outside=outside)
 
 

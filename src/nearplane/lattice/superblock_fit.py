@@ -87,7 +87,7 @@ class SuperFit:
     def _block(self, state: State, a: int, b: int, start: int, EH: Tensor) -> None:
         """Fit step and offset of the block that begins with column `start`."""
         end, block = start + self.kind.columns, start // self.kind.columns
-        group, inner = state.grid.group[start:end], slice(start - a, end - a)
+        group, inner = state.group[start:end], slice(start - a, end - a)
         H = state.H[a:b, start:end]
         v = positions(state, start, end).mul_(self.parts["sc"][group])  # (size, out)
         vH = H @ v  # (b - a, out)

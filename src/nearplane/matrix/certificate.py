@@ -24,7 +24,8 @@ from nearplane.lattice.bounds import (
     means_on_extra,
 )
 from nearplane.lattice.factor import Factor, read, solved_strips, strips
-from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.product_grid import ProductGrid
 from nearplane.lattice.solvers import SOLVERS, Solution, sweep_planes
 from nearplane.matrix.inputs import LayerInput, SharedInput, Target
 from nearplane.recipe.schemes import AnyScheme
@@ -116,7 +117,7 @@ def measured_rows(
     target, matrix, base, outside = aim.values, known.matrix, known.base, known.outside
     moments, H, grid = inputs.moments, inputs.moments.H, matrix.grid
     sweep = inputs.factor_of_the_sweep(scheme)
-    on_grid = QuantizedMatrix(codes=matrix.codes, grid=grid.scaled_to(base))  # as swept
+    on_grid = matrix if base is None else replace(matrix, grid=replace(cast(ProductGrid, grid), base=base))  # as swept
     bounded = SOLVERS[scheme.solver].bounded and not known.tuned and not scheme.joins_rows
     if not bounded:
         outside = None

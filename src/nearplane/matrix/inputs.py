@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.errors import NumericalError
@@ -23,8 +21,6 @@ from nearplane.lattice.factor import Factor, factorize, one_thread, read, solved
 from nearplane.lattice.moments import Moments, correction, moment_difference, trust, weighted_difference
 from nearplane.recipe.scheme import Order, Scheme
 
-MAX_ASYMMETRY = 1e-4  # relative to the largest entry: rounding errors of a product in float32
-MAX_PEAK = 1e36  # largest entry of a Hessian, and one over the smallest: sums of squares in float32 have some room left
 TRIED_ROWS = 256  # rows on which the correction is tried to choose its weight, which is one number for all rows
 
 
@@ -164,73 +160,6 @@ class Target(NamedTuple):
     damp: float
     dead: Tensor
     began: float
-
-
-def lattice_problem(
-    W: Tensor | NDArray[Any], statistics: Tensor | NDArray[Any] | Moments | LayerInput, name: str
-) -> tuple[Tensor, LayerInput]:
-    """Return weights and inputs in the form that the solvers take.
-
-    Args:
-        W: (out, in) weights of torch or numpy.
-        statistics: (in, in) Hessian `X^T X / tokens` of torch or numpy, or `Moments`, or `LayerInput`.
-        name: Name of the matrix in error messages.
-
-    Raises:
-        NumericalError: `W` or the Hessian has a wrong type, shape or value.
-    """
-    W = _floating(W, f"{name}: W", "(out, in) weights")
-    if isinstance(statistics, LayerInput):
-        inputs = statistics
-    elif isinstance(statistics, Moments):
-        inputs = LayerInput.of(statistics)
-    else:
-        H = _floating(statistics, f"{name}: H", "the (in, in) Hessian X^T X / tokens")
-        if not bool(torch.isfinite(H).all()):
-            raise NumericalError(f"{name}: H contains NaN or Inf. Check the rows of X from which H was computed.")
-        if not bool(torch.isfinite(W).all()):
-            raise NumericalError(f"{name}: W contains NaN or Inf. Check the checkpoint from which it was read.")
-        (peak,) = read(H.abs().max())
-        if peak and not 1 / MAX_PEAK <= peak <= MAX_PEAK:
-            raise NumericalError(
-                f"{name}: the largest entry of H is {peak:.3g}; expected {1 / MAX_PEAK:.0e} to {MAX_PEAK:.0e}, which float32 "
-                f"holds with room for sums. Compute H in other units: a factor of H changes no code."
-            )
-        if H.shape[0] == H.shape[1]:
-            asymmetry, largest = read((H - H.T).abs().max(), H.abs().max())
-            if asymmetry > MAX_ASYMMETRY * largest:
-                raise NumericalError(
-                    f"{name}: H is not symmetric: entries across the diagonal differ by up to {asymmetry:.3g}, "
-                    f"the largest is {largest:.3g}. Expected X^T X / tokens."
-                )
-        inputs = LayerInput.of(H)
-    H = inputs.moments.H
-    if tuple(H.shape) != (W.shape[1], W.shape[1]):
-        raise NumericalError(
-            f"{name}: H is {' x '.join(map(str, H.shape))}, W has {W.shape[1]} inputs (columns). "
-            f"Expected {W.shape[1]} x {W.shape[1]}: X^T X / tokens, with W as (out, in)."
-        )
-    if H.device != W.device:
-        raise NumericalError(f"{name}: W is on {W.device}, but H is on {H.device}. Move one of them.")
-    return W, inputs
-
-
-def _floating(array: Any, called: str, expected: str) -> Tensor:
-    """Return a matrix of floating-point numbers as a tensor of at least float32; `called` names it in errors."""
-    if isinstance(array, np.ndarray) and array.dtype.kind in "fiub" and array.itemsize <= 8:  # no longdouble
-        array = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))  # in memory of its own
-    if not isinstance(array, Tensor):
-        kind = f"an array of {array.dtype}" if isinstance(array, np.ndarray) else f"a {type(array).__name__}"
-        raise NumericalError(f"{called} is {kind}; expected {expected} as a tensor of torch or an array of numpy.")
-    if array.layout != torch.strided or array.is_meta:
-        kind = "has no values (meta device)" if array.is_meta else "is sparse: convert it with to_dense()"
-        raise NumericalError(f"{called} {kind}; expected {expected}.")
-    if array.ndim != 2 or 0 in array.shape:
-        raise NumericalError(f"{called} has the shape {tuple(array.shape)}; expected {expected}, at least 1 x 1.")
-    if not array.is_floating_point():
-        dtype = str(array.dtype).removeprefix("torch.")
-        raise NumericalError(f"{called} is of {dtype}; expected {expected} in float32 or float64.")
-    return array.detach().to(torch.promote_types(array.dtype, torch.float32))
 
 
 @contextmanager

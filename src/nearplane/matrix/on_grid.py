@@ -1,85 +1,31 @@
-"""Quantization of one matrix on a fixed grid, without a model.
-
-    matrix, record = quantize_matrix(W, X.T @ X / len(X), GridScheme(bits=3))
-
-Rows may compensate each other's errors too: the second side of a two-sided lattice problem. Errors E (out, in) of a
-layer cost the network about `tr(G E H E^T)`, with H of its inputs and `G = E[g g^T]` of the gradients by its outputs.
-With `G = U diag(d) U^T`, U unit upper triangular, the cost is
-
-    sum_i d_i |e_i + sum_{k<i} U_ki e_k|_H^2
-
-Each row is therefore solved for its target plus the errors that the rows before it pass on, as columns in a sweep.
-Rows are solved part by part. Runs of rows, between which G is not known, are solved at the same time.
-"""
+"""Quantization of a layer, or of some of its rows, on a fixed grid: steps are searched, rounded to, refined, and measured."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any, cast
+from typing import cast
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from nearplane.errors import NumericalError, RecipeError
-from nearplane.lattice.factor import Factor, factorize, one_thread, solved_strips
+from nearplane.errors import RecipeError
+from nearplane.lattice.factor import Factor, solved_strips
 from nearplane.lattice.fits import FITS, check_steps
 from nearplane.lattice.grid import Grid, QuantizedMatrix, stacked
-from nearplane.lattice.moments import Moments
 from nearplane.lattice.polish import polish, refine
 from nearplane.lattice.scale import Search, Steps, StepStorage
 from nearplane.lattice.solvers import SOLVERS, Problem, Solution
 from nearplane.matrix.certificate import MeasuredRows, SolvedMatrix, measured_rows, record_of
-from nearplane.matrix.inputs import LayerInput, Target, corrected, lattice_problem, named
+from nearplane.matrix.inputs import LayerInput, Target, named
+from nearplane.matrix.two_sided import solve_joined
 from nearplane.recipe.scheme import Scheme
 from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme
 from nearplane.record.record import LayerRecord
-from nearplane.system.arguments import checked
 from nearplane.system.memory import release
 
-ROW_DAMP = 0.1  # damping of G, relative to the mean of its diagonal
-MAX_PARTS, MIN_ROWS = 16, 16  # a run of rows is solved in at most 16 parts, of at least 16 rows
 STEP_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of steps in files
-
-
-@checked("W", "statistics", "scheme", verb=False)
-def quantize_matrix(
-    W: Tensor | NDArray[Any],
-    statistics: Tensor | NDArray[Any] | Moments | LayerInput,
-    scheme: GridScheme | BlockScheme,
-    *,
-    storage: torch.dtype | StepStorage = torch.float16,
-    name: str = "matrix",
-    together: Sequence[Tensor] = (),
-) -> tuple[QuantizedMatrix, LayerRecord]:
-    """Quantize one matrix on a fixed grid.
-
-    Args:
-        W: (out, in) weights of torch or numpy; the results are of torch.
-        statistics: (in, in) Hessian `X^T X / tokens` of torch or numpy, or `Moments`, or `LayerInput`.
-        scheme: Grid, order and solver.
-        storage: Dtype in which steps will be stored, maybe with the peak of matrices that share a global scale; steps are
-            rounded before the solve.
-        name: Name of the matrix in the record and in error messages.
-        together: (rows, rows) moments of gradients for each run of rows, for a two-sided scheme; see `solve_joined`.
-
-    Returns:
-        Codes and grid, and the layer's record.
-
-    Raises:
-        RecipeError: The group size does not divide the inputs, or the scheme is of another kind.
-        NumericalError: A weight is not finite, `storage` does not have the steps of the weights, or the Hessian is not positive
-            definite, not symmetric or of a wrong size.
-    """
-    W, inputs = lattice_problem(W, statistics, name)
-    stored = check_rows(W, scheme, storage, name)
-    with named(name, inputs.moments.tokens):
-        target = corrected(W, inputs, scheme)
-    rows = solve_rows(W, slice(None), target, inputs, scheme, storage=stored, name=name, together=together)
-    return joined([rows], inputs, scheme, name=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,61 +170,3 @@ def rounded(target: Tensor, grid: Grid, factor: Factor, scheme: Scheme, H: Tenso
     """Round the target to a grid with the solver of the scheme; `factor` is the factor of the damped `H`."""
     problem = Problem(W=target, grid=grid, factor=factor, H=H, shift=factor.shift, beam=scheme.beam or 1)
     return SOLVERS[scheme.solver].round(problem)
-
-
-def solve_joined(target: Tensor, together: Sequence[Tensor], solve: Callable[[Tensor], Solution]) -> Solution:
-    """Solve rows part by part, each for its target plus the errors that the parts before it pass on.
-
-    Args:
-        target: (out, in) target of all rows.
-        together: (rows, rows) `E[g g^T]` of the outputs of each run of rows; the runs make up `out`, in order.
-        solve: Function that fits a grid to some rows (rows, in) and rounds them to it.
-
-    Raises:
-        NumericalError: The runs do not make up the rows, or a G cannot be factored.
-    """
-    if sum(map(len, together)) != len(target):
-        raise NumericalError(f"Found gradients of {sum(map(len, together))} outputs; expected {len(target)}.")
-    feedback, parts, starts = [], [], [0, *accumulate(map(len, together))]
-    for G in together:
-        factor = factorize(G.double(), "natural", damp=ROW_DAMP)
-        feedback.append((factor.d.sqrt()[:, None] * factor.U.T).to(target))  # M of G = M^T M, lower triangular
-        size = max(MIN_ROWS, -(-len(G) // MAX_PARTS))
-        parts.append([range(len(G))[a : a + size] for a in range(0, len(G), size)])
-    errors = torch.zeros_like(target)  # errors of the rows that are solved already
-    solved: list[tuple[Tensor, QuantizedMatrix[Grid]]] = []
-    for step in range(max(map(len, parts))):
-        targets, current = [], []
-        for M, each, start in zip(feedback, parts, starts, strict=False):
-            if step < len(each):
-                rows = torch.arange(start + each[step].start, start + each[step].stop, device=target.device)
-                targets.append(target[rows] + _passed_on(M, errors[start : start + len(M)], each[step]))
-                current.append(rows)
-        rows = torch.cat(current)
-        matrix = solve(torch.cat(targets)).matrix
-        errors[rows] = target[rows] - matrix.decode().to(target)
-        solved.append((rows, matrix))
-    return Solution(matrix=_assembled(solved))
-
-
-def _passed_on(M: Tensor, errors: Tensor, rows: range) -> Tensor:
-    """Return (rows, in) errors that these rows take over from the errors (run, in) of the rows before them."""
-    first, end = rows.start, rows.stop
-    if not first:
-        return errors[:end]  # all 0
-    carried = M[first:end, :first] @ errors[:first]
-    with one_thread():
-        passed: Tensor = torch.linalg.solve_triangular(M[first:end, first:end], carried, upper=False)
-    return passed
-
-
-def _assembled(solved: Sequence[tuple[Tensor, QuantizedMatrix[Grid]]]) -> QuantizedMatrix[Grid]:
-    """Return the matrix of all rows from parts that were solved separately."""
-    inverse = torch.cat([rows for rows, _ in solved]).argsort()
-    matrix = stacked([matrix for _, matrix in solved])
-    return QuantizedMatrix(codes=matrix.codes[inverse], grid=matrix.grid.of_rows(inverse))
-
-
-def with_tensors(record: LayerRecord, name: str, size: int, checksum: str) -> LayerRecord:
-    """Return the record with the name, size in bytes and checksum of the layer's tensors in the file."""
-    return replace(record, stored=name, bytes=size, checksum=checksum)

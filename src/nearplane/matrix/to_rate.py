@@ -9,11 +9,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nearplane.coding.blob import Contents, encode, size, stored_base
@@ -21,16 +18,15 @@ from nearplane.coding.cost import geometric_bits
 from nearplane.errors import NumericalError, RecipeError
 from nearplane.lattice.bounds import MEASURED_ROWS, folded, times_triangle
 from nearplane.lattice.factor import Factor, read, strips
-from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
-from nearplane.lattice.moments import Moments
-from nearplane.lattice.scale import high_rate_step, ladder, row_exponents, too_small, waterfill_exponents
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.product_grid import ProductGrid, high_rate_step, ladder, row_exponents, waterfill_exponents
+from nearplane.lattice.scale import too_small
 from nearplane.matrix.certificate import SolvedMatrix, measured_rows, relative_loss
-from nearplane.matrix.inputs import LayerInput, Target, corrected, lattice_problem, named
-from nearplane.matrix.on_grid import SolvedRows, joined, quantize_matrix, rounded
+from nearplane.matrix.inputs import LayerInput, Target, named
+from nearplane.matrix.on_grid import SolvedRows, rounded
 from nearplane.recipe.scheme import Solver
-from nearplane.recipe.schemes import AnyScheme, GridScheme, RateScheme
-from nearplane.record.record import LayerRecord
-from nearplane.system.arguments import checked, within
+from nearplane.recipe.schemes import AnyScheme, RateScheme
+from nearplane.system.arguments import within
 from nearplane.system.memory import release
 
 TOLERANCE = 0.003  # relative error of the rate, or absolute below one bit, at which the search stops
@@ -39,7 +35,6 @@ SEARCHED_ROWS = 256  # rows to search on if a matrix has more than twice as many
 MAX_ATTEMPTS = 16  # trials of one search
 MAX_RATE = 16  # bits per weight of one matrix, as fine as the weights themselves
 HIGHEST_RATE = 7.0  # bits per weight, to which --max-loss may raise a rate
-ROWS, COLUMNS = 128, 512  # shape of the layer that loads the libraries
 MAX_CODE = 1 << 23  # beyond it float32 does not hold a code to half a step
 MAX_PREDICTED_WEIGHTS = 1 << 21  # above which the size is measured by coding instead of predicted
 Sized = Callable[[QuantizedMatrix[ProductGrid]], float]
@@ -141,37 +136,6 @@ def scaled(matrix: QuantizedMatrix[ProductGrid], T: Tensor, H: Tensor) -> Quanti
     if not (cross > 0 and square > 0):  # or NaN, of a target or inputs that are all 0
         return matrix
     return replace(matrix, grid=replace(grid, base=stored_base(grid.base * math.sqrt(energy / square))))
-
-
-@checked("W", "statistics", verb=False)
-def quantize_matrix_to_rate(
-    W: Tensor | NDArray[Any],
-    statistics: Tensor | NDArray[Any] | Moments | LayerInput,
-    scheme: RateScheme,
-    rate: float | None = None,
-    *,
-    sensitivity: Tensor | None = None,
-    max_loss: float | None = None,
-    name: str = "matrix",
-) -> tuple[QuantizedMatrix, LayerRecord]:
-    """Quantize one matrix to `rate` bits per weight, with every byte of its tensor counted.
-
-    Args:
-        W, statistics: Weights and statistics of inputs, see `quantize_matrix`.
-        scheme: Order, solver, damping and correction.
-        rate: Bits per weight of this matrix; None: the rate of the scheme.
-        sensitivity: (out,) weight of each output's errors, see `calibration/sensitivity.py`; None: all equal.
-        max_loss: Upper limit of the relative loss; the rate is raised to meet it, to at most 7 bits. None: no limit.
-        name: Name of the matrix in the record and in error messages.
-
-    Raises:
-        NumericalError: The matrix or its statistics cannot be solved, see `quantize_matrix`.
-    """
-    W, inputs = lattice_problem(W, statistics, name)
-    with named(name, inputs.moments.tokens):
-        target = corrected(W, inputs, scheme)
-    rows = solve_to_rate(W, target, inputs, scheme, rate, sensitivity=sensitivity, max_loss=max_loss, name=name)
-    return joined([rows], inputs, scheme, name=name)
 
 
 def solve_to_rate(
@@ -310,15 +274,3 @@ def secant(
             break
     assert best is not None
     return best, slope
-
-
-@cache
-def load_libraries(solver: Solver, beam: int | None, *, entropy_coded: bool) -> None:
-    """Solve a small random layer, so that compiled kernels and libraries are part of the resident memory from now on."""
-    generator = torch.Generator().manual_seed(0)
-    W, X = torch.randn(ROWS, COLUMNS, generator=generator), torch.randn(2 * COLUMNS, COLUMNS, generator=generator)
-    matrix, _ = quantize_matrix(W, (X.T @ X / len(X)).double(), GridScheme(solver=solver, beam=beam))
-    if entropy_coded:
-        columns, rows = torch.zeros(COLUMNS, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
-        grid = ProductGrid(base=1.0, columns=columns, column_resolution=1, rows=rows, row_resolution=1)
-        size(Contents.of(matrix.codes, grid))

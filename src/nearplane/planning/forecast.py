@@ -21,8 +21,12 @@ from nearplane.calibration.one_forward import PAUSED_DIVISOR, MemorySetting, nev
 from nearplane.calibration.stages import FirstLook, blocks_by_kind
 from nearplane.calibration.windows import Windows
 from nearplane.errors import RecipeError
+from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.kernels import kernels_of
-from nearplane.matrix.to_rate import load_libraries
+from nearplane.lattice.product_grid import ProductGrid
+from nearplane.matrix.inputs import LayerInput, corrected
+from nearplane.matrix.on_grid import check_rows, joined, solve_rows
+from nearplane.matrix.to_rate import coded_rate
 from nearplane.models.experts import by_expert
 from nearplane.models.kinds import InputKind, input_kind
 from nearplane.models.layers import Layer
@@ -41,14 +45,16 @@ from nearplane.planning.memory_bound import (
 from nearplane.planning.plan import expected_work
 from nearplane.planning.request import rehearse
 from nearplane.recipe.layer_plan import Plan
-from nearplane.system.device import Device, divided
-from nearplane.system.memory import free_memory, release_all, resident
+from nearplane.recipe.scheme import Solver
+from nearplane.recipe.schemes import GridScheme
+from nearplane.system.device import Device
+from nearplane.system.memory import release_all, resident
 from nearplane.system.progress import duration
-from nearplane.system.ranks import current
 from nearplane.system.sizes import Limits, size_text
 
 log = logging.getLogger(__name__)
 SIDE = 1024  # size of the timed matrices
+ROWS, COLUMNS = 128, 512  # shape of the layer that loads the libraries
 HOST: Place = "host"
 DEVICE: Place = "device"
 RESERVE = 1.05  # factor of the recommended limit, because resident memory at the start differs between runs
@@ -78,7 +84,7 @@ class Forecast:
         remaining = f"; the remaining {left:,} blocks take about {duration(left * seconds)}" if left else ""
         log.info(
             f"the first block took {duration(seconds)} and {size_text(device.peak())} of {_memory_of(device)}"
-            f"{' of rank 0' * (current().world > 1)}{most}{remaining}"
+            f"{' of rank 0' * (device.ranks.world > 1)}{most}{remaining}"
         )
 
 
@@ -114,7 +120,7 @@ def forecast(
     shapes, bounds, exceeding, allowed = planned
     if exceeding is not None:
         raise RecipeError(_too_small(exceeding, limits, allowed[exceeding.place]))
-    each_one = " of each process" * (current().world > 1)
+    each_one = " of each process" * (device.ranks.world > 1)
     sizes = " and ".join(
         f"{size_text(each.bytes)} of {_memory_of(device, each.place)}{each_one} (while {each.while_})"
         for each in bounds
@@ -135,6 +141,18 @@ class Planned(NamedTuple):
     bounds: Sequence[Bound]
     exceeding: Bound | None
     allowed: Mapping[Place, float]
+
+
+@cache
+def load_libraries(solver: Solver, beam: int | None, *, entropy_coded: bool) -> None:
+    """Solve a small random layer, so that compiled kernels and libraries are part of the resident memory from now on."""
+    generator, scheme = torch.Generator().manual_seed(0), GridScheme(solver=solver, beam=beam)
+    W, X = torch.randn(ROWS, COLUMNS, generator=generator), torch.randn(2 * COLUMNS, COLUMNS, generator=generator)
+    inputs, storage = LayerInput.of((X.T @ X / len(X)).double()), check_rows(W, scheme, torch.float16, "matrix")
+    rows = solve_rows(W, slice(None), corrected(W, inputs, scheme), inputs, scheme, storage=storage)
+    codes = joined([rows], inputs, scheme, name="matrix")[0].codes
+    if entropy_coded:
+        coded_rate(QuantizedMatrix(codes=codes, grid=ProductGrid.of_one_step(codes.shape, codes.device)))
 
 
 def within_limits(
@@ -167,7 +185,7 @@ def within_limits(
     if not device.on_cpu:
         allowed = {
             DEVICE: min(limits.device or inf, device.free() or inf),
-            HOST: limits.host or start + (divided(free_memory()) or inf),
+            HOST: limits.host or start + (device.free_on_host() or inf),
         }
         usual = replace(usual, room=int(min(usual.room, allowed[DEVICE] // PAUSED_DIVISOR)))
 
@@ -244,7 +262,7 @@ def shapes_of(
         rounded=recipe.activations != "none",
         number=device.compute_dtype(model.dtype).itemsize,
         heads=getattr(model.config.get_text_config(), "num_attention_heads", 0),
-        ranks=current().world,
+        ranks=device.ranks.world,
     )
 
 

@@ -32,7 +32,6 @@ from nearplane.planning.start import Job, StoppedRun
 from nearplane.record.record import RunRecord
 from nearplane.system.matmul_library import repeatable
 from nearplane.system.progress import duration
-from nearplane.system.ranks import current
 
 PLAN = "plan.pt"
 PAGE = 256 << 20  # bytes of hidden states on a page; writing it needs so much additional memory
@@ -109,7 +108,7 @@ class Journal:
         found = set[str]()
         for page in self._pages.names(_behind(self.blocks, "*")):
             taken = _Taken(self._pages.load(page))
-            current().start(taken)
+            stream.dealt.ranks.start(taken)
             try:
                 taken(stream)
             except FormatError as error:
@@ -220,7 +219,7 @@ def _split(stream: Stream) -> list[list[tuple[str, int]]]:
 
 def _pages(stream: Stream, blocks: int) -> dict[str, Callable[[], dict[str, Tensor]]]:
     """Return by name the pages with the hidden states of all ranks behind so many blocks."""
-    ranks = current()
+    ranks = stream.dealt.ranks
     pages: list[Callable[[], dict[str, Tensor]]] = [partial(_page, stream, i) for i in range(len(_split(stream)))]
     for rank in ranks.others:
         pages += [partial(ranks.ask, rank, _Asked(i)) for i in range(ranks.ask(rank, _count))]

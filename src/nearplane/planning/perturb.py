@@ -19,7 +19,8 @@ from torch import Tensor
 from nearplane.formats.gguf.mixes import fitting
 from nearplane.lattice.factor import Factor
 from nearplane.lattice.grid import Grid, QuantizedMatrix
-from nearplane.lattice.scale import StepStorage, high_rate_step
+from nearplane.lattice.product_grid import high_rate_step
+from nearplane.lattice.scale import StepStorage
 from nearplane.lattice.solvers import sweep_planes
 from nearplane.matrix.inputs import LayerInput
 from nearplane.matrix.on_grid import solve

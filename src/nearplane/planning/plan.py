@@ -74,7 +74,7 @@ def plan(
     effect, rates, together = Effect({}, {}), dict[str, float](), dict[str, tuple[Tensor, ...]]()
     if tokens is not None:
         effect = effect_of_errors(model, scheme, tokens, device)
-        measure = partial(probe, model, tokens, device=device.place, keep=keep, progress=progress)
+        measure = partial(probe, model, tokens, device=device.place, keep=keep, progress=progress, ranks=device.ranks)
     if scheme.entropy_coded:
         rates = _rates(model, settled, effect.rows, measure)
     elif free is not None and measure is not None:
@@ -184,7 +184,8 @@ def effect_of_errors(model: Model, scheme: Scheme, tokens: Tensor, device: Devic
     columns = model.embeddings is not None and scheme.calibrated
     if not rows and not columns:
         return Effect({}, {})
-    measured = sensitivity(model, tokens, device=device.place, dtype=device.compute_dtype(model.dtype))
+    dtype = device.compute_dtype(model.dtype)
+    measured = sensitivity(model, tokens, device=device.place, dtype=dtype, ranks=device.ranks)
     moments: dict[str, Moments] = {}
     if model.embeddings is not None and columns and measured.embeddings is not None:
         moments[model.embeddings.name] = Moments(H=measured.embeddings, tokens=tokens.numel())

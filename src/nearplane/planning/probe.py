@@ -44,7 +44,7 @@ from nearplane.system.matmul_choice import Library
 from nearplane.system.matmul_library import library_in_use, using_library
 from nearplane.system.memory import release
 from nearplane.system.progress import Progress, logged, silent
-from nearplane.system.ranks import Ranks, current
+from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 BATCH = 8  # maximum windows of a forward pass
 SEQLEN = 512  # maximum tokens of a window; more windows make a more even sample
@@ -143,6 +143,7 @@ def probe(
     dtype: torch.dtype = torch.float32,
     keep: Keep = list,
     progress: Progress = silent,
+    ranks: Ranks = ONE_PROCESS,
 ) -> list[Curve]:
     """Measure the loss of the network when one layer alone is quantized.
 
@@ -169,11 +170,11 @@ def probe(
         device, dtype: Device and dtype of the computation.
         keep: Function that makes the lists of hidden states and of their differences.
         progress: Function that wraps the iterator over blocks.
+        ranks: Processes of the run.
 
     Raises:
         CalibrationError: Predictions are not finite, or layers did not run.
     """
-    ranks = current()
     if ranks.others:
         ranks.start(_FollowedProbe(tokens, perturbations.to("cpu"), dtype, keep, library_in_use()))
     measured, windows, size = _sample(model, tokens, perturbations.points)
@@ -242,6 +243,7 @@ class _FollowedProbe:
                 device=place,
                 dtype=self.dtype,
                 keep=self.keep,
+                ranks=followed.device.ranks,
             )
 
 

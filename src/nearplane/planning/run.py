@@ -14,7 +14,6 @@ from nearplane.formats.table import FORMATS
 from nearplane.lattice.factor import read
 from nearplane.lattice.scale import StepStorage
 from nearplane.lattice.shared_grid import LARGEST, SMALLEST
-from nearplane.matrix.on_grid import with_tensors
 from nearplane.models.layers import Layer
 from nearplane.planning.journal import Journal
 from nearplane.planning.ledger import Ledger, Solved, check_limit
@@ -23,7 +22,6 @@ from nearplane.planning.solve_stage import Order
 from nearplane.planning.start import Decisions, Job, decide
 from nearplane.record.record import RunRecord
 from nearplane.system.progress import counted, peak_memory
-from nearplane.system.ranks import current
 
 
 class Run:
@@ -75,7 +73,8 @@ class Run:
     def _packed(self, solved: Solved, input_scale: float | None) -> Solved:
         name = solved.layer.written(self.model.weights)
         tensors = self._container.add(name, solved.matrix, input_scale=input_scale)
-        return solved._replace(record=with_tensors(solved.record, name, tensors.bytes, tensors.checksum))
+        record = replace(solved.record, stored=name, bytes=tensors.bytes, checksum=tensors.checksum)
+        return solved._replace(record=record)
 
     def add(self, stage: Stage, packed: Sequence[Solved]) -> None:
         """Record the layers of a stage; at the end of a block, also write its part of the weights and the journal."""
@@ -93,7 +92,7 @@ class Run:
 
     def finished(self) -> RunRecord:
         """Return the run record after all layers are solved; `Container.seal` completes it."""
-        ranks = current()
+        ranks = self.setting.device.ranks
         others = sum(ranks.ask(rank, _peak) for rank in ranks.others)
         record = replace(self._record, layers=tuple(self.ledger.layers))
         return check_limit(self._journal.seal(record, others))

@@ -26,7 +26,7 @@ from nearplane.planning.ledger import Solved
 from nearplane.recipe.layer_plan import LayerPlan
 from nearplane.recipe.schemes import RateScheme
 from nearplane.system.memory import working_on
-from nearplane.system.ranks import current, evened
+from nearplane.system.ranks import evened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class _Share:
     orders: tuple[tuple[Order, ...], ...]
 
     def __call__(self, stage: Stage) -> None:
-        stage.solved = [order.solved(stage) for order in self.orders[current().rank]]
+        stage.solved = [order.solved(stage) for order in self.orders[stage.ranks.rank]]
 
 
 def _results(stage: Stage) -> list[SolvedRows]:
@@ -130,7 +130,7 @@ def solve_stage(stage: Stage, orders: Sequence[Order]) -> list[Solved]:
     """
     if not orders:  # the end of a block
         return []
-    ranks = current()
+    ranks = stage.ranks
     share = _Share(dealt(orders, stage.layers, ranks.world))
     ranks.start(share)
     share(stage)

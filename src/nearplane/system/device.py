@@ -1,4 +1,7 @@
-"""The device that a command computes on: its name, its compute dtype and its free memory. Every verb makes one."""
+"""The device that a command computes on: its name, its compute dtype and its free memory. Every verb makes one.
+
+On several processes (ranks) each has a device of its own, which names the others: whoever computes there knows them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from nearplane.errors import RecipeError
 from nearplane.system.arguments import ComputeDtype, unknown_device
 from nearplane.system.memory import free_memory
 from nearplane.system.progress import peak_memory
-from nearplane.system.ranks import current
+from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 log = logging.getLogger("nearplane")
 WITHOUT_FLOAT64 = ("mps", "xpu")  # devices of Apple and Intel
@@ -29,14 +32,21 @@ class Device:
     Args:
         place: The device as torch names it, for example `cuda:1`.
         dtype: Dtype in which blocks of every model run; None: see `compute_dtype`.
+        ranks: Processes of the run; those on this machine share its memory.
     """
 
     place: torch.device
     dtype: torch.dtype | None = None
+    ranks: Ranks = ONE_PROCESS
 
     @classmethod
     def named(
-        cls, name: str | torch.device, compute_dtype: ComputeDtype = "auto", *, in_float64: bool = True
+        cls,
+        name: str | torch.device,
+        compute_dtype: ComputeDtype = "auto",
+        *,
+        in_float64: bool = True,
+        ranks: Ranks = ONE_PROCESS,
     ) -> Device:
         """Return the device with a name: auto (the GPU if there is one), cpu, cuda, cuda:1.
 
@@ -44,6 +54,7 @@ class Device:
             name: The name, or the device of torch.
             compute_dtype: Dtype in which blocks run; auto: see the method `compute_dtype`.
             in_float64: Whether the verb computes in float64 there.
+            ranks: Processes of the run, of which each takes a GPU of its own.
 
         Raises:
             RecipeError: The name is not a device of torch, this machine has no such device, or it lacks float64.
@@ -51,7 +62,7 @@ class Device:
         dtype = None if compute_dtype == "auto" else getattr(torch, compute_dtype)
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
-        if (ranks := current()).world > 1 and str(name).startswith("cuda"):
+        if ranks.world > 1 and str(name).startswith("cuda"):
             if name != "cuda":
                 raise RecipeError(f"--device {name}: several processes take a GPU each. Use --device cuda.")
             name = f"cuda:{ranks.gpu}"
@@ -73,7 +84,7 @@ class Device:
             raise RecipeError(
                 f"--device {name}: this machine has no such {kind} that torch can use. Use --device cpu."
             ) from error
-        return cls(place, dtype)
+        return cls(place, dtype, ranks)
 
     @property
     def on_cpu(self) -> bool:
@@ -110,10 +121,15 @@ class Device:
     def free(self) -> int | None:
         """Return the bytes that this process can still allocate on the device, or None if they are unknown."""
         if self.on_cpu:
-            return divided(free_memory())
+            return self.free_on_host()
         runtime = torch.get_device_module(self.place)
         unused = runtime.memory_reserved(self.place) - runtime.memory_allocated(self.place)
         return int(runtime.mem_get_info(self.place)[0] + unused)
+
+    def free_on_host(self) -> int | None:
+        """Return this process's part of the free bytes of its machine, or None if they are unknown."""
+        free = free_memory()
+        return None if free is None else free // self.ranks.local_world
 
     def peak(self) -> int:
         """Return the most bytes that tensors took on the device at a time; on the CPU, that this process took."""
@@ -134,11 +150,6 @@ class Device:
 
     def __str__(self) -> str:
         return str(self.place)
-
-
-def divided(free: int | None) -> int | None:
-    """Return this rank's part of the free bytes of its machine."""
-    return None if free is None else free // current().local_world
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from nearplane.errors import NearplaneError, RankError, first_line
 from nearplane.system.heartbeat import LOST, Heartbeat, Peer
 from nearplane.system.launch import Launch
 from nearplane.system.processes import ended_children
-from nearplane.system.ranks import Ranks, within
+from nearplane.system.ranks import Ranks
 
 T = TypeVar("T")
 ARRIVAL = 300.0  # seconds until all processes must have arrived: nodes of a cluster do not start together
@@ -214,8 +214,7 @@ def connected(launch: Launch | None) -> Iterator[Ranks]:
         threads = torch.get_num_threads()
         torch.set_num_threads(threads_of(ranks))
         try:
-            with within(ranks):
-                yield ranks
+            yield ranks
         except BaseException as error:
             ranks.abandon()
             if (first := _tell_others(error, heartbeat)) is error:

@@ -1,14 +1,13 @@
 """The processes (ranks) of a run, and how they pass values to each other. A run of one process passes nothing.
 
 Rank 0 leads: it decides, writes all files and speaks. The others serve it: they run the same passes on their share of the
-windows, and answer its requests. `process_group.py` connects processes; `current()` is what all other modules use.
+windows, and answer its requests. `process_group.py` connects processes; verbs hand the ranks down with the `Device`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
 from typing import Any, TypeVar
@@ -92,12 +91,6 @@ class Ranks:
 
 
 ONE_PROCESS = Ranks()
-_current: list[Ranks] = [ONE_PROCESS]
-
-
-def current() -> Ranks:
-    """Return the ranks of the run that this process takes part in."""
-    return _current[-1]
 
 
 def evened(loads: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -118,20 +111,3 @@ def evened(loads: Sequence[int], sizes: Sequence[int]) -> list[int]:
     ends = [*accumulate(max(0.0, level - load) for load in loads)]
     middles = (end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True))
     return [min(bisect_right(ends, middle), len(loads) - 1) for middle in middles]
-
-
-@contextmanager
-def by_itself() -> Iterator[None]:
-    """Let this process compute as if it were alone, where all ranks compute the same."""
-    with within(ONE_PROCESS):
-        yield
-
-
-@contextmanager
-def within(ranks: Ranks) -> Iterator[None]:
-    """Let `current` return these ranks."""
-    _current.append(ranks)
-    try:
-        yield
-    finally:
-        _current.pop()

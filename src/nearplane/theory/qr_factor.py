@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.factor import AUTO_DAMPS, Factor, Order, one_thread, order_by, rounding_order
+from nearplane.lattice.factor import AUTO_DAMPS, Factor, Order, one_thread, order_by
+from nearplane.lattice.pivoted_order import pivoted_order
 
 ROWS_PER_COLUMN = 2  # rows of a block per column: R is then a quarter of the work, and three such blocks fit in memory
 
@@ -98,7 +99,7 @@ def _order(A: Tensor, diagonal: Tensor, order: Order, shift: float) -> Tensor:
         return order_by(diagonal, order)
     H = A.T @ A
     H.diagonal().add_(torch.where(diagonal == 0, shift or 1.0, shift))
-    return rounding_order(H, order)
+    return pivoted_order(H)
 
 
 def _reverse_root(A: Tensor, shift: float) -> Tensor:

@@ -24,8 +24,9 @@ from nearplane.calibration.texts import frame_of, read_windows
 from nearplane.calibration.windows import default_seqlen, extra_windows, samples_of
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.stored import Stored
-from nearplane.lattice.grid import Grid, ProductGrid
+from nearplane.lattice.grid import Grid
 from nearplane.lattice.octaves import OctaveGrid
+from nearplane.lattice.product_grid import ProductGrid
 from nearplane.lattice.shared_grid import SharedGrid
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.models.kinds import has_head

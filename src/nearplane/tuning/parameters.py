@@ -32,7 +32,8 @@ from torch import Tensor
 from nearplane.coding.blob import stored_base
 from nearplane.errors import FormatError
 from nearplane.formats.layer_format import LayerFormat
-from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.product_grid import ProductGrid
 from nearplane.lattice.scale import stored
 from nearplane.lattice.superblock import SuperGrid, rounded
 

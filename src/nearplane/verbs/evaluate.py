@@ -43,7 +43,7 @@ from nearplane.models.two_tokenizers import check_same_tokens, decoded
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.progress import logged, shown, silent
-from nearplane.system.ranks import current
+from nearplane.system.ranks import Ranks
 from nearplane.verbs.evaluate_request import EvaluateRequest
 from nearplane.verbs.follow import agree, files_of, on_all_ranks
 
@@ -138,17 +138,20 @@ class PreparedTexts:
     request: EvaluateRequest
     rounded: RoundedLayers
 
-    @on_all_ranks()
     def measure(self) -> list[Measured]:
         """Read the models, and measure them on each text by itself; the floor is measured on the first."""
+        with on_all_ranks() as ranks:
+            return self._measured(ranks)
+
+    def _measured(self, ranks: Ranks) -> list[Measured]:
         request, outlines = self.request, self.outlines
-        if (ranks := current()).world > 1:
+        if ranks.world > 1:
             windows = [digest_of(part.tokens) for part in self.scored]
             request = request if ranks.leads else replace(request, progress=silent)
             agree(ranks, {"windows": windows, "model": [each.folder and files_of(each.folder) for each in outlines]})
         for name, part in zip(self.names, self.scored, strict=True):
             log.info("%s windows to evaluate (%s)", f"{len(part.tokens):,}", name)
-        place, trust = Device.named(request.device), request.trust_remote_code
+        place, trust = Device.named(request.device, ranks=ranks), request.trust_remote_code
         networks = [opened(each, place, trust_remote_code=trust) for each in outlines]
         floor = None
         if request.floor and len(networks) > 1 and not outlines[0].embeds:
@@ -288,15 +291,16 @@ def _measured(
     """Return the evaluation on one text, and the scores of its tokens."""
     names, windows = [network.outline.name for network in networks], len(scored.tokens)
     seqlen = scored.tokens.shape[1] if networks[0].outline.vocabulary else 1
-    with running(networks, scored.tokens) as batches:
-        total = len(batches_here(networks, scored.tokens))
+    ranks = networks[0].device.ranks
+    with running(networks, scored.tokens, ranks) as batches:
+        total = len(batches_here(networks, scored.tokens, ranks))
         compared = shown(request.progress, logged(batches, "evaluating", total), "evaluating", total)
         if networks[0].outline.embeds:
-            alike = cosines(compared, names)
+            alike = cosines(compared, names, ranks)
             evaluation = Evaluation(tokens=seqlen * windows, windows=windows, seqlen=seqlen, text=name)
             evaluation = replace(evaluation, cosine=float(alike.mean()), worst_cosine=float(alike.min()))
             return Measured(evaluation=evaluation)
-        scores, remarks = token_scores(compared, names, scored, networks[0].outline.vocabulary)
+        scores, remarks = token_scores(compared, names, scored, networks[0].outline.vocabulary, ranks)
     statistics, protocol, base = summarize(scores), request.protocol, scores.original_nll
     by_words = protocol == "lm-eval"
     return Measured(

@@ -26,7 +26,6 @@ from nearplane.formats.layer_format import Held, LayerFormat
 from nearplane.formats.stored import Stored
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.grid import Grid
-from nearplane.matrix.on_grid import with_tensors
 from nearplane.models.layers import Layer
 from nearplane.models.model import DTYPES, Model
 from nearplane.number_formats import BlockType, NumberFormat
@@ -308,7 +307,7 @@ def _moved_record(record: RunRecord, plan: Plan, read: Stored) -> RunRecord:
     for layer in record.layers:
         tensors = written(read.tensors(layer.stored))
         format = plan.layers[layer.name].number_format
-        layers.append(replace(with_tensors(layer, layer.stored, tensors.bytes, tensors.checksum), format=format.name))
+        layers.append(replace(layer, bytes=tensors.bytes, checksum=tensors.checksum, format=format.name))
     tuning = record.tuning
     if tuning is not None:
         norms = {name: written(read.reader.read([name])).checksum for name in tuning.norms}

@@ -20,7 +20,7 @@ from nearplane.system.device import Device, without_number
 from nearplane.system.launch import launched
 from nearplane.system.matmul_library import processor
 from nearplane.system.process_group import connected
-from nearplane.system.ranks import Ranks, current
+from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 T = TypeVar("T")
 log = logging.getLogger("nearplane")
@@ -40,8 +40,8 @@ def on_all_ranks() -> Iterator[Ranks]:
     """
     theirs = dist.is_available() and dist.is_initialized()
     launch = None if theirs else launched()
-    if current().world > 1 or (not theirs and launch is None) or (theirs and dist.get_world_size() == 1):
-        yield current()
+    if (not theirs and launch is None) or (theirs and dist.get_world_size() == 1):
+        yield ONE_PROCESS
         return
     with connected(launch) as ranks:
         yield ranks
@@ -71,7 +71,7 @@ def run_on_rank_0(verb: Callable[[], T], follower: Follower, same: Mapping[str, 
     Raises:
         RankError: The ranks differ, or one of them failed.
     """
-    ranks = current()
+    ranks = follower.device.ranks
     if ranks.world == 1:
         return verb()
     agree(ranks, {**same, "processor": processor(), "device": without_number(follower.device.model())})

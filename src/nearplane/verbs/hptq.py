@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,9 +24,11 @@ from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows, calibration_windows, check_tokens
 from nearplane.errors import RecipeError
-from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.moments import Moments
-from nearplane.matrix.inputs import LayerInput, corrected, lattice_problem, named
+from nearplane.lattice.product_grid import ProductGrid
+from nearplane.matrix.inputs import LayerInput, corrected, named
+from nearplane.matrix.quantize_matrix import lattice_problem
 from nearplane.matrix.to_rate import search
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
@@ -96,9 +97,7 @@ def hptq(
     W, inputs = lattice_problem(W, statistics, name)
     rate = scheme.average if rate is None else rate
     assert rate is not None, "one matrix has a rate"
-    zeros = torch.zeros(max(W.shape), dtype=torch.int32, device=W.device)
-    out, columns = W.shape
-    one_step = ProductGrid(base=1.0, columns=zeros[:columns], column_resolution=1, rows=zeros[:out], row_resolution=1)
+    one_step = ProductGrid.of_one_step(W.shape, W.device)
     with named(name, inputs.moments.tokens):
         T = corrected(W, inputs, scheme).values
         trial = search(

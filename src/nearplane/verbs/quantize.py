@@ -37,7 +37,7 @@ from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.progress import say_compiling
-from nearplane.system.ranks import current
+from nearplane.system.ranks import Ranks
 from nearplane.verbs.follow import Follower, files_of, on_all_ranks, run_on_rank_0
 from nearplane.verbs.quantize_request import QuantizeRequest
 from nearplane.verbs.then_tuned import then_tuned
@@ -79,7 +79,6 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
 
 
 @takes(QuantizeRequest, tokenizer=PreTrainedTokenizerBase | None)
-@on_all_ranks()
 def quantize(request: QuantizeRequest) -> RunRecord:
     """Quantize a language model into a checkpoint that other programs load.
 
@@ -99,10 +98,16 @@ def quantize(request: QuantizeRequest) -> RunRecord:
         NearplaneError: A subclass names the cause. `out` is then unchanged, and files written so far are in
             `out.unfinished`, see `system/output_folder.py`.
     """
+    with on_all_ranks() as ranks:
+        return _quantized(request, ranks)
+
+
+def _quantized(request: QuantizeRequest, ranks: Ranks) -> RunRecord:
+    """Quantize on the ranks of a run; see `quantize`."""
     say_compiling()
     given, keywords = split_calibration(request.options())
     model, recipe, trust = request.model, request.asked(keywords), request.trust_remote_code
-    place = Device.named(request.device, request.compute_dtype)
+    place = Device.named(request.device, request.compute_dtype, ranks=ranks)
     if place.on_cpu and request.device_memory is not None:
         raise RecipeError(
             f"--device-memory limits the memory on a GPU, but this run computes on {place}. Use --memory."
@@ -126,7 +131,7 @@ def quantize(request: QuantizeRequest) -> RunRecord:
         check_text(recipe.calibration.calibration)
     with as_folder(model, request.tokenizer) as folder:
         recipe = recipe if given is None else given.recorded(recipe)
-        if recipe.tune != "none" and current().world > 1:
+        if recipe.tune != "none" and ranks.world > 1:
             raise RecipeError(
                 "--tune network trains in one process: a step needs the one before. Quantize with several processes, then run "
                 "nearplane tune with one."

@@ -28,7 +28,6 @@ from nearplane.formats.find_record import sound_record
 from nearplane.formats.journal_pages import run_inputs
 from nearplane.formats.stored import Stored
 from nearplane.matrix.certificate import SolvedMatrix
-from nearplane.matrix.on_grid import with_tensors
 from nearplane.matrix.to_rate import TOLERANCE
 from nearplane.models.model import Block
 from nearplane.models.two_tokenizers import check_same_tokens
@@ -249,7 +248,7 @@ def _write(trained: Trained, container: Container) -> tuple[LayerRecord, ...]:
             stored, tuned = recorded[layer.name].stored, matrices.get(layer.name)
             matrix = files.matrix(stored, files.tensors(stored)) if tuned is None else tuned.matrix()
             tensors = container.add(stored, matrix)
-            layers.append(with_tensors(recorded[layer.name], stored, tensors.bytes, tensors.checksum))
+            layers.append(replace(recorded[layer.name], stored=stored, bytes=tensors.bytes, checksum=tensors.checksum))
 
     add(model.embeddings)
     for index, block in enumerate(model.blocks):
@@ -279,5 +278,5 @@ def _certified(retuned: Checkpoint, stage: Stage, number: int, old: LayerRecord)
     matrix = retuned.stored.matrix(old.stored, retuned.stored.tensors(old.stored))
     known = SolvedMatrix(matrix=matrix, base=matrix.grid.base, tuned=True)  # tuned codes have no other base of a sweep
     new, _ = remeasured(stage, number, retuned.plan.layers[stage.layers[number].name].scheme, known)
-    new = with_tensors(new, old.stored, old.bytes, old.checksum)
-    return matrix.decode(), replace(new, asked=old.asked, seconds=old.seconds)
+    kept = {name: getattr(old, name) for name in ("stored", "bytes", "checksum", "asked", "seconds")}
+    return matrix.decode(), replace(new, **kept)

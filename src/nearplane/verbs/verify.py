@@ -43,6 +43,7 @@ from nearplane.system.files import sha256
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.paths import CONFIG, GPTQ_CONFIG, RECORD, TIED
+from nearplane.system.ranks import Ranks
 from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.verbs.checkpoint_requests import VerifyRequest
@@ -90,20 +91,19 @@ class Verified:
 
 
 @takes(VerifyRequest)
-@on_all_ranks()
 def verify(request: VerifyRequest) -> Verified:
     """Check a checkpoint against its run record.
 
     Raises:
         NearplaneError: There is no run record, or the original or the text cannot be read.
     """
-    record = request.check()
-    measured_on = _device(record, request.device)
-    trust = request.trust_remote_code
-    follower = Follower(
-        partial(open_original, str(request.against), record.recipe, trust_remote_code=trust), measured_on
-    )
-    return run_on_rank_0(partial(_verified, record, request, measured_on), follower, {"record": record.text})
+    with on_all_ranks() as ranks:
+        record = request.check()
+        measured_on = _device(record, request.device, ranks)
+        trust = request.trust_remote_code
+        opened = partial(open_original, str(request.against), record.recipe, trust_remote_code=trust)
+        verified = partial(_verified, record, request, measured_on)
+        return run_on_rank_0(verified, Follower(opened, measured_on), {"record": record.text})
 
 
 def _verified(record: RunRecord, request: VerifyRequest, where: Device) -> Verified:
@@ -144,7 +144,7 @@ def _verified(record: RunRecord, request: VerifyRequest, where: Device) -> Verif
     )
 
 
-def _device(record: RunRecord, asked: str) -> Device:
+def _device(record: RunRecord, asked: str, ranks: Ranks) -> Device:
     """Return the device to measure on, in the dtype of the run; auto: one like that of the run, if there is one.
 
     Raises:
@@ -154,8 +154,8 @@ def _device(record: RunRecord, asked: str) -> Device:
     dtype = "float32" if record.compute_dtype == "auto" and ran_on == "cpu" else record.compute_dtype
     if asked == "auto":
         with suppress(RecipeError):
-            return Device.named(ran_on, dtype)
-    return Device.named(asked, dtype)
+            return Device.named(ran_on, dtype, ranks=ranks)
+    return Device.named(asked, dtype, ranks=ranks)
 
 
 def _unlike(folder: Path, record: RunRecord, stored: Stored, model: Model) -> tuple[list[Fault], bool]:

@@ -24,7 +24,8 @@ from nearplane.coding.blob import Contents, stored_base
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats.native import Config, Native
 from nearplane.formats.stored import quantization_of, read_dense, read_matrices
-from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.product_grid import ProductGrid
 from nearplane.loading.dense_network import stored_transposed
 from nearplane.system.safetensors_files import ShardReader, checksum
 from nearplane.verbs.evaluate import load_dense

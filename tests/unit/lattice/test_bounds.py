@@ -82,7 +82,7 @@ def test_rows_that_do_not_clip_keep_the_bound_on_any_grid(p: Problem, order: str
     assume(torch.equal(codes, matrix.codes))
     targets = torch.empty_like(p.W)
     targets[:, factor.order] = rounding.targets.T
-    outside = p.grid.clipped(targets)
+    outside = p.clipped(targets)
     assert close(certificate.clipped, float(outside.double().mean()))
     assert close(certificate.clipped_rows, float(outside.any(1).double().mean()))
     rows = quadratic(p.W - matrix.decode(), p.damped_hessian(factor))
@@ -316,7 +316,7 @@ def test_the_nearest_loss_is_that_of_round_to_nearest(p: Problem, order: str) ->
     E = p.W - matrix.decode()
     assert abs(rounded.loss - float(torch.trace(E @ p.H @ E.T)) / E.numel()) <= 1e-12 * scale_of(p, E)
     assert (rounded.worst_case, rounded.expected, rounded.gamma) == (None, None, None)
-    assert rounded.clipped == float(p.grid.clipped(p.W).double().mean())
+    assert rounded.clipped == float(p.clipped(p.W).double().mean())
 
 
 @given(problems(), st.sampled_from(ORDERS))
@@ -341,7 +341,7 @@ def test_rows_whose_sweep_does_not_clip_keep_the_bound_when_polished(p: Problem,
     assume(torch.equal(codes, matrix.codes))
     targets = torch.empty_like(p.W)
     targets[:, factor.order] = rounding.targets.T
-    inside = ~p.grid.clipped(targets).any(1)
+    inside = ~p.clipped(targets).any(1)
     polished = polish(p.W, matrix, H, sweeps=sweeps)
     bound = (p.grid.steps().square()[:, factor.order] * factor.d).sum(1).expand(len(p.W)) / 4
     rows = quadratic(p.W - polished.decode(), H)

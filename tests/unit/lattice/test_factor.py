@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nearplane.errors import NumericalError
-from nearplane.lattice.factor import factorize, rounding_order
+from nearplane.lattice.factor import factorize, order_by
 from oracles import inv, min_pivot, same, unit_upper
 from strategies import ORDERS, Problem, problem, problems
 
@@ -54,9 +54,9 @@ def test_the_determinant_does_not_depend_on_the_order(p: Problem, order: str) ->
 def test_the_named_orders_are_what_they_say() -> None:
     p = problem(columns=8)
     H = p.H
-    assert rounding_order(H, "natural").tolist() == list(range(8))
-    assert rounding_order(H, "reversed").tolist() == list(range(8))[::-1]
-    diagonal = H.diagonal()[rounding_order(H, "activation")]
+    assert order_by(H.diagonal(), "natural").tolist() == list(range(8))
+    assert order_by(H.diagonal(), "reversed").tolist() == list(range(8))[::-1]
+    diagonal = H.diagonal()[order_by(H.diagonal(), "activation")]
     assert bool((diagonal.diff() <= 0).all())
     assert torch.equal(factorize(H, p.permutation).order, p.permutation)
 

@@ -14,7 +14,7 @@ from nearplane.errors import NumericalError
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.fits import MAX_GROWTH
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.matrix.on_grid import quantize_matrix
+from nearplane.matrix.quantize_matrix import quantize_matrix
 from nearplane.number_formats import BY_NAME, TYPES, NumberFormat, integers, number_format
 from nearplane.recipe.file_formats import FILE_FORMATS
 from nearplane.recipe.schemes import BlockScheme, GridScheme, options_of

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.product_grid import ProductGrid
 from nearplane.lattice.superblock import SuperGrid
 from strategies import KINDS, Problem, problem, problems
 
@@ -54,7 +55,7 @@ def test_codes_stay_within_the_limits(p: Problem) -> None:
 @given(problems())
 def test_what_does_not_clip_is_within_half_a_step_and_what_clips_is_at_a_limit(p: Problem) -> None:
     codes, values = p.grid.round(p.W, slice(None))
-    clipped = p.grid.clipped(p.W)
+    clipped = p.clipped(p.W)
     half = (p.grid.steps() / 2).expand_as(p.W)
     error = (p.W - values).abs()
     assert bool((error[~clipped] <= half[~clipped] * (1 + 1e-12)).all())
@@ -98,18 +99,6 @@ def test_a_grid_cannot_be_changed() -> None:
     grid = problem().grid
     with pytest.raises(FrozenInstanceError):
         grid.low = 0  # type: ignore[misc]
-
-
-def test_a_product_grid_is_rows_times_codes_times_columns() -> None:
-    codes = torch.tensor([[1, -2, 0], [300, 4, -5]], dtype=torch.int32)
-    grid = ProductGrid(
-        base=0.25, columns=torch.tensor([0, 3, -4], dtype=torch.int32), column_resolution=2,
-        rows=torch.tensor([0, -1], dtype=torch.int32), row_resolution=1,
-    )  # fmt: skip
-    columns = torch.tensor([0.25, 0.25 * 2**1.5, 0.0625])
-    expected = torch.tensor([[1.0], [0.5]]) * codes * columns
-    torch.testing.assert_close(QuantizedMatrix(codes=codes, grid=grid).decode(), expected)
-    assert grid.row_weight().tolist() == [1.0, 4.0]
 
 
 SUPER = dict(d=torch.ones(2, 1), sc=torch.full((2, 2), 3.0), group=torch.arange(8) // 4, low=0, high=15)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nearplane.lattice.factor import pivoted_order
+from nearplane.lattice.pivoted_order import pivoted_order
 
 
 def hessian(n, *, tokens=None, decay=0.0, seed=0):

@@ -277,7 +277,7 @@ def test_rows_that_do_not_clip_are_within_gamma_of_the_best_of_all_integers(p: P
     matrix, certificate = solution.matrix, certify(p.W, p.W, solution, p.H, factor)
     targets = torch.empty_like(p.W)
     targets[:, factor.order] = residuals(p.W, matrix, factor) + matrix.decode()[:, factor.order]
-    inside = ~p.grid.clipped(targets).any(1)
+    inside = ~p.clipped(targets).any(1)
     assume(bool(inside.any()))
     assert certificate.gamma is not None
     errors = quadratic(p.W - matrix.decode(), H)

@@ -6,7 +6,7 @@ import torch
 from nearplane import RecipeError
 from nearplane.lattice.fits import FITS
 from nearplane.lattice.scale import Steps
-from nearplane.matrix.on_grid import quantize_matrix
+from nearplane.matrix.quantize_matrix import quantize_matrix
 from nearplane.number_formats import FP8_BLOCK
 from nearplane.recipe.schemes import GridScheme
 

@@ -16,11 +16,13 @@ from nearplane.errors import NumericalError
 from nearplane.lattice import bounds, kernels, polish
 from nearplane.lattice.beam import k_best
 from nearplane.lattice.bounds import certify, limit, losses_on_extra
-from nearplane.lattice.factor import Factor, factorize, pivoted_order
-from nearplane.lattice.grid import Codebook, ProductGrid, QuantizedMatrix
+from nearplane.lattice.factor import Factor, factorize
+from nearplane.lattice.grid import Codebook, QuantizedMatrix
 from nearplane.lattice.moments import Extra, trust
 from nearplane.lattice.octaves import OctaveFit, octaves
+from nearplane.lattice.pivoted_order import pivoted_order
 from nearplane.lattice.polish import Fit, PlainFit, descend
+from nearplane.lattice.product_grid import ProductGrid
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import Solution, nearest_plane, round_to_nearest, sweep_planes
 from nearplane.lattice.superblock_fit import SuperFit, fit_blocks

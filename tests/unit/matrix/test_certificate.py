@@ -12,14 +12,15 @@ from torch import Tensor
 
 from nearplane.coding.blob import Contents, decode, encode, size
 from nearplane.lattice.bounds import limit
-from nearplane.lattice.factor import rounding_order
-from nearplane.lattice.grid import Grid, ProductGrid, QuantizedMatrix
+from nearplane.lattice.factor import order_by
+from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.moments import Extra, Moments
+from nearplane.lattice.pivoted_order import pivoted_order
+from nearplane.lattice.product_grid import ProductGrid
 from nearplane.matrix import certificate
 from nearplane.matrix.certificate import SolvedMatrix, measured_rows, record_of
 from nearplane.matrix.inputs import LayerInput, corrected
-from nearplane.matrix.on_grid import quantize_matrix
-from nearplane.matrix.to_rate import quantize_matrix_to_rate
+from nearplane.matrix.quantize_matrix import quantize_matrix, quantize_matrix_to_rate
 from nearplane.recipe.schemes import GridScheme, RateScheme
 from nearplane.record.record import LayerRecord, row_groups
 from pretended import Pretend, pretended
@@ -85,7 +86,8 @@ class Plain:
         self.shift = damp * H.diagonal().mean().item()
         damped = self.H + self.shift * np.eye(len(H))
         self.damped = damped
-        p = rounding_order(torch.from_numpy(damped) if order == "pivoted" else H, order).numpy()
+        pivoted = order == "pivoted"
+        p = (pivoted_order(torch.from_numpy(damped)) if pivoted else order_by(H.diagonal(), order)).numpy()
         L = np.linalg.cholesky(damped[np.ix_(p, p)][::-1, ::-1])[::-1, ::-1]
         self.order, self.U, self.d = p, L / L.diagonal(), L.diagonal() ** 2
         self.profile = self.d * self.scale[:, p] ** 2  # (out, in)

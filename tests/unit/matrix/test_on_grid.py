@@ -18,7 +18,7 @@ from nearplane.lattice.moments import Moments, correction, trust
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import round_to_nearest
 from nearplane.matrix.inputs import LayerInput, corrected
-from nearplane.matrix.on_grid import quantize_matrix, with_tensors
+from nearplane.matrix.quantize_matrix import quantize_matrix
 from nearplane.number_formats import TYPES, integers
 from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
 from nearplane.record.record import LayerRecord
@@ -119,7 +119,7 @@ def test_the_record_says_what_was_asked_for() -> None:
         damp=0.02, tokens=77, correction=0.0, dead=0,
     )  # fmt: skip
     assert {key: fields[key] for key in expected} == expected
-    assert with_tensors(record, "a", 12, "").rate == 8 * 12 / 24
+    assert replace(record, bytes=12).rate == 8 * 12 / 24
 
 
 def test_other_schemes_and_grids_are_refused_in_a_sentence() -> None:

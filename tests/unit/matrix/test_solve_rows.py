@@ -11,7 +11,8 @@ from torch import Tensor
 from nearplane.lattice.kernels import CPU
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.matrix.inputs import LayerInput, corrected
-from nearplane.matrix.on_grid import SolvedRows, check_rows, joined, quantize_matrix, solve_rows
+from nearplane.matrix.on_grid import SolvedRows, check_rows, joined, solve_rows
+from nearplane.matrix.quantize_matrix import quantize_matrix
 from nearplane.number_formats import BY_NAME
 from nearplane.recipe.schemes import BlockScheme, GridScheme
 

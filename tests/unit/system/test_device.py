@@ -5,6 +5,7 @@ import torch
 
 from nearplane import RecipeError
 from nearplane.system.device import Device
+from nearplane.system.ranks import Ranks
 
 CUDA = torch.cuda.is_available()
 
@@ -86,3 +87,15 @@ def test_what_is_free_is_asked_of_the_device(monkeypatch):
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda place: 3)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda place: (100 * place.index, 1000))
     assert Device(torch.device("cuda", 1)).free() == 102
+
+
+def test_processes_on_a_machine_share_its_memory_and_have_a_gpu_each(monkeypatch):
+    several = Ranks()
+    several.world, several.local, several.local_world = 4, 1, 2
+    monkeypatch.setattr("nearplane.system.device.free_memory", lambda: 7)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.empty", lambda *size, **where: None)  # as if the device were there
+    assert Device(torch.device("cpu"), ranks=several).free() == 3
+    assert Device.named("cuda", ranks=several) == Device(torch.device("cuda:1"), ranks=several)
+    with pytest.raises(RecipeError, match="several processes take a GPU each"):
+        Device.named("cuda:1", ranks=several)

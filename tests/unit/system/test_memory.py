@@ -16,7 +16,7 @@ import torch
 import nearplane
 from families import config_of, random_model
 from nearplane.errors import DeviceMemoryError, NearplaneError
-from nearplane.matrix.on_grid import quantize_matrix
+from nearplane.matrix.quantize_matrix import quantize_matrix
 from nearplane.models.pretrained import as_model_error
 from nearplane.planning import solve_stage as quantize_stage
 from nearplane.recipe.schemes import GridScheme

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nearplane.system.ranks import ONE_PROCESS, Ranks, by_itself, current, within
+from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 
 def test_one_process_by_itself_changes_nothing():
@@ -27,13 +27,3 @@ def test_what_is_dealt_makes_up_all():
             shares = ranks.shares(count)
             assert [each for share in shares for each in share] == [*range(count)]
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_the_ranks_of_a_run_end_with_it():
-    ranks = Ranks()
-    with within(ranks):
-        assert current() is ranks
-        with by_itself():
-            assert current() is ONE_PROCESS
-        assert current() is ranks
-    assert current() is ONE_PROCESS

@@ -5,7 +5,8 @@ import torch
 
 from nearplane.coding.blob import Contents, decode, encode, stored_base
 from nearplane.formats.native import DEFAULT, matrix_of
-from nearplane.lattice.grid import ProductGrid, QuantizedMatrix
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.product_grid import ProductGrid
 from nearplane.tuning.parameters import Pressure, TunedLadders
 
 

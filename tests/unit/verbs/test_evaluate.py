@@ -16,6 +16,7 @@ from nearplane.demo import HELD_OUT, MODEL
 from nearplane.evaluation.predictions import Held, Outline
 from nearplane.models.kinds import divergence
 from nearplane.system.progress import silent
+from nearplane.system.ranks import ONE_PROCESS
 from nearplane.verbs.evaluate import prepare_texts
 from nearplane.verbs.evaluate_request import EvaluateRequest
 
@@ -173,7 +174,7 @@ def test_heads_of_all_families_run_apart(family):
     """Each does something of its own behind the head: scales, caps, or nothing."""
     network = random_model(config_of(family)).float()
     tokens = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), Held(Outline.of(network), network).predicting(tokens, 2) as run:
+    with torch.no_grad(), Held(Outline.of(network), network, ONE_PROCESS).predicting(tokens, 2) as run:
         read = run(0)
         assert "_head_apart" in read.__qualname__
         torch.testing.assert_close(torch.cat([read(0, 5), read(5, 12)], 1), network(tokens).logits)

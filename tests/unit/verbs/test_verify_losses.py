@@ -8,6 +8,7 @@ import torch
 from nearplane import Recipe
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.device import Device
+from nearplane.system.ranks import ONE_PROCESS
 from nearplane.verbs.verify import _device
 from nearplane.verbs.verify_losses import Agreement, _compare
 
@@ -45,16 +46,16 @@ def faults(agreement: Agreement, **changes: float) -> int:
 def test_the_tolerance_depends_on_both_devices_and_the_dtype(monkeypatch, record, there, expected):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda place: "H100")
     monkeypatch.setattr("torch.empty", lambda *size, **where: None)  # as if the device were there
-    device = _device(record, there)
+    device = _device(record, there, ONE_PROCESS)
     assert Agreement.on(device, record, torch.bfloat16, None) == expected
     assert Agreement.on(device, record, torch.bfloat16, 0.2) == replace(expected, tolerance=0.2)
 
 
 @pytest.mark.parametrize("device", ["cuda:7, H100", "gpu", ""])
 def test_by_default_the_device_of_the_run_is_taken_where_it_is_there_and_else_that_of_this_machine(device):
-    assert _device(ran_on("cpu"), "auto") == Device(CPU.place, torch.float32)
+    assert _device(ran_on("cpu"), "auto", ONE_PROCESS) == Device(CPU.place, torch.float32)
     if not torch.cuda.is_available():
-        assert _device(ran_on(device, "bfloat16"), "auto") == Device(CPU.place, torch.bfloat16)
+        assert _device(ran_on(device, "bfloat16"), "auto", ONE_PROCESS) == Device(CPU.place, torch.bfloat16)
 
 
 def test_elsewhere_a_loss_may_differ_by_the_tolerance_and_what_single_roundings_decide_by_anything():

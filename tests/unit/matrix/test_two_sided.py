@@ -8,7 +8,8 @@ import torch
 from nearplane.errors import NumericalError
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import Solution, round_to_nearest
-from nearplane.matrix.on_grid import MIN_ROWS, ROW_DAMP, quantize_matrix, solve_joined
+from nearplane.matrix.quantize_matrix import quantize_matrix
+from nearplane.matrix.two_sided import MIN_ROWS, ROW_DAMP, solve_joined
 from nearplane.number_formats import integers
 from nearplane.recipe.schemes import GridScheme
 
