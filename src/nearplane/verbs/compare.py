@@ -37,7 +37,7 @@ from nearplane.verbs.hptq import huffman_coded
 from nearplane.verbs.quantize import quantize
 
 ORIGINAL_METHOD = "original"
-ROWS_FILE, LOCK_FILE = "rows.json", "rows.json.lock"
+ROWS_FILE, LOCK_FILE = "rows.json", "rows.json.lock"  # inputs of a comparison and its rows; held while they are written
 PROMPT_TOKENS = 100  # that are written behind a prompt
 MAX_RATE_ERROR = 0.005  # relative deviation from the requested bits that needs no note
 
@@ -135,9 +135,6 @@ def _earlier(folder: Path, inputs: Mapping[str, Any]) -> dict[tuple[str, str, fl
 
     Rows of other bits and methods are added to them; a row of a method that failed is kept with its reason, and is measured
     anew by the next command.
-
-        FOLDER/rows.json        the inputs of the comparison and its rows
-        FOLDER/rows.json.lock   lock file of the comparison that writes them
 
     Raises:
         RecipeError: The folder holds other files, or rows with other inputs; the message names the difference.

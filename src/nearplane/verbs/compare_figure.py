@@ -16,7 +16,6 @@ from nearplane.verbs.figure_file import figure_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 STYLES = {  # colour and marker of each curve; the palette of Okabe and Ito suits colour-blind readers
     "rtn-mse": ("#E69F00", "s"),
@@ -52,6 +51,8 @@ def draw(rows: Iterable[Row], out: str | Path) -> None:
             _curves(figure.subplots(), originals[0], {w: [r for r in measured if r.method == w] for w in methods})
             figure.legend(loc="outside right upper", frameon=False, fontsize=8)  # inside, its lines look like curves
             return
+        from matplotlib.lines import Line2D
+
         columns = min(3, len(methods))
         lines = math.ceil(len(methods) / columns)
         figure.set_size_inches(max(5.0, 3.4 * columns), max(3.6, 3.0 * lines))
@@ -65,7 +66,11 @@ def draw(rows: Iterable[Row], out: str | Path) -> None:
             _panel(panel, way, originals, [row for row in measured if row.method == way], unit, markers)
         figure.supxlabel(f"weight files, {word}", fontsize=10)
         figure.supylabel("perplexity", fontsize=10)
-        _name_markers(figure, markers)
+        shapes = [*((f"{each:g} bits", marker) for each, marker in markers.items()), ("original", "*")]
+        names = [Line2D([], [], color="#444444", marker=marker, linestyle="", label=name) for name, marker in shapes]
+        figure.legend(
+            handles=names, loc="outside upper right", ncols=len(names), frameon=False, fontsize=8, handletextpad=0
+        )
 
 
 def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:
@@ -113,17 +118,6 @@ def _panel(
             axes.plot(x, y, color=colour, marker=marker, markersize=8 if row is original else 4.5)
     axes.legend(frameon=False, fontsize=7, handlelength=0, handletextpad=0, labelcolor="linecolor")
     axes.set_title(way, fontsize=10, loc="left")
-
-
-def _name_markers(figure: Figure, markers: Mapping[float, str]) -> None:
-    """Add a legend above the panels: one marker for each number of bits."""
-    from matplotlib.lines import Line2D
-
-    shapes = [*((f"{bits:g} bits", marker) for bits, marker in markers.items()), ("original", "*")]
-    lines = [Line2D([], [], color="#444444", marker=marker, linestyle="", label=label) for label, marker in shapes]
-    figure.legend(
-        handles=lines, loc="outside upper right", ncols=len(lines), frameon=False, fontsize=8, handletextpad=0
-    )
 
 
 def _scale(axes: Axes, originals: list[Row]) -> float:

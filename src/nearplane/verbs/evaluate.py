@@ -126,15 +126,13 @@ class PreparedTexts:
 
     Args:
         outlines: The model, and the original if there is one.
-        names: Names of the texts.
-        scored: Windows of the texts.
+        texts: Windows of the texts, each with its name.
         request: What is asked.
         rounded: Layers of the model whose inputs runtimes round; empty unless asked for.
     """
 
     outlines: Sequence[Outline]
-    names: Sequence[str]
-    scored: Sequence[ScoredText]
+    texts: Sequence[tuple[ScoredText, str]]
     request: EvaluateRequest
     rounded: RoundedLayers
 
@@ -146,22 +144,21 @@ class PreparedTexts:
     def _measured(self, ranks: Ranks) -> list[Measured]:
         request, outlines = self.request, self.outlines
         if ranks.world > 1:
-            windows = [digest_of(part.tokens) for part in self.scored]
+            windows = [digest_of(part.tokens) for part, _ in self.texts]
             request = request if ranks.leads else replace(request, progress=silent)
             agree(ranks, {"windows": windows, "model": [each.folder and files_of(each.folder) for each in outlines]})
-        for name, part in zip(self.names, self.scored, strict=True):
+        for part, name in self.texts:
             log.info("%s windows to evaluate (%s)", f"{len(part.tokens):,}", name)
         place, trust = Device.named(request.device, ranks=ranks), request.trust_remote_code
         networks = [opened(each, place, trust_remote_code=trust) for each in outlines]
         floor = None
         if request.floor and len(networks) > 1 and not outlines[0].embeds:
-            floor = measured_floor(networks[1], self.scored[0], place, trust, request.progress)
-        texts = [*zip(self.scored, self.names, strict=True)]
-        measured = [_measured(networks, *text, request, None if n else floor) for n, text in enumerate(texts)]
+            floor = measured_floor(networks[1], self.texts[0][0], place, trust, request.progress)
+        measured = [_measured(networks, *text, request, None if n else floor) for n, text in enumerate(self.texts)]
         if not request.activations:
             return measured
         networks[0].rounded = self.rounded
-        computed = [_measured(networks, *text, request) for text in texts]
+        computed = [_measured(networks, *text, request) for text in self.texts]
         return [
             replace(alone, evaluation=replace(alone.evaluation, computed=both.evaluation))
             for alone, both in zip(measured, computed, strict=True)
@@ -202,7 +199,7 @@ def prepare_texts(request: EvaluateRequest) -> PreparedTexts:
     if tokenizer is not None and tokenized:
         read = (text for windows in tokenized for text in decoded(tokenizer, windows))
         check_same_tokens(folders, read, trust_remote_code=trust)
-    return PreparedTexts(outlines, [_name(text) for text in texts], scored, request, layers)
+    return PreparedTexts(outlines, [*zip(scored, map(_name, texts), strict=True)], request, layers)
 
 
 def _name(text: Any) -> str:

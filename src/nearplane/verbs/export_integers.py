@@ -72,7 +72,7 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
     if FORMATS[format].layers == stored.layers:
         raise RecipeError(f"{source} has the format {format} already. Copy the folder, or choose another --format.")
     model = _opened(source, stored, trust_remote_code=trust_remote_code)
-    record = _record_of(source)
+    record = record_of(source, "The new folder has no run record: %s")
     trial = _tried(source, stored, model, format)
     model.dtype = trial.dtype  # that of steps, where they have the model's
     recipe = _recipe(record, model, format, trial.formats)
@@ -114,14 +114,14 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
     return container.size
 
 
-def _record_of(source: Path) -> RunRecord | None:
-    """Return the run record of a folder; None if it has none that this version of nearplane reads."""
+def record_of(source: Path, warning: str) -> RunRecord | None:
+    """Return the run record of a folder; None if it has none that this version of nearplane reads, of which it warns."""
     if not (source / RECORD).is_file():
         return None
     try:
         return read_record(source)  # its digest has been checked
     except FormatError as error:
-        log.warning("The new folder has no run record: %s", error)
+        log.warning(warning, error)
         return None
 
 

@@ -88,7 +88,9 @@ def generate(request: GenerateRequest) -> Continuation:
         for name in reader.names():
             reader.read([name])  # compares hashes, which llama.cpp does not
     else:
-        model = _language_model(folder, request)
+        place = Device.named(request.device, in_float64=False).place
+        model = load(folder, device=place, head=request.head, trust_remote_code=trust_remote_code)
+        _refuse_other_kinds(model, folder)
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
     chat = not request.ignore_chat_template and has_chat_template(tokenizer)
     text = _chat(folder, tokenizer, request.prompt) if chat else request.prompt
@@ -157,19 +159,8 @@ class _Prompt:
     chat: bool
 
 
-def _language_model(folder: Path, request: GenerateRequest) -> PreTrainedModel:
-    """Load a model that writes text behind text.
-
-    Raises:
-        RecipeError: It takes something else, or predicts no tokens.
-    """
-    place = Device.named(request.device, in_float64=False).place
-    model = load(folder, device=place, head=request.head, trust_remote_code=request.trust_remote_code)
-    _refuse_other_kinds(model, folder)
-    return model
-
-
 def _refuse_other_kinds(model: PreTrainedModel, folder: Path) -> None:
+    """Refuse a model that does not write text behind text."""
     if not has_head(model) or input_kind(model) is not InputKind.TEXT:
         why = "an encoder, which predicts no tokens" if not has_head(model) else f"which continues {input_kind(model)}"
         raise RecipeError(f"{folder} contains a {type(model).__name__}, {why}. Pass a language model.")
