@@ -195,7 +195,7 @@ class Held(Network):
             outputs.append(output)
             raise Stop
 
-        with forward_hook(body, capture), suppress(Stop):
+        with body.register_forward_hook(capture), suppress(Stop):
             _outputs(self.network, tokens)
         (output,) = outputs
         if isinstance(output, tuple):
@@ -362,16 +362,6 @@ def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def _outputs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return the logits of a network, or its last hidden states if it has no head."""
     return read_out(model, model(main_input(model, tokens), **call_kwargs(model, tokens)))
-
-
-@contextmanager
-def forward_hook(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
-    """Call a function with the outputs of a module within the context."""
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
