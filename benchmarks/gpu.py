@@ -55,7 +55,9 @@ from nearplane.matrix.quantize_matrix import (  # noqa: E402
 )
 from nearplane.models.model import open_model  # noqa: E402
 from nearplane.planning.forecast import forecast  # noqa: E402
-from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme  # noqa: E402
+from nearplane.recipe.block_scheme import BlockScheme  # noqa: E402
+from nearplane.recipe.rate_scheme import RateScheme  # noqa: E402
+from nearplane.recipe.schemes import GridScheme  # noqa: E402
 from nearplane.record.record import LayerRecord  # noqa: E402
 
 EQUAL, LOSS = 0.999, 1e-4  # share of equal codes, and relative difference of losses, that are asked for

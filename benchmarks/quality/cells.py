@@ -32,7 +32,7 @@ from nearplane.calibration.texts import Frame, read_windows
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.errors import NearplaneError
 from nearplane.models.pretrained import tokenizer_of
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.safetensors_files import ShardReader
 
 ROOT = Path(__file__).parents[2]

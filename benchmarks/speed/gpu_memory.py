@@ -23,7 +23,8 @@ from nearplane.calibration.stages import FirstLook, try_blocks
 from nearplane.calibration.windows import Windows, extra_windows
 from nearplane.models.model import Model, open_model
 from nearplane.planning.forecast import shapes_of
-from nearplane.planning.memory_bound import bound, choose, settings
+from nearplane.planning.memory_bound import bound
+from nearplane.planning.memory_limits import choose, settings
 from nearplane.planning.request import resolved
 from nearplane.recipe.recipe import Recipe
 from nearplane.system.device import Device

@@ -19,7 +19,7 @@ from nearplane.lattice.factor import factorize
 from nearplane.matrix.inputs import LayerInput
 from nearplane.matrix.quantize_matrix import quantize_matrix_to_rate
 from nearplane.matrix.to_rate import Search, coded_rate, secant, waterfilled_steps
-from nearplane.recipe.schemes import RateScheme
+from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.theory.shrunken import shrunken
 from nearplane.verbs.hptq import hptq
 

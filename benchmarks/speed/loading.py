@@ -30,7 +30,8 @@ from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.product_grid import ProductGrid
-from nearplane.recipe.schemes import GridScheme, RateScheme
+from nearplane.recipe.rate_scheme import RateScheme
+from nearplane.recipe.schemes import GridScheme
 
 OCTAVES = 0.8  # standard deviation of the columns' spread
 

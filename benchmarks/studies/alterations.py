@@ -36,7 +36,8 @@ from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.models.model import open_model
 from nearplane.planning.plan import moments_of_embeddings
 from nearplane.recipe.scheme import Scheme
-from nearplane.record.record import read_record, row_groups
+from nearplane.record.record import row_groups
+from nearplane.record.record_file import read_record
 from nearplane.system.device import Device
 from nearplane.verbs.verify import verify
 from nearplane.verbs.verify_files import Fault

@@ -22,12 +22,12 @@ from nearplane.loading.from_pretrained import load as load
 from nearplane.loading.from_pretrained import register as register
 from nearplane.matrix.quantize_matrix import quantize_matrix as quantize_matrix
 from nearplane.matrix.quantize_matrix import quantize_matrix_to_rate as quantize_matrix_to_rate
+from nearplane.recipe.block_scheme import BlockScheme as BlockScheme
+from nearplane.recipe.layer_scheme import LayerScheme as LayerScheme
+from nearplane.recipe.rate_scheme import RateScheme as RateScheme
 from nearplane.recipe.recipe import Calibration as Calibration
-from nearplane.recipe.recipe import LayerScheme as LayerScheme
 from nearplane.recipe.recipe import Recipe as Recipe
-from nearplane.recipe.schemes import BlockScheme as BlockScheme
 from nearplane.recipe.schemes import GridScheme as GridScheme
-from nearplane.recipe.schemes import RateScheme as RateScheme
 from nearplane.verbs.card import card as card
 from nearplane.verbs.compare import compare as compare
 from nearplane.verbs.evaluate import evaluate as evaluate

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import nearplane
 from families import TEXT_VOCABULARY, config_of, random_model
 from nearplane import CalibrationError, RecipeError
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.tuning import loop
 from pretended import pretended
 from pretended_cards import Runtime

@@ -18,7 +18,7 @@ from killing import StoppedError, contents, stopped_behind
 from nearplane import FormatError, ModelError
 from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.planning.journal import Journal
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.shard_writer import ShardWriter
 from nightly import daily
 
@@ -61,8 +61,8 @@ def meddled_behind(blocks, monkeypatch, change, quantized):
     """Run `quantized` and call `change` when so many blocks are in the journal."""
     passed = Journal.passed
 
-    def meddled(self, behind, stream):
-        passed(self, behind, stream)
+    def meddled(self, behind, stream, layers):
+        passed(self, behind, stream, layers)
         if behind == blocks:
             change()
 

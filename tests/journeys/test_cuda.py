@@ -6,7 +6,7 @@ import torch
 
 import nearplane
 from device_runs import RUNS, TOKENS, quantized, save_model, stored
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from triton_processes import results
 
 VERIFIED = ("grid", "rate", "experts", "k-quants")

@@ -12,7 +12,7 @@ import torch
 
 import nearplane
 from device_runs import COMMAND, COUNTED, RUNS, TABLE, TOKENS, quantized, save_model, stored, table_of
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.tuning import loop
 from nightly import daily
 from pretended import pretended

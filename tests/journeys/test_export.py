@@ -23,7 +23,7 @@ from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.find_record import find_record
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.loading.dense_network import dense_network
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.safetensors_files import ShardReader
 from plain_formats import decoded
 

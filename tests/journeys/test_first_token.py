@@ -11,7 +11,7 @@ from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane.calibration.windows import digest_of
 from nearplane.demo import CALIBRATION
 from nearplane.planning.request import open_original
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.paths import RECORD
 from nearplane.tuning.checkpoint import windows_of
 

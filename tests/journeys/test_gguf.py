@@ -30,7 +30,7 @@ from nearplane.formats.gguf.gguf_reader import GGUFReader
 from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.formats.stored import read_dense
 from nearplane.loading.dense_network import dense_network
-from nearplane.record.record import RunRecord, read_record
+from nearplane.record.record_file import parsed_record, read_record
 from nightly import daily
 from tokenizers_of_kinds import save_sentencepiece
 
@@ -305,7 +305,7 @@ def test_a_gguf_alone_tells_how_it_was_made(
     beside, alone = read_record(out), tmp_path / "alone.gguf"
     alone.write_bytes((out / FILE).read_bytes())
     app(["inspect", str(alone), "--json"], exit_on_error=False, result_action="return_value")
-    found = RunRecord.from_json(capsys.readouterr().out)
+    found = parsed_record(capsys.readouterr().out)
     assert [replace(layer, seconds=0.0) for layer in beside.layers] == list(found.layers)
     assert (found.recipe, found.text) == (beside.recipe, beside.text)
     assert found.folder == alone.stat().st_size
@@ -522,7 +522,7 @@ def test_the_file_says_what_it_was_made_of(out_of: Callable[[str], tuple[Path, P
     config = json.loads(fields["nearplane.quantization_config"].contents())
     assert config == json.loads((out / "config.json").read_text())["quantization_config"]
     assert set(config["types"].values()) == {"q4_0"}
-    assert RunRecord.from_json(fields["nearplane.record"].contents()) == read_record(out).embedded()
+    assert parsed_record(fields["nearplane.record"].contents()) == read_record(out).embedded()
     sums = {
         tensor.name: hashlib.sha256(tensor.data.tobytes()).hexdigest() for tensor in gguf.GGUFReader(out / FILE).tensors
     }

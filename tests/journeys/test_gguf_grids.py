@@ -18,7 +18,7 @@ from nearplane.demo import CALIBRATION
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.loading.dense_network import dense_network
 from nearplane.number_formats import TYPES
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.record.summary import summary
 
 TINY = LLAMA | dict(num_hidden_layers=2, hidden_size=256, intermediate_size=288, head_dim=64, num_attention_heads=4)

@@ -13,7 +13,7 @@ import forgery
 import nearplane
 from nearplane.cli import app as cli
 from nearplane.formats.stored import read_matrices
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.verbs.evaluate import load_dense
 from nearplane.verbs.verify import verify
 

@@ -14,7 +14,9 @@ from nearplane import GridScheme, Recipe, RecipeError
 from nearplane.demo import CALIBRATION
 from nearplane.number_formats import integers
 from nearplane.recipe.schemes import fitting_group
-from nearplane.record.record import RunRecord, contradictions, read_record
+from nearplane.record.contradictions import contradictions
+from nearplane.record.record import RunRecord
+from nearplane.record.record_file import read_record
 from nearplane.record.summary import summary
 
 FAST = {"calibration": str(CALIBRATION), "samples": 4, "seqlen": 40}

@@ -18,7 +18,7 @@ from nearplane.cli.app import app
 from nearplane.demo import CALIBRATION, MODEL
 from nearplane.errors import NearplaneError
 from nearplane.models.kinds import InputKind
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nightly import daily
 from translating import save_translating
 

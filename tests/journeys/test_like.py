@@ -20,7 +20,7 @@ from nearplane import ModelError, RecipeError, verify
 from nearplane.demo import CALIBRATION
 from nearplane.formats.gguf.gguf_header import FILE, TENSORS, read_header
 from nearplane.loading.dense_network import dense_network
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.record.summary import summary
 
 SMALL = LLAMA | dict(hidden_size=64, head_dim=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)

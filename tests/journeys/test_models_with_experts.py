@@ -20,7 +20,8 @@ from nearplane.formats.stored import Stored
 from nearplane.models.experts import parameter_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import open_model
-from nearplane.record.record import RunRecord, read_record
+from nearplane.record.record import RunRecord
+from nearplane.record.record_file import read_record
 from nearplane.system.device import Device
 from nearplane.system.safetensors_files import ShardReader
 from nightly import daily

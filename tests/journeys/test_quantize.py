@@ -21,7 +21,8 @@ from nearplane.cli import app as cli
 from nearplane.cli.printing import as_json
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_dense, read_matrices
-from nearplane.record.record import digest_of, read_record
+from nearplane.record.record import digest_of
+from nearplane.record.record_file import read_record
 
 FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 64, "group_size": 64}
 GRIDS = [

@@ -31,7 +31,7 @@ from nearplane import FormatError, RecipeError
 from nearplane.demo import CALIBRATION
 from nearplane.formats import journal_pages
 from nearplane.formats.gguf.gguf_header import read_header
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.device import Device
 from nearplane.system.files import HashedFiles, sha256
 from nearplane.system.output_folder import Unfinished

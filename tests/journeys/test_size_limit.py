@@ -11,8 +11,9 @@ from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import Recipe, RecipeError
 from nearplane.demo import CALIBRATION
 from nearplane.models.model import open_model
-from nearplane.planning.folder_size import predict_overhead
+from nearplane.planning.size_budget import predict_overhead
 from nearplane.planning.solve_stage import solve_layer
+from nearplane.record.remarks import missed
 from nightly import daily
 
 FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64, "solver": "nearest-plane", "allocate": "uniform"}
@@ -52,7 +53,7 @@ def test_a_folder_is_at_most_as_large_as_asked_for_and_hardly_smaller(tiny, tmp_
     asked = record.recipe.scheme.limit
     assert record.folder == bytes_of(tmp_path / "out")
     assert 0.99 * asked <= record.folder <= asked
-    assert record.missed is None
+    assert missed(record) is None
     assert nearplane.verify(tmp_path / "out").faults == ()
 
 

@@ -10,7 +10,7 @@ import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import RecipeError
 from nearplane.demo import CALIBRATION
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.output_folder import Unfinished
 
 WORDS = dict(bits=4, group_size=16, samples=12, seqlen=32, device="cpu", tune="network")

@@ -22,7 +22,7 @@ from nearplane.errors import SystemLimitError
 from nearplane.formats.find_record import embedded_record
 from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.formats.stored import Stored, read_matrices
-from nearplane.record.record import RunRecord, read_record
+from nearplane.record.record_file import parsed_record, read_record
 from nearplane.record.report.page import render
 from nearplane.system.device import Device
 from nearplane.system.paths import CARD, RECORD
@@ -186,7 +186,7 @@ def test_losses_before_stay_in_the_record_and_those_after_are_their_own(tuned_of
     ]
     assert all(layer.worst_case is None and layer.gamma is None for layer in after.layers)  # no sweep made these codes
     assert {layer.loss for layer in before.layers}.isdisjoint(layer.loss for layer in after.layers)
-    assert RunRecord.from_json(after.to_json()) == after
+    assert parsed_record(after.to_json()) == after
     page = render(after)
     assert "Tuning" in page
     assert f"{after.tuning.held_out:.5f}" in page

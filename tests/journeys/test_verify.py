@@ -20,7 +20,7 @@ from nearplane.errors import printable
 from nearplane.formats.beside import Beside
 from nearplane.formats.stored import Stored, read_matrices
 from nearplane.lattice.grid import QuantizedMatrix
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.paths import RECORD
 from nearplane.verbs.verify import Verified, verify
 from nightly import daily

@@ -13,7 +13,7 @@ from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import ModelError
 from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.models.model import open_model
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.fp8_mxfp4 import FOUR_BITS, eight_bits, four_bits
 from nearplane.system.source_storage import source_reader
 

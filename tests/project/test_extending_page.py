@@ -19,9 +19,11 @@ from native_checkpoints import save_tiny
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.number_formats import BY_NAME
+from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
+from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.scheme import UNCALIBRATED_SOLVERS, Solver
-from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
+from nearplane.recipe.schemes import GridScheme
 from nearplane.record.from_json import _hints
 from nearplane.system.arguments import hints_of
 

@@ -26,7 +26,8 @@ from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.product_grid import ProductGrid
 from nearplane.number_formats import find_format
 from nearplane.recipe.scheme import Order
-from nearplane.record.record import LayerRecord, RunRecord, digest_of, one_line, read_record
+from nearplane.record.record import LayerRecord, RunRecord, digest_of, one_line
+from nearplane.record.record_file import read_record
 from nearplane.system.files import sha256
 from nearplane.system.paths import CARD, RECORD
 from nearplane.system.safetensors_files import INDEX, checksum, index_text

@@ -32,7 +32,7 @@ from nearplane.cli.app import app
 from nearplane.coding.blob import decode
 from nearplane.demo import MODEL
 from nearplane.formats import journal_pages
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.paths import RECORD
 
 REFUSED, RIGHT, AS_BYTES_SAY, NAMED, UNSURE = "refused", "right", "as the bytes say", "named by verify", "not compared"

@@ -16,7 +16,7 @@ import nearplane
 from nearplane import FormatError
 from nearplane.formats.container import Container
 from nearplane.planning import journal as journal
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.paths import JOURNAL
 
 TIMES = {"seconds", "peak_memory", "folder", "digest"}  # of the record, which no two runs share
@@ -165,8 +165,8 @@ def stopped_behind(blocks, model, out, monkeypatch, **options):
     """Run until so many blocks are kept."""
     write = journal.Journal.passed
 
-    def passed(self, behind, stream):
-        write(self, behind, stream)
+    def passed(self, behind, stream, layers):
+        write(self, behind, stream, layers)
         if behind == blocks:
             raise StoppedError
 

@@ -26,8 +26,10 @@ from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.on_grid import joined
 from nearplane.planning.solve_stage import solve_layer
+from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.layer_plan import LayerPlan
-from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme, RateScheme
+from nearplane.recipe.rate_scheme import RateScheme
+from nearplane.recipe.schemes import AnyScheme, GridScheme
 from pretended import Gpu, Pretend, pretended
 from pretended_cards import KIND, here
 

@@ -18,7 +18,7 @@ from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.product_grid import ProductGrid
-from nearplane.recipe.schemes import RateScheme
+from nearplane.recipe.rate_scheme import RateScheme
 
 
 def product_matrix(W: Tensor, *, step: float = 0.05, resolution: int = 4, seed: int = 0) -> QuantizedMatrix:

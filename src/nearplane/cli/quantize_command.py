@@ -17,8 +17,10 @@ from nearplane.cli.flags import DeviceFlag, Hidden, Switch
 from nearplane.cli.printing import opening, say
 from nearplane.cli.terminal import bar
 from nearplane.errors import RecipeError
+from nearplane.recipe.block_scheme import BlockScheme
+from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.scheme import names_of
-from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
+from nearplane.recipe.schemes import GridScheme
 from nearplane.system.processes import check_processes, started
 from nearplane.verbs.quantize_request import QuantizeRequest
 
@@ -138,10 +140,10 @@ def refuse_mixed(words: Sequence[str]) -> None:
 
 
 def options_of_layers(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the options of `--layer 'PATTERN=NAME:VALUE,NAME:VALUE'` by pattern; the first of equal patterns counts.
+    """Return the options of `--layer 'PATTERN=NAME:VALUE,NAME:VALUE'` by pattern.
 
     Raises:
-        RecipeError: A text does not have this form.
+        RecipeError: A text does not have this form, or two have the same pattern.
     """
     layers: dict[str, dict[str, Any]] = {}
     for text in texts:
@@ -152,7 +154,12 @@ def options_of_layers(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
         changed = [name.strip() for name, _ in pairs]
         if twice := {name for name in changed if changed.count(name) > 1}:
             raise RecipeError(f"--layer {text!r} gives {min(twice)} twice. Leave out one of them.")
-        layers.setdefault(pattern, {name.strip(): _value(value.strip()) for name, value in pairs})
+        if pattern in layers:
+            raise RecipeError(
+                f"--layer gives options of {pattern!r} twice, the second time as {text!r}. Put all options of a pattern into one "
+                f"--layer, as in 'down_proj=bits:4,group_size:32'."
+            )
+        layers[pattern] = {name.strip(): _value(value.strip()) for name, value in pairs}
     return layers
 
 

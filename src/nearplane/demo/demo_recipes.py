@@ -7,9 +7,10 @@ from pathlib import Path
 
 from nearplane.demo import CALIBRATION, CALIBRATION_WINDOWS, SEQLEN
 from nearplane.recipe.file_formats import Format
+from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.scheme import Solver
-from nearplane.recipe.schemes import GridScheme, RateScheme
+from nearplane.recipe.schemes import GridScheme
 from nearplane.system.files import check_output
 
 SOLVERS: tuple[Solver, ...] = ("round-to-nearest", "nearest-plane")

@@ -7,7 +7,8 @@ from pathlib import Path
 from nearplane.errors import FormatError
 from nearplane.formats.gguf.gguf_header import FILE, MAGIC, NUMBER, RECORD_KEY, check_metadata, read_header
 from nearplane.number_formats import TYPES
-from nearplane.record.record import RunRecord, read_record
+from nearplane.record.record import RunRecord
+from nearplane.record.record_file import parsed_record, read_record
 from nearplane.system.files import digest_of
 from nearplane.system.paths import RECORD, is_gguf
 from nearplane.system.recorded_hashes import check_digest, check_hashes
@@ -44,7 +45,7 @@ def embedded_record(path: Path) -> RunRecord:
     if not isinstance(text, str) or not text.strip():
         raise FormatError(f"{path} has no run record in its key {RECORD_KEY}: expected a GGUF that nearplane wrote.")
     check_metadata(path, header)
-    record = RunRecord.from_json(text, str(path))
+    record = parsed_record(text, str(path))
     if (actual := digest_of(text.strip())) != record.digest:
         raise FormatError(
             f"{path}: the run record in the key {RECORD_KEY} is damaged: its digest is {actual[:16]}.., expected "

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError, RecipeError, first_few, first_line, printable
 from nearplane.formats.container import Container
-from nearplane.record.record import RunRecord, read_record
+from nearplane.record.record import RunRecord
+from nearplane.record.record_file import parsed_record, read_record
 from nearplane.system.device import Device
 from nearplane.system.files import HashedFiles, flush, read_object, sha256
 from nearplane.system.matmul_library import processor
@@ -188,7 +189,7 @@ class JournalPages:
             if (sealed := state.get("sealed")) is None:
                 progress = understood(state)
             else:
-                self._sealed = RunRecord.from_json(sealed["record"])
+                self._sealed = parsed_record(sealed["record"])
                 self._container.config, self._container.room = dict(sealed["config"]), int(sealed["room"])
                 log.info("the stopped run had already written all layers: %s", self._container.folder)
             if state["processor"] != (here := processor()):

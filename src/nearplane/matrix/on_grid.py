@@ -20,8 +20,9 @@ from nearplane.lattice.solvers import SOLVERS, Problem, Solution
 from nearplane.matrix.certificate import MeasuredRows, SolvedMatrix, measured_rows, record_of
 from nearplane.matrix.inputs import LayerInput, Target, named
 from nearplane.matrix.two_sided import solve_joined
+from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.scheme import Scheme
-from nearplane.recipe.schemes import AnyScheme, BlockScheme, GridScheme
+from nearplane.recipe.schemes import AnyScheme, GridScheme
 from nearplane.record.record import LayerRecord
 from nearplane.system.memory import release
 

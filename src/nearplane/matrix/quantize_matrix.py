@@ -23,7 +23,9 @@ from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.inputs import LayerInput, corrected, named
 from nearplane.matrix.on_grid import check_rows, joined, solve_rows
 from nearplane.matrix.to_rate import solve_to_rate
-from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
+from nearplane.recipe.block_scheme import BlockScheme
+from nearplane.recipe.rate_scheme import RateScheme
+from nearplane.recipe.schemes import GridScheme
 from nearplane.record.record import LayerRecord
 from nearplane.system.arguments import checked
 

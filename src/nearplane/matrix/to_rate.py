@@ -24,8 +24,9 @@ from nearplane.lattice.scale import too_small
 from nearplane.matrix.certificate import SolvedMatrix, measured_rows, relative_loss
 from nearplane.matrix.inputs import LayerInput, Target, named
 from nearplane.matrix.on_grid import SolvedRows, rounded
+from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.scheme import Solver
-from nearplane.recipe.schemes import AnyScheme, RateScheme
+from nearplane.recipe.schemes import AnyScheme
 from nearplane.system.arguments import within
 from nearplane.system.memory import release
 

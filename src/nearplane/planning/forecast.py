@@ -7,7 +7,6 @@ matrix product.
 from __future__ import annotations
 
 import logging
-import math
 import timeit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,10 +37,9 @@ from nearplane.planning.memory_bound import (
     Place,
     Shapes,
     bound,
-    choose,
     multiplications,
-    settings,
 )
+from nearplane.planning.memory_limits import choose, settings, too_small
 from nearplane.planning.plan import expected_work
 from nearplane.planning.request import rehearse
 from nearplane.recipe.layer_plan import Plan
@@ -57,7 +55,6 @@ SIDE = 1024  # size of the timed matrices
 ROWS, COLUMNS = 128, 512  # shape of the layer that loads the libraries
 HOST: Place = "host"
 DEVICE: Place = "device"
-RESERVE = 1.05  # factor of the recommended limit, because resident memory at the start differs between runs
 NO_BOUND = (
     "cannot be used: the memory of this run cannot be predicted, because its first window does not reach all layers, it takes "
     "images or sound, or nothing is calibrated. Leave out"
@@ -119,7 +116,7 @@ def forecast(
         return Forecast(setting=MemorySetting.usual(windows.seqlen, device, batch))
     shapes, bounds, exceeding, allowed = planned
     if exceeding is not None:
-        raise RecipeError(_too_small(exceeding, limits, allowed[exceeding.place]))
+        raise RecipeError(too_small(exceeding, limits, allowed[exceeding.place]))
     each_one = " of each process" * (device.ranks.world > 1)
     sizes = " and ".join(
         f"{size_text(each.bytes)} of {_memory_of(device, each.place)}{each_one} (while {each.while_})"
@@ -201,22 +198,6 @@ def within_limits(
 def _memory_of(device: Device, place: Place = "device") -> str:
     """Return the name of a memory in messages."""
     return "memory" if device.on_cpu else f"memory on {device}" if place == "device" else "the host's memory"
-
-
-def _too_small(exceeding: Bound, limits: Limits, allowed: float) -> str:
-    """Return the message that even the most economical settings exceed a limit."""
-    device, place = exceeding.setting.device, exceeding.place
-    option, given = ("--memory", limits.host) if place == "host" else ("--device-memory", limits.device)
-    needs = f"the most economical settings need {size_text(exceeding.bytes)} (while {exceeding.while_})"
-    if given is not None and given <= allowed:
-        enough = f"{math.ceil(RESERVE * exceeding.bytes / 1e7) / 100:.2f}GB"
-        return f"{option} {size_text(given)} is too small: {needs}. Use {option} {enough} or fewer --samples."
-    where = f"on {device}" if place == "device" else "on the host"
-    other = " or --device cpu" if place == "device" else ""
-    return (
-        f"{size_text(int(allowed))} of memory are free {where}, which is too little: {needs}. Use fewer --samples or a shorter "
-        f"--seqlen,{other} or end other programs that use this memory."
-    )
 
 
 def shapes_of(

@@ -18,9 +18,11 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from nearplane.errors import RecipeError
 from nearplane.formats.gptq import BLOCKS_FOUND
 from nearplane.formats.layer_format import GridFormat
 from nearplane.formats.table import format_of
+from nearplane.models.model import Model
 from nearplane.number_formats import integers
 
 GPTQMODEL_ONLY_TYPES = frozenset({"gpt2", "gpt_bigcode", "nanochat"})  # model types that only gptqmodel loads
@@ -131,3 +133,27 @@ def _blocks(fields: Mapping[str, Any], network: nn.Module) -> str:
     if not prefixes:
         raise ValueError("the network has no list of blocks of a known name")
     return prefixes[0]
+
+
+def check_experts(model: Model) -> None:
+    """Refuse experts in GPTQ if gptqmodel does not read those of this type of model.
+
+    Raises:
+        RecipeError: gptqmodel does not read the experts, or does not replace one of the layers.
+    """
+    kind = model.config.model_type
+    left = EXPERTS_BY_GPTQMODEL.get(kind)
+    if left is None:
+        first = next(layer for layer in model.layers if layer.routed)
+        raise RecipeError(
+            f"{first.name} is one of several experts in one parameter. Neither transformers nor GPTQModel reads the experts "
+            f"of {kind} from GPTQ. Use --format compressed-tensors if its reader takes them, --rate, which nearplane.load "
+            f"reads, or --ignore 'experts'."
+        )
+    dense = {pattern: layer.name for pattern in left for layer in model.layers if re.search(pattern, layer.name)}
+    if dense:
+        patterns = " ".join(f"'{pattern}'" for pattern in dense)
+        raise RecipeError(
+            f"{next(iter(dense.values()))} would not load: GPTQModel, which reads the experts of {kind} from GPTQ, keeps this "
+            f"layer unquantized. Leave such layers unquantized with --ignore {patterns}."
+        )

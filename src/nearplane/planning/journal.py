@@ -13,7 +13,7 @@ run writes the same bytes as one that was never stopped. `journal_pages.py` writ
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,11 +25,11 @@ from nearplane.calibration.walk import Stage
 from nearplane.errors import FormatError
 from nearplane.formats.container import Container
 from nearplane.formats.journal_pages import REMEDY, JournalPages
-from nearplane.models.model import Model
-from nearplane.planning.ledger import Ledger
 from nearplane.planning.plan import restored, state_of, tensors_of
 from nearplane.planning.start import Job, StoppedRun
-from nearplane.record.record import RunRecord
+from nearplane.recipe.layer_plan import Plan
+from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.record.record_file import parsed_record
 from nearplane.system.matmul_library import repeatable
 from nearplane.system.progress import duration
 
@@ -57,7 +57,6 @@ class Journal:
     def __init__(self, container: Container, job: Job) -> None:
         self._pages = JournalPages(container, job.run_inputs())
         self._settled = job.plan
-        self._ledger: Ledger | None = None
         self.before = self._pages.progress(self._understood)
         if self.before is not None:
             log.info(
@@ -68,7 +67,7 @@ class Journal:
             )
 
     def _understood(self, state: Mapping[str, Any]) -> StoppedRun:
-        record = RunRecord.from_json(state["record"])
+        record = parsed_record(state["record"])
         if record.products is not None and not repeatable(record.products):
             raise FormatError(
                 f"The stopped run multiplied with oneDNN, which is less exact with this processor or this torch. Resume it on its "
@@ -117,41 +116,40 @@ class Journal:
         if len(found) != stream.dealt.batches * len(_networks(stream)):
             raise self._pages.changed_page(_behind(self.blocks, 0))
 
-    def begin(self, ledger: Ledger, model: Model, record: RunRecord) -> None:
-        """Write the plan to the journal; from now on `passed` writes the layers of the ledger.
+    def begin(self, plan: Plan, record: RunRecord) -> None:
+        """Write the plan of a new run to the journal; from now on `passed` may be called.
 
         Args:
-            ledger: Ledger of the run; it receives the layers that were solved before.
-            model: Model that is quantized.
+            plan: What is decided of all layers.
             record: Run record without layers.
         """
-        self._ledger, self._record = ledger, record
-        if self.before is not None:
-            ledger.restore(self.before.record, [name for i in range(self.blocks) for name in model.unquantized(i)])
+        self._plan, self._record = plan, record
+        if self.before is not None or not self._pages.due():
             return
-        if not self._pages.due():
-            return
-        self._pages.write_first(PLAN, tensors_of(ledger.plan))
-        if self._pages.room and ledger.measured:  # in forward passes
-            self._write(0, {}, 0)
+        self._pages.write_first(PLAN, tensors_of(plan))
+        if self._pages.room and (plan.recipe.scheme.entropy_coded or plan.recipe.allocate == "slope"):
+            self._write(0, (), {}, 0)  # what was measured, in forward passes
 
-    def passed(self, blocks: int, stream: Stream | None) -> None:
+    def passed(self, blocks: int, stream: Stream | None, layers: Sequence[LayerRecord]) -> None:
         """Write to the journal that `blocks` blocks are finished, unless it would take too much time or disk space.
+
+        Args:
+            blocks: Number of finished blocks.
+            stream: Hidden states behind them; None: nothing is calibrated.
+            layers: Records of their layers.
 
         Raises:
             ModelError: A file that the run reads was changed.
             FormatError: A file that it has written was changed.
         """
         self._pages.check_sources()
-        if self._ledger is not None and self._pages.due():
+        if self._pages.due():
             pages = {} if stream is None else _pages(stream, blocks)
-            self._write(blocks, pages, 0 if stream is None else _bytes(stream))
+            self._write(blocks, layers, pages, 0 if stream is None else _bytes(stream))
 
-    def _write(self, blocks: int, pages: Mapping[str, Any], size: int) -> None:
-        ledger = self._ledger
-        assert ledger is not None, "begin() comes first"
-        record = replace(self._record, layers=tuple(ledger.layers))
-        state = {"blocks": blocks, "plan": state_of(ledger.plan), "record": record.to_json()}
+    def _write(self, blocks: int, layers: Sequence[LayerRecord], pages: Mapping[str, Any], size: int) -> None:
+        record = replace(self._record, layers=tuple(layers))
+        state = {"blocks": blocks, "plan": state_of(self._plan), "record": record.to_json()}
         self._pages.write(state, pages, replaced="behind-*.pt", size=size)
 
 

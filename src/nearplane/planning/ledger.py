@@ -1,4 +1,4 @@
-"""Bytes that a run has written so far, and the bytes that a limit of its folder leaves for the remaining layers.
+"""Bits of entropy-coded layers: those that a run has written so far, and those that are left for the remaining layers.
 
 A size is a hard limit. Weight files, index, other files and the record in its present form are counted to the byte. What
 the remaining layers add to them is predicted by `folder_size.py`, and the prediction improves as layers are written. The
@@ -8,19 +8,18 @@ last layers are solved again until the folder ends close below the limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from nearplane.errors import RecipeError
 from nearplane.formats.container import Container
-from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.to_rate import HIGHEST_RATE
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.allocate import MIN_RATE
-from nearplane.planning.folder_size import RESERVED_BYTES, Overhead, aim_of, completed_record, predict_overhead
-from nearplane.recipe.layer_plan import LayerPlan, Plan
+from nearplane.planning.size_budget import RESERVED_BYTES, Overhead, aim_of, completed_record, predict_overhead
+from nearplane.planning.solve_stage import Solved
+from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.sizes import size_text
@@ -31,20 +30,12 @@ MAX_CARRYOVER = 0.02  # largest relative deviation from a planned rate, to absor
 MAX_TRIES = 8  # maximum number of solutions of the last layers
 
 
-class Solved(NamedTuple):
-    """A layer with its codes and its record."""
-
-    layer: Layer
-    matrix: QuantizedMatrix
-    record: LayerRecord
-
-
 @dataclass(slots=True)
 class Budget:
     """Bits of entropy-coded layers.
 
     Args:
-        rates: Planned bits per weight by layer, with every byte counted; empty on fixed grids.
+        rates: Planned bits per weight by layer, with every byte counted.
         to_come: Number of weights of each layer that is not quantized yet.
         bounds: Lowest and highest rate that a layer may be moved to; None: within `MAX_CARRYOVER` of its planned rate.
     """
@@ -83,53 +74,35 @@ class Budget:
 
     def spend(self, layer: str, size: int) -> None:
         """Note the bytes that a layer took in the file."""
-        if self.rates:
-            self._left += self.rates[layer] * self.to_come.pop(layer) - 8 * size
+        self._left += self.rates[layer] * self.to_come.pop(layer) - 8 * size
 
 
 class Ledger:
-    """Layers that are written, and the plan for the others.
+    """Bits of entropy-coded layers: what the written ones took, and what is left for the others.
 
-    Attributes:
-        layers: Records of the written layers.
-        plan: What is decided of all layers.
+    Args:
+        model: Model that is quantized.
+        container: Container that holds the layers so far.
+        record: Run record without layers.
+        plan: What is decided of all layers, with their rates.
     """
 
     def __init__(self, model: Model, container: Container, record: RunRecord, plan: Plan) -> None:
-        self.layers: list[LayerRecord] = []
-        self.plan = plan
         rates = {name: each.rate for name, each in plan.layers.items() if each.rate is not None}
-        self._budget = Budget(rates, {layer.name: math.prod(layer.shape) for layer in model.layers if rates})
-        self._model, self._container = model, container
+        self._budget = Budget(rates, {layer.name: math.prod(layer.shape) for layer in model.layers})
+        self._model, self._container, self._recipe = model, container, plan.recipe
+        self._layers: list[LayerRecord] = []
         self._closed: set[str] = set()  # names of unquantized tensors that are written
-        self._recipe = recipe = plan.recipe
-        self._limit = recipe.scheme.limit if recipe.scheme.entropy_coded else None
+        self._limit = plan.recipe.scheme.limit
         self._tries: list[tuple[int, Sequence[Solved]]] = []  # bytes of the folder for each solution of the last layers
         if self._limit is not None:
             self._record = completed_record(record, model, self._limit)
-            self._overhead: Overhead = predict_overhead(model, recipe)
+            self._overhead: Overhead = predict_overhead(model, plan.recipe)
             self._budget.bounds = (MIN_RATE, HIGHEST_RATE)
 
-    def restore(self, record: RunRecord, closed: Iterable[str]) -> None:
-        """Restore layers and tensors that another ledger with the same plan has noted.
-
-        Args:
-            record: The run record with these layers.
-            closed: Names of the unquantized tensors that are written.
-        """
-        for layer in record.layers:
-            self.add(layer)
-        self._closed.update(closed)
-
-    @property
-    def measured(self) -> bool:
-        """Whether rates or bits of layers were planned."""
-        return bool(self._budget.rates) or self._recipe.allocate == "slope"
-
-    def of(self, layer: Layer) -> LayerPlan:
-        """Return what is decided of a layer, with its present rate."""
-        plan = self.plan.layers[layer.name]
-        return plan if plan.rate is None else replace(plan, rate=self._budget.rate(layer.name))
+    def rate(self, layer: Layer) -> float:
+        """Return the present rate of a layer in bits per weight."""
+        return self._budget.rate(layer.name)
 
     def settle(self) -> None:
         """Distribute the remaining bits over the remaining layers. Call it before a block, and before the last layers of a limit.
@@ -144,17 +117,15 @@ class Ledger:
         bits, weights = 8 * self._room(self._limit), sum(to_come.values())
         if bits < MIN_RATE * weights:
             least = (MIN_RATE * weights - bits) / 8 + self._limit
-            raise RecipeError(_missed(self._recipe, least, f"at least, with {len(to_come)} layers left"))
+            raise RecipeError(missed_size(self._recipe, least, f"at least, with {len(to_come)} layers left"))
         self._budget.settle(bits)
 
-    def add(self, record: LayerRecord) -> None:
-        """Note a layer whose tensors are in the container."""
-        self.layers.append(record)
-        self._budget.spend(record.name, record.bytes)
-
-    def close(self, rest: Sequence[str]) -> None:
-        """Note that these unquantized tensors were written."""
-        self._closed.update(rest)
+    def add(self, layers: Sequence[LayerRecord], closed: Sequence[str]) -> None:
+        """Note layers whose tensors are in the container, and the names of unquantized tensors that were written."""
+        for layer in layers:
+            self._budget.spend(layer.name, layer.bytes)
+        self._layers += layers
+        self._closed.update(closed)
 
     def solves_again(self, layers: Sequence[Layer]) -> bool:
         """Return whether layers may be solved more than once, as the last layers of a limited folder are."""
@@ -171,7 +142,7 @@ class Ledger:
             RecipeError: The limit cannot be met.
         """
         layers = [each.layer for each in solved]
-        if self._limit is None or not self.solves_again(layers):
+        if not self.solves_again(layers) or self._limit is None:
             return solved
         limit, weights = self._limit, sum(self._budget.to_come.values())
         size = self._size([each.record for each in solved], rest, end=True)
@@ -186,7 +157,7 @@ class Ledger:
         fitting = [each for each in self._tries if each[0] <= limit - RESERVED_BYTES]
         if not fitting:
             raise RecipeError(
-                _missed(self._recipe, min(size for size, _ in self._tries), "however its last layers are solved")
+                missed_size(self._recipe, min(size for size, _ in self._tries), "however its last layers are solved")
             )
         _, best = max(fitting, key=lambda each: each[0])
         if best is not solved:
@@ -202,7 +173,7 @@ class Ledger:
         shards = [
             {name: (reader.dtype(name), reader.shape(name), dense[name]) for name in names} for names in (rest, last)
         ]
-        layers = (replace(layer, seconds=MAX_SECONDS) for layer in (*self.layers, *more))  # time must not affect codes
+        layers = (replace(layer, seconds=MAX_SECONDS) for layer in (*self._layers, *more))  # time must not affect codes
         record = replace(self._record, layers=tuple(layers))
         card = self._container.card(record)
         return self._container.size_with(*shards) + len(record.to_json().encode()) + len(card.encode())
@@ -210,27 +181,16 @@ class Ledger:
     def _room(self, limit: int) -> float:
         """Return the bytes that the codes of the remaining layers may take."""
         overhead, now = self._overhead, self._size()
-        codes = sum(layer.bytes for layer in self.layers)
+        codes = sum(layer.bytes for layer in self._layers)
         written = now - codes - sum(overhead.dense[name] for name in self._closed) - overhead.files - overhead.fixed
-        predicted = sum(overhead.entries[name] for name in (*(layer.name for layer in self.layers), *self._closed))
+        predicted = sum(overhead.entries[name] for name in (*(layer.name for layer in self._layers), *self._closed))
         left = (sum(overhead.entries.values()) - predicted) * (written / predicted if predicted else 1.0)
         dense = sum(overhead.dense.values()) - sum(overhead.dense[name] for name in self._closed)
         return aim_of(limit) - now - left - dense
 
 
-def check_limit(record: RunRecord) -> RunRecord:
-    """Return the record of a complete folder, unless it exceeds its limit.
-
-    Raises:
-        RecipeError: The folder is too large.
-    """
-    limit = record.recipe.scheme.limit
-    if limit is not None and record.folder > limit:
-        raise RecipeError(_missed(record.recipe, record.folder, "in the end"))
-    return record
-
-
-def _missed(recipe: Recipe, size: float, when: str) -> str:
+def missed_size(recipe: Recipe, size: float, when: str) -> str:
+    """Return the message that the folder has more bytes than its limit."""
     reason, advice = "", f"Use {size_text(math.ceil(1.01 * size))} or more."
     if (max_loss := recipe.max_loss) is not None:
         reason = f", because --max-loss {max_loss:g} needs more bits than the size leaves"

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 
 from torch import Tensor
@@ -22,18 +23,16 @@ from nearplane.recipe.recipe import Recipe
 logger = logging.getLogger("nearplane")
 
 
-def with_like(folder: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Recipe, Like | None]:
-    """Compare the GGUF of a recipe with the model; return the recipe without the layers that cannot be quantized in it.
+def with_like(folder: str, recipe: Recipe, path: str, *, trust_remote_code: bool) -> tuple[Recipe, Like]:
+    """Compare the GGUF at `path` with the model; return the recipe without the layers that cannot be quantized in it.
 
     Raises:
         NearplaneError: A tensor of the file is not in the model, or one of them cannot be read.
     """
-    if recipe.like is None:
-        return recipe, None
     model = open_original(folder, recipe, trust_remote_code=trust_remote_code)
     layers = {f"{layer.written(model.weights)}.weight": layer for layer in model.layers}
     config = model.config.get_text_config().to_dict()
-    like = compare(Path(recipe.like), _sources(model, layers), layers.keys(), config, str(folder))
+    like = compare(Path(path), _sources(model, layers), layers.keys(), config, str(folder))
     modules = [name for name, module in model.network.named_modules() if isinstance(module, Conv1D)]
     like = replace(like, turned=like.turned - {model.weights.source_name(f"{name}.weight") for name in modules})
     if not like.left:
@@ -55,11 +54,12 @@ def with_like(folder: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[
 
 def _sources(model: Model, layers: dict[str, Layer]) -> dict[str, Source]:
     """Return the tensors of a model by name; layers by their names in a checkpoint of the quantized model."""
-    read = _Last(model).read
-    sources = {
-        name: Source(model.reader.shape(name), lambda name=name: read(name))  # type: ignore[misc]
-        for name in model.reader.names()
-    }
+
+    @lru_cache(maxsize=1)  # the last one may hold the matrices of many experts; it is not to be changed
+    def read(name: str) -> Tensor:
+        return model.reader.read([name])[name]
+
+    sources = {name: Source(model.reader.shape(name), partial(read, name)) for name in model.reader.names()}
     for layer in layers.values():
         for name in layer.copies(model.weights):
             sources.pop(name, None)
@@ -79,17 +79,3 @@ def _reading(layer: Layer, stored: str, read: Callable[[str], Tensor]) -> Callab
         return tensor.T if isinstance(layer, Conv1DLayer) else tensor.reshape(layer.shape)
 
     return matrix
-
-
-class _Last:
-    """Reader of a model's tensors that keeps the last one, which may hold the matrices of many experts."""
-
-    def __init__(self, model: Model) -> None:
-        self._reader, self._name, self._tensor = model.reader, "", Tensor()
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor; it is not to be changed."""
-        if name != self._name:
-            self._tensor = self._reader.read([name])[name]
-            self._name = name
-        return self._tensor

@@ -10,8 +10,8 @@ CPU both are one. Live bytes are counted part by part: hidden states, waiting ac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from nearplane.calibration.one_forward import MemorySetting, paused_bytes
@@ -209,41 +209,6 @@ def bound(shapes: Shapes, setting: MemorySetting, resident: int, place: Place = 
     live, while_ = max(bounds, key=lambda moment: moment[0])
     most = round(ALLOCATOR_FACTOR * (resident + live))
     return Bound(setting=setting, place=place, live=live, bytes=most, while_=while_)
-
-
-def choose(
-    candidates: Iterable[Sequence[Bound]], limits: Mapping[Place, float]
-) -> tuple[Sequence[Bound], Bound | None]:
-    """Return the first bounds that are all within the limit of their place, and None.
-
-    If there are none, return those that exceed a limit least, and the one that exceeds it most.
-    """
-
-    def excess(each: Bound) -> float:
-        return each.bytes / limits[each.place]
-
-    tried = list(candidates)
-    fitting = [bounds for bounds in tried if all(excess(each) <= 1 for each in bounds)]
-    if fitting:
-        return fitting[0], None
-    least = min(tried, key=lambda bounds: max(map(excess, bounds)))
-    return least, max(least, key=excess)
-
-
-def settings(shapes: Shapes, first: MemorySetting, *, batches: bool) -> Iterator[MemorySetting]:
-    """Yield settings from `first` on in the order in which they are tried, each of which needs less memory.
-
-    First, passes are repeated instead of paused, stage by stage. Then hidden states move from a GPU to its host, and to disk. With
-    `batches`, fewer windows run at a time, which is the only step that changes the bytes of the checkpoint.
-    """
-    rooms = {needed - 1 for kind in shapes.blocks for needed in waits(shapes, kind, first)}
-    for room in (first.room, *sorted(rooms, reverse=True), 0):
-        yield (setting := replace(first, room=room))
-    if not first.device.on_cpu:
-        yield replace(setting, states="host")
-    yield (setting := replace(setting, states="disk"))
-    while batches and setting.batch > 1:
-        yield (setting := replace(setting, batch=setting.batch // 2))
 
 
 def waits(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> list[int]:

@@ -25,8 +25,9 @@ from nearplane.lattice.solvers import sweep_planes
 from nearplane.matrix.inputs import LayerInput
 from nearplane.matrix.on_grid import solve
 from nearplane.models.model import Block
+from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.scheme import Scheme
-from nearplane.recipe.schemes import BlockScheme, GridScheme
+from nearplane.recipe.schemes import GridScheme
 
 COUNTED_COLUMNS = 256  # columns whose codes are counted at a time
 

@@ -1,11 +1,8 @@
-"""What is decided by measuring before the first layer: number formats and rates of layers, and sensitivities.
-
-`ledger.py` passes bits that one block leaves over on to the blocks after it.
-"""
+"""What is decided of a run before its first layer, where the recipe asks for it by measuring, and how that is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,34 +13,21 @@ from torch import Tensor
 from nearplane.calibration.sensitivity import sensitivity, sensitivity_windows
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.errors import RecipeError
-from nearplane.formats.gguf.mixes import fitting
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.moments import Moments
 from nearplane.models.model import Model
-from nearplane.number_formats import TYPES, BlockType, NumberFormat, integers, number_format
-from nearplane.planning.allocate import (
-    MIN_RATE,
-    Curve,
-    allocate,
-    allocate_choices,
-    allocate_widths,
-    probed_rates,
-    probed_widths,
-    sum_of,
-)
-from nearplane.planning.folder_size import Choice, budget_of
-from nearplane.planning.perturb import Perturbations, to_rates, to_types, to_widths
+from nearplane.number_formats import NumberFormat, integers, number_format
+from nearplane.planning.measured_bits import measured_rates, measured_types, measured_widths, probes_rates
 from nearplane.planning.probe import Extent, extent, probe
+from nearplane.planning.size_budget import Choice, budget_of
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme
-from nearplane.recipe.schemes import MEASURED_TYPES, GridScheme
+from nearplane.recipe.schemes import GridScheme
 from nearplane.system.device import Device
 from nearplane.system.progress import Progress
 
 POINTS = 3  # widths or types that are measured of each layer, about
-Measure = Callable[[Perturbations], list[Curve]]
-"""Function like `probe`, applied to the model and tokens of the run."""
 
 
 def plan(
@@ -76,12 +60,13 @@ def plan(
         effect = effect_of_errors(model, scheme, tokens, device)
         measure = partial(probe, model, tokens, device=device.place, keep=keep, progress=progress, ranks=device.ranks)
     if scheme.entropy_coded:
-        rates = _rates(model, settled, effect.rows, measure)
+        rates = measured_rates(model, settled, effect.rows, measure)
     elif free is not None and measure is not None:
-        settled = settled.stored_in(_types(model, free, measure))
+        settled = settled.stored_in(measured_types(model, free, measure))
     elif isinstance(scheme, GridScheme) and recipe.allocate == "slope":
         assert measure is not None, "widths are allocated by measuring, which needs tokens"
-        settled = settled.stored_in(_widths(model, recipe, scheme, measure))
+        usable = usable_widths(model, recipe)
+        settled = settled.stored_in(measured_widths(model, scheme, str(recipe.format), usable, measure))
     if tokens is not None and (joined_names := joined_layers(model, settled)):
         dtype = device.compute_dtype(model.dtype)
         together = sensitivity(model, tokens, device=device.place, dtype=dtype, together=joined_names).together
@@ -137,38 +122,17 @@ def expected_work(model: Model, settled: Plan, tokens: Tensor) -> tuple[Extent |
     recipe, scheme = settled.recipe, settled.recipe.scheme
     points = POINTS if recipe.allocate == "slope" else 0
     if scheme.entropy_coded:
-        points = int(_probes_rates(model, recipe, budget_of(model, recipe)))
+        points = int(probes_rates(model, recipe, budget_of(model, recipe)))
     joined = bool(joined_layers(model, settled))
     needs_backward = scheme.weighs_rows or joined or (model.embeddings is not None and scheme.calibrated)
     backward = sensitivity_windows(model, tokens, joined=joined) * tokens.shape[1] if needs_backward else 0
     return extent(model, tokens, points) if points and any(block.layers for block in model.blocks) else None, backward
 
 
-def _probes_rates(model: Model, recipe: Recipe, budget: float) -> bool:
-    """Return whether rates of layers are allocated by measuring."""
-    return recipe.allocate != "uniform" and budget > MIN_RATE and any(block.layers for block in model.blocks)
-
-
 def joined_layers(model: Model, settled: Plan) -> set[str]:
     """Return the names of the layers whose rows compensate each other's errors."""
     names = (layer.name for block in model.blocks for layer in block.layers)
     return {name for name in names if settled.layers[name].scheme.joins_rows}
-
-
-def _rates(model: Model, settled: Plan, rows: Mapping[str, Tensor], measure: Measure | None) -> dict[str, float]:
-    """Return a rate for every layer, `--rate` on average, higher where the network is more sensitive."""
-    budget, scheme = budget_of(model, settled.recipe), settled.recipe.scheme
-    fixed = {
-        name: asked[0]
-        for name, each in settled.layers.items()
-        if (asked := each.scheme.asked) is not None and asked != scheme.asked
-    }
-    rates = dict.fromkeys(settled.layers, budget) | fixed
-    if measure is not None and _probes_rates(model, settled.recipe, budget):
-        curves = measure(replace(to_rates(probed_rates(budget), scheme), sensitivity=rows))
-        curves = [curve for curve in curves if not fixed.keys() & set(curve.layers)]
-        rates |= allocate(curves, budget)  # embeddings and head are not probed and keep the mean
-    return rates
 
 
 class Effect(NamedTuple):
@@ -239,40 +203,3 @@ def usable_widths(model: Model, recipe: Recipe) -> list[int]:
     if not usable:
         check(recipe.files.bits[0])  # raises the format's error
     return usable
-
-
-def _widths(model: Model, recipe: Recipe, scheme: GridScheme, measure: Measure) -> dict[str, NumberFormat]:
-    """Return integers of some width for every layer, `--bits` on average in blocks, more where the network is more sensitive.
-
-    Embeddings and head get the largest width within the average.
-    """
-    usable = usable_widths(model, recipe)
-    probed = probed_widths(scheme.bits, usable)
-    curves = measure(to_widths(probed, scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype)))
-    routed = {layer.name for layer in model.layers if layer.routed}
-    expert_curves = [curve for curve in curves if routed.issuperset(curve.layers)]
-    if expert_curves:  # readers of fixed grids have one grid for all experts
-        curves = [*(curve for curve in curves if not routed.issuperset(curve.layers)), sum_of(expert_curves)]
-    ends = [layer.name for part in (model.embeddings, model.head) if part is not None for layer in part.layers]
-    blocks = [curve for curve in curves if not set(ends) & set(curve.layers)]
-    widths = allocate_widths(blocks, scheme.bits, [bits for bits in usable if bits >= probed[0]])
-    widths |= dict.fromkeys(ends, max(bits for bits in usable if bits <= scheme.bits))
-    formats = {bits: replace(scheme, bits=bits).number_format for bits in usable}
-    return {name: formats[bits] for name, bits in widths.items()}
-
-
-def _types(model: Model, free: Choice, measure: Measure) -> dict[str, BlockType]:
-    """Return a type for every layer of `free`, its budget on average, larger where the network is more sensitive."""
-    rates = {TYPES[name].rate: name for name in MEASURED_TYPES}
-    probed = probed_widths(free.budget, list(rates))
-    columns = {layer.name: layer.shape[1] for layer in model.layers}
-    curves = measure(to_types([rates[rate] for rate in probed], free.scheme))
-    curves = [curve for curve in curves if free.layers.issuperset(curve.layers)]
-    names = [rates[rate] for rate in rates if rate >= probed[0]]
-    usable = [[fitting(name, columns[curve.layers[0]]) for name in names] for curve in curves]
-    chosen = allocate_choices(curves, free.budget, [sorted({kind.rate for kind in kinds}) for kinds in usable])
-    return free.ends | {
-        layer: next(kind for kind in kinds if kind.rate == rate)
-        for curve, kinds, rate in zip(curves, usable, chosen, strict=True)
-        for layer in curve.layers
-    }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from copy import deepcopy
@@ -36,7 +35,7 @@ from nearplane.models.ignored import pattern_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.number_formats import NumberFormat
-from nearplane.planning.gptq_rules import EXPERTS_BY_GPTQMODEL, GPTQMODEL_ONLY_TYPES, RULES, Described
+from nearplane.planning.gptq_rules import GPTQMODEL_ONLY_TYPES, RULES, Described, check_experts
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.system.safetensors_files import DTYPE_NAMES
@@ -117,31 +116,7 @@ def check_readers(model: Model, plan: Plan) -> None:
         )
     _refuse_unlike_experts(model, plan)
     if files.plain_readers and any(layer.routed for layer in model.layers):
-        _refuse_experts_of_others(model)
-
-
-def _refuse_experts_of_others(model: Model) -> None:
-    """Refuse experts in GPTQ if gptqmodel does not read those of this type of model.
-
-    Raises:
-        RecipeError: gptqmodel does not read the experts, or does not replace one of the layers.
-    """
-    kind = model.config.model_type
-    left = EXPERTS_BY_GPTQMODEL.get(kind)
-    if left is None:
-        first = next(layer for layer in model.layers if layer.routed)
-        raise RecipeError(
-            f"{first.name} is one of several experts in one parameter. Neither transformers nor GPTQModel reads the experts "
-            f"of {kind} from GPTQ. Use --format compressed-tensors if its reader takes them, --rate, which nearplane.load "
-            f"reads, or --ignore 'experts'."
-        )
-    dense = {pattern: layer.name for pattern in left for layer in model.layers if re.search(pattern, layer.name)}
-    if dense:
-        patterns = " ".join(f"'{pattern}'" for pattern in dense)
-        raise RecipeError(
-            f"{next(iter(dense.values()))} would not load: GPTQModel, which reads the experts of {kind} from GPTQ, keeps this "
-            f"layer unquantized. Leave such layers unquantized with --ignore {patterns}."
-        )
+        check_experts(model)
 
 
 def _refuse_unlike_experts(model: Model, plan: Plan) -> None:

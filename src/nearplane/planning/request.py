@@ -28,10 +28,10 @@ from nearplane.models.model import Model, open_model
 from nearplane.number_formats import BlockType, NumberFormat
 from nearplane.planning.plan import check_budget
 from nearplane.planning.rehearsal import check_loads
+from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import is_integer
-from nearplane.recipe.schemes import BlockScheme
 from nearplane.record.record import RunRecord
 from nearplane.system.device import Device
 

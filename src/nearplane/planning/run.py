@@ -1,4 +1,4 @@
-"""State of a run of `quantize`: its plan, its written layers, and the journal from which a stopped run is resumed."""
+"""A run of `quantize`: decides plan and memory or restores them, holds the written layers, and passes new ones on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
+from nearplane.calibration.one_forward import default_batch
+from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.walk import Stage
 from nearplane.errors import RecipeError
 from nearplane.formats.container import Container
@@ -15,12 +18,18 @@ from nearplane.lattice.factor import read
 from nearplane.lattice.scale import StepStorage
 from nearplane.lattice.shared_grid import LARGEST, SMALLEST
 from nearplane.models.layers import Layer
+from nearplane.planning.folder_size import max_record_bytes, with_layers
+from nearplane.planning.forecast import Forecast, forecast
 from nearplane.planning.journal import Journal
-from nearplane.planning.ledger import Ledger, Solved, check_limit
+from nearplane.planning.ledger import Ledger, missed_size
+from nearplane.planning.plan import plan
 from nearplane.planning.request import quantization_config
-from nearplane.planning.solve_stage import Order
-from nearplane.planning.start import Decisions, Job, decide
-from nearplane.record.record import RunRecord
+from nearplane.planning.size_budget import measured_choice
+from nearplane.planning.solve_stage import Order, Solved
+from nearplane.planning.start import Job
+from nearplane.recipe.layer_plan import Plan
+from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.system.matmul_library import chosen_library, recorded_library
 from nearplane.system.progress import counted, peak_memory
 
 
@@ -30,30 +39,42 @@ class Run:
     Attributes:
         model: Model that is quantized.
         plan: What is decided of its layers, including what was chosen by measuring.
-        ledger: Records of the written layers, and the plan for the others.
+        layers: Records of the written layers.
         setting: Settings by which the walk saves memory.
         count: Callback for the number of newly written layers; set when the run begins.
     """
 
-    def __init__(self, job: Job, container: Container, journal: Journal, decided: Decisions) -> None:
+    def __init__(
+        self, job: Job, container: Container, journal: Journal, record: RunRecord, plan: Plan, prediction: Forecast
+    ) -> None:
         self.model, self._container, self._journal = job.model, container, journal
-        self._record, self.plan, self._forecast = decided
+        self._record, self.plan, self._forecast = record, plan, prediction
         self.setting = replace(self._forecast.setting, folder=container.folder)
         container.config = quantization_config(self.model, self.plan)
-        self.ledger = Ledger(self.model, container, self._record, self.plan)
+        self.layers: list[LayerRecord] = []
+        coded = self.plan.recipe.scheme.entropy_coded
+        self._ledger = Ledger(self.model, container, self._record, self.plan) if coded else None
         self.count: Callable[[int], None] = lambda _: None
-        self._began, self._measured = time.monotonic(), False
+        self._began = time.monotonic()
         self._storage = FORMATS[str(self.plan.recipe.format)].layers.scale_dtype(self.model.dtype)
-        journal.begin(self.ledger, self.model, self._record)
+        if journal.before is not None:
+            self._note(journal.before.record.layers, [*chain(*map(self.model.unquantized, range(journal.blocks)))])
+        journal.begin(self.plan, self._record)
 
     def settle(self, stage: Stage) -> None:
         """Distribute the remaining bits over the layers that are not solved yet."""
-        if stage.first or self.ledger.solves_again(stage.layers):
-            self.ledger.settle()
+        if self._ledger is not None and (stage.first or self._solves_again(stage)):
+            self._ledger.settle()
+
+    def _solves_again(self, stage: Stage) -> bool:
+        """Return whether the layers of a stage may be solved more than once."""
+        return self._ledger is not None and self._ledger.solves_again(stage.layers)
 
     def orders(self, stage: Stage) -> list[Order]:
         """Return how every layer of a stage is to be solved."""
-        again, plans = self.ledger.solves_again(stage.layers), [self.ledger.of(layer) for layer in stage.layers]
+        again, plans = self._solves_again(stage), [self.plan.layers[layer.name] for layer in stage.layers]
+        if self._ledger is not None:
+            plans = [replace(plan, rate=self._ledger.rate(x)) for x, plan in zip(stage.layers, plans, strict=True)]
         joined = [layer for layer, each in zip(stage.layers, plans, strict=True) if each.number_format.global_scale]
         peaks = peaks_of(joined)  # before the first of them is solved
         return [
@@ -68,7 +89,7 @@ class Run:
             The layers; None if they must be solved again at other rates, as the last layers under a --size may be.
         """
         packed = [self._packed(each, stage.input_scales.get(each.layer.name)) for each in solved]
-        return self.ledger.accepted(packed, stage.rest) if packed else packed
+        return self._ledger.accepted(packed, stage.rest) if packed and self._ledger is not None else packed
 
     def _packed(self, solved: Solved, input_scale: float | None) -> Solved:
         name = solved.layer.written(self.model.weights)
@@ -78,23 +99,25 @@ class Run:
 
     def add(self, stage: Stage, packed: Sequence[Solved]) -> None:
         """Record the layers of a stage; at the end of a block, also write its part of the weights and the journal."""
-        for each in packed:
-            self.ledger.add(each.record)
+        self._note([each.record for each in packed], stage.rest if stage.ends_block else ())
         self.count(len(packed))
         if stage.ends_block:
             self._container.close_block(self.model.reader.read(stage.rest))
-            self.ledger.close(stage.rest)
             if stage.blocks:
-                self._journal.passed(stage.blocks, stage.stream)
-                if not self._measured:
-                    self._measured = True
+                self._journal.passed(stage.blocks, stage.stream, self.layers)
+                if stage.blocks == self._journal.blocks + 1:  # the first one of this process
                     self._forecast.measured(time.monotonic() - self._began, len(self.model.blocks) - stage.blocks)
+
+    def _note(self, layers: Sequence[LayerRecord], closed: Sequence[str]) -> None:
+        self.layers += layers
+        if self._ledger is not None:
+            self._ledger.add(layers, closed)
 
     def finished(self) -> RunRecord:
         """Return the run record after all layers are solved; `Container.seal` completes it."""
         ranks = self.setting.device.ranks
         others = sum(ranks.ask(rank, _peak) for rank in ranks.others)
-        record = replace(self._record, layers=tuple(self.ledger.layers))
+        record = replace(self._record, layers=tuple(self.layers))
         return check_limit(self._journal.seal(record, others))
 
 
@@ -132,17 +155,60 @@ def peaks_of(layers: Sequence[Layer]) -> dict[str, float]:
     return peaks
 
 
+def check_limit(record: RunRecord) -> RunRecord:
+    """Return the record of a complete folder, unless it exceeds its limit.
+
+    Raises:
+        RecipeError: The folder is too large.
+    """
+    limit = record.recipe.scheme.limit
+    if limit is not None and record.folder > limit:
+        raise RecipeError(missed_size(record.recipe, record.folder, "in the end"))
+    return record
+
+
 @contextmanager
 def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]:
-    """Plan a run, or restore the plan of a stopped one; see `decide`, also for the errors.
+    """Decide plan and memory settings of a run, or restore the plan of a stopped one.
+
+    Within this context matrix products use the library that was chosen.
 
     Args:
         job: Model, recipe, windows and options of the run.
-        container: Container that the run writes.
+        container: Container that the run writes; its `room` is set to the maximum length of the record.
         journal: Journal of the run.
+
+    Raises:
+        NearplaneError: The run cannot succeed, or needs more memory than its limit.
     """
-    with decide(job, container, journal.before) as decided:
-        run = Run(job, container, journal, decided)
-        total, blocks, earlier = len(run.model.layers), run.model.layers_by_block, len(run.ledger.layers)
+    model, windows, device, before = job.model, job.windows, job.options.device, journal.before
+    device.say_dtype(model.dtype)
+    usual, shapes = default_batch(windows.seqlen), [layer.shape for layer in model.layers]
+    with (
+        chosen_library(shapes, windows.count * windows.seqlen, device)
+        if before is None
+        else recorded_library(before.record.products, device)
+    ) as products:
+        batch = None if before is None else before.record.batch or usual  # affects the order of sums
+        prediction = forecast(model, job.plan, windows, device, job.options.limits, batch)
+        if before is not None:
+            record, planned = replace(before.record, source=job.options.name, layers=()), before.plan
+        else:
+            batch = prediction.setting.batch
+            record, planned = replace(job.record(), products=products, batch=None if batch == usual else batch), None
+        container.room = max_record_bytes(with_layers(model, record))
+        if planned is None:
+            planned = _planned(job, container, record, prediction.setting.keep)
+        run = Run(job, container, journal, record, planned, prediction)
+        total, blocks, earlier = len(model.layers), model.layers_by_block, len(run.layers)
         with counted(job.options.progress, "quantizing", total, blocks=blocks, there=earlier) as run.count:
             yield run
+
+
+def _planned(job: Job, container: Container, record: RunRecord, keep: Keep) -> Plan:
+    """Return the plan of a new run, with what is chosen by measuring."""
+    model, recipe, choice = job.model, job.plan.recipe, None
+    if recipe.files.block_types and recipe.scheme.measured:
+        choice = measured_choice(model, job.plan, container, record)
+    options = job.options
+    return plan(model, job.plan, job.windows.fitted, options.device, options.progress, free=choice, keep=keep)

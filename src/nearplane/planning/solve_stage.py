@@ -10,21 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearplane.calibration.walk import Stage
 from nearplane.lattice.factor import solved_strips
-from nearplane.lattice.grid import narrowed
+from nearplane.lattice.grid import QuantizedMatrix, narrowed
 from nearplane.lattice.scale import StepStorage
 from nearplane.matrix.inputs import LayerInput, Target, named
 from nearplane.matrix.on_grid import SolvedRows, check_rows, joined, solve_rows
 from nearplane.matrix.to_rate import solve_to_rate
 from nearplane.models.layers import Layer
-from nearplane.planning.ledger import Solved
 from nearplane.recipe.layer_plan import LayerPlan
-from nearplane.recipe.schemes import RateScheme
+from nearplane.recipe.rate_scheme import RateScheme
+from nearplane.record.record import LayerRecord
 from nearplane.system.memory import working_on
 from nearplane.system.ranks import evened
 
@@ -65,6 +66,14 @@ class Order:
         if not self.again:
             stage.measured(self.number)
         return found
+
+
+class Solved(NamedTuple):
+    """A layer with its codes and its record."""
+
+    layer: Layer
+    matrix: QuantizedMatrix
+    record: LayerRecord
 
 
 def solve_layer(

@@ -1,30 +1,24 @@
-"""Start of a run: opening the model, preparing the checkpoint, and deciding plan and memory or restoring them."""
+"""Start of a run: opening the model, preparing the checkpoint, and what the run is given."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nearplane.calibration.given import Given
-from nearplane.calibration.one_forward import default_batch
 from nearplane.calibration.windows import Windows
 from nearplane.formats.container import Container, Place
 from nearplane.formats.gguf.like import Like
 from nearplane.formats.journal_pages import RunInputs, run_inputs
 from nearplane.formats.table import open_container
 from nearplane.models.model import Model
-from nearplane.planning.folder_size import max_final_record_bytes, measured_choice
-from nearplane.planning.forecast import Forecast, forecast
-from nearplane.planning.plan import plan
 from nearplane.planning.request import check_request, open_original, quantization_config, resolved
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord, versions
 from nearplane.system.device import Device
-from nearplane.system.matmul_library import chosen_library, recorded_library
 from nearplane.system.progress import Progress
 from nearplane.system.sizes import Limits
 
@@ -111,14 +105,6 @@ class StoppedRun:
     seconds: float
 
 
-class Decisions(NamedTuple):
-    """The run record so far, the completed plan, and the memory settings with their forecast."""
-
-    record: RunRecord
-    plan: Plan
-    forecast: Forecast
-
-
 def open_resolved(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Model, Plan]:
     """Open the model that a recipe quantizes; return it and what is decided of its layers.
 
@@ -163,38 +149,3 @@ def container_for(
     )
     config = quantization_config(model, settled) if config is None else config
     return open_container(place, config, dtype=model.dtype, shards=len(model.blocks) + 1)
-
-
-@contextmanager
-def decide(job: Job, container: Container, before: StoppedRun | None) -> Iterator[Decisions]:
-    """Decide plan and memory settings of a run; within this context matrix products use the library that was chosen.
-
-    Args:
-        job: Run inputs.
-        container: Container to write; its `room` is set to the maximum length of the record.
-        before: State of the stopped run, or None for a new run.
-
-    Raises:
-        NearplaneError: The run cannot succeed, or needs more memory than its limit.
-    """
-    model, windows, device = job.model, job.windows, job.options.device
-    device.say_dtype(model.dtype)
-    if before is not None:
-        record = replace(before.record, source=job.options.name, layers=())
-        container.room = max_final_record_bytes(model, record)
-        with recorded_library(record.products, device):
-            batch = record.batch or default_batch(windows.seqlen)  # affects the order of sums
-            prediction = forecast(model, job.plan, windows, device, job.options.limits, batch)
-            yield Decisions(record, before.plan, prediction)
-        return
-    with chosen_library([layer.shape for layer in model.layers], windows.count * windows.seqlen, device) as products:
-        prediction = forecast(model, job.plan, windows, device, job.options.limits)
-        batch = prediction.setting.batch
-        record = replace(
-            job.record(), products=products, batch=None if batch == default_batch(windows.seqlen) else batch
-        )
-        container.room = max_final_record_bytes(model, record)
-        choice = measured_choice(model, job.plan, container, record)
-        progress, keep = job.options.progress, prediction.setting.keep
-        planned = plan(model, job.plan, windows.fitted, device, progress, free=choice, keep=keep)
-        yield Decisions(record, planned, prediction)

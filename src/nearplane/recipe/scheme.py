@@ -1,4 +1,4 @@
-"""Fields shared by all schemes. Needs no torch."""
+"""Options that all schemes share, and what other rooms ask of a scheme. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
 from nearplane.number_formats import E2M1, ENTROPY_CODED_FORMAT, NumberFormat, find_format, integers
-from nearplane.recipe.file_formats import Format
+from nearplane.recipe.file_formats import FileFormat, Format
 from nearplane.system.arguments import check_fields, whole, within
 from nearplane.system.sizes import bytes_in
 
@@ -19,6 +19,8 @@ Activations = Literal["none", "int8", "fp8", "fp4"]
 
 BEAM = 8  # candidates of a row; docs/log.md has the measurements behind this and the defaults of `schemes.py`
 DEFAULT_GROUP_SIZES = (128, 64, 32, 16)  # default group sizes to try; kernels take no smaller ones
+DEFAULT_POLISH = 1  # sweeps of coordinate descent over codes, on fixed grids
+DEFAULT_ROUNDS = 3  # passes over steps and codes, on fixed grids
 SWEEP_DAMP = 0.1  # default of `sweep_damp` where targets are corrected
 # solvers that need no inputs; see `lattice/solvers.py`
 UNCALIBRATED_SOLVERS: tuple[Solver, ...] = ("round-to-nearest",)
@@ -29,16 +31,9 @@ class Scheme:
     """Options of all schemes: correction of targets, and rounding.
 
     Args:
-        order: Order in which columns are rounded: natural is first to last; activation starts with the inputs of largest mean
-            square; pivoted rounds the input with the smallest remaining Schur complement last.
-        solver: Rounding algorithm. nearest-plane is Babai's algorithm (GPTQ). round-to-nearest needs no calibration but loses more.
-            k-best keeps several candidates of every row. Default: nearest-plane on grids, k-best for entropy-coded weights.
-        beam: Number of candidates that k-best keeps of every row. Default: 8.
-        damp: Damping of the Hessian relative to the mean of its diagonal. auto: the smallest of 1e-4, 1e-3, ... with which the
-            Hessian can be factored. Raise the damping if a Hessian is not positive definite.
+        order, solver, beam, damp, correct: See `quantize`.
         sweep_damp: Damping of the sweep. Default: 0.1 with corrected targets, because later layers compensate errors along the
             dominant input directions; otherwise equal to --damp.
-        correct: Whether each target compensates the loss of the layers before it.
     """
 
     order: Order = "activation"
@@ -125,6 +120,17 @@ class Scheme:
             return bool(asked)
         return self.calibrated and self.number_format.levels == E2M1
 
+    def check_allocation(self, allocate: Allocation | None, files: FileFormat) -> None:
+        """Refuse a distribution of bits over layers that such weights cannot have in files of this format."""
+
+    def unfit(self, format: str) -> str:
+        """Return the error message for a format that cannot hold such weights, with the alternatives."""
+        raise NotImplementedError
+
+    def _unfit(self, format: str, contents: str, conflict: str, instead: str) -> str:
+        other = f"use --format {self.FORMATS[0]}"
+        return f"--format {format} is for {contents}, but {conflict}. {instead} with this format, or {other}."
+
     def stored_in(self, format: NumberFormat) -> Self:
         """Return the scheme of a layer that is stored in this format, as far as layers may differ."""
         return self
@@ -162,6 +168,16 @@ class Scheme:
         if self.sweep_damp is not None:
             return self.sweep_damp
         return SWEEP_DAMP if self.correct and corrected else self.damp
+
+
+def settle_refits(scheme: Scheme) -> None:
+    """Fill in and check `polish` and `rounds`, which are 0 without calibration."""
+    for name, default in (("polish", DEFAULT_POLISH), ("rounds", DEFAULT_ROUNDS)):
+        whole(name, asked := getattr(scheme, name), 0, 1000)
+        if asked and not scheme.calibrated:
+            raise RecipeError(f"{name} needs calibration, but solver {scheme.solver!r} uses none.")
+        if asked is None:
+            object.__setattr__(scheme, name, default if scheme.calibrated else 0)
 
 
 def names_of(part: type) -> set[str]:

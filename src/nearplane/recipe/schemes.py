@@ -1,4 +1,4 @@
-"""Schemes as frozen data: grids of a fixed number of bits, blocks of llama.cpp, or entropy-coded codes.
+"""The usual scheme, grids of a fixed number of bits, and the choice among it and those of blocks and of rates.
 
 Each of the three kinds has only its own options. Needs no torch; `matrix/` applies them.
 """
@@ -6,48 +6,37 @@ Each of the three kinds has only its own options. Needs no torch; `matrix/` appl
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from math import ceil, gcd
 from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
 from nearplane.number_formats import (
     E2M1,
-    FLOATS,
-    INTEGERS,
     TYPES,
-    BlockType,
     NumberFormat,
     find_format,
     integers,
     number_format,
 )
-from nearplane.recipe.file_formats import FILE_FORMATS, Format
+from nearplane.recipe.block_scheme import BlockScheme
+from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
+from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.scheme import (
     DEFAULT_GROUP_SIZES,
+    Allocation,
     Scheme,
-    Solver,
     contradiction,
     is_integer,
     names_of,
     options_of,
+    settle_refits,
     spelled_out,
 )
-from nearplane.system.arguments import check_fields, whole, within
-from nearplane.system.sizes import bytes_in
+from nearplane.system.arguments import check_fields, within
 
 Scale = Literal["minmax", "mse"]
-Rows = Literal["sensitivity", "equal"]
-BlockName = Literal[  # of llama.cpp
-    "q4_0", "q4_1", "iq4_nl", "iq4_xs", "mxfp4", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"
-]  # fmt: skip
-GridName = Literal[BlockName, "q2_k_m", "q3_k_m", "q4_k_m", "q5_k_m"]  # with llama.cpp's mixes of types
-Dense = Literal["f32", "f16", "bf16"]
-Ends = Literal["auto", Dense, BlockName]
-DEFAULT_POLISH = 1  # sweeps of coordinate descent over codes, on fixed grids
-DEFAULT_ROUNDS = 3  # passes over steps and codes, on fixed grids
 DEFAULT_BITS = 4  # per code
-MEASURED_TYPES = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")  # types to choose from by measuring, by rising rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,22 +45,11 @@ class GridScheme(Scheme):
 
     Args:
         grid: Name of a number format that implies bits, group size and symmetry. None: these three options apply.
-        bits: Bits per code, 2 to 8. A fraction such as 3.5 is the average over layers; every layer gets a whole number of bits.
-        group_size: Number of weights that share a step; none is one step per row. auto is 128, or the largest of 64, 32 and 16
-            that divides the inputs of all layers, or none if 16 does not divide them.
-        symmetric: Whether grids have no zero point. In MLX every group has a minimum instead.
+        bits, group_size, symmetric, polish, rounds, include_head, include_embeddings: See `quantize`.
         minimum: Whether every group has a real-valued minimum in place of a zero point, as MLX stores it.
         scale: Choice of the steps: minmax uses the range of the weights; mse searches the step with the smallest p-norm error.
-        polish: Number of sweeps of coordinate descent over the codes at the end. Default: 1.
-        rounds: Number of passes of coordinate descent that fit steps (least squares) and codes together. The codes are then
-            solved once more on the fitted steps, and each row keeps the better of the two results. Default: 3.
         two_sided: Whether rows compensate each other's errors too, weighted by the network's gradients, and not only columns.
             Needs a backward pass. No bound of a sweep holds for such codes. Default: true for nvfp4 and mxfp4, else false.
-        include_head: Whether the output embeddings (head) are quantized too, after all other layers. Needs --rate, --size or
-            --format mlx.
-        include_embeddings: Whether the input embeddings are quantized too, before the blocks, which then compensate the loss. A
-            head that is tied to the embeddings is included by either option. Both always get the average rate. Needs --rate,
-            --size or --format mlx.
     """
 
     grid: str | None = None
@@ -112,7 +90,7 @@ class GridScheme(Scheme):
             raise RecipeError(
                 f"two_sided solves rows apart, but those of --grid {self.grid} share steps. Leave out one of them."
             )
-        _settle_refits(self)
+        settle_refits(self)
 
     def _take_grid(self, grid: str) -> None:
         """Set bits, group size and symmetry to those of the grid; the name of a grid of integers is then dropped.
@@ -127,6 +105,28 @@ class GridScheme(Scheme):
             if (given := getattr(self, name)) not in (defaults[name], implied):
                 raise RecipeError(contradiction(name, given, format))
             object.__setattr__(self, name, implied)
+
+    def check_allocation(self, allocate: Allocation | None, files: FileFormat) -> None:
+        """Refuse an allocation that does not fit the bits, and types of llama.cpp by their number of bits.
+
+        Raises:
+            RecipeError: Two options contradict each other; the message names them.
+        """
+        if files.block_types and allocate == "slope":
+            raise RecipeError(
+                f"bits is {self.bits} with --allocate slope, but layers of a GGUF get types of llama.cpp. Use "
+                f"BlockScheme({self.bits})."
+            )
+        if allocate == "uniform" and self.measured:
+            raise RecipeError(
+                f"bits is {self.bits}, but every layer needs a whole number of bits with --allocate uniform. Use --allocate slope."
+            )
+
+    def unfit(self, format: str) -> str:
+        """Return the error message for a format that cannot hold such weights, with the alternatives."""
+        given = f"--bits {self.bits}" if self.grid is None else f"--grid {self.grid}"
+        instead = f"Use --rate {self.bits} or --size"
+        return self._unfit(format, "entropy-coded weights", f"{given} is for fixed grids", instead)
 
     @property
     def measured(self) -> bool:
@@ -162,152 +162,6 @@ class GridScheme(Scheme):
             return self
         fitting = fitting_group(columns := list(inputs))
         return replace(self, group_size=None if any(n % fitting for n in columns) else fitting)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockScheme(Scheme):
-    """Codes on the two-level grids of llama.cpp, in files that llama.cpp runs.
-
-    Args:
-        grid: Name of a number format, for example int4-g128, int8, int3-g64-asym, nvfp4, mxfp4, fp8, fp8-block or mxfp8. In
-            a GGUF it may be a type of llama.cpp (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl,
-            iq4_xs, mxfp4) or one of its mixes (q2_k_m, q3_k_m, q4_k_m, q5_k_m). It may also be a number of bits per
-            weight with steps, for example 4.5: types of layers are then chosen by measuring. Rows that blocks of 256 do
-            not divide get the type that llama.cpp uses instead.
-        size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used
-            instead of --rate. With --format gguf, each layer gets a type of llama.cpp, chosen by measuring.
-        embeddings: Type of the embeddings and the head. f32, f16 and bf16 store them unquantized in that type. auto follows
-            llama.cpp: q6_k for the head, also where it is tied to the embeddings; other embeddings get the type of --grid or, if
-            that is a number, the largest type within it.
-        polish: Number of sweeps of coordinate descent over the codes at the end. Default: 1.
-        rounds: Number of passes of coordinate descent that fit steps (least squares) and codes together. The codes are then
-            solved once more on the fitted steps, and each row keeps the better of the two results. Default: 3.
-    """
-
-    grid: str | None = field(default=None, kw_only=False)
-    size: str | None = None
-    embeddings: Ends = "auto"
-    polish: int | None = None
-    rounds: int | None = None
-
-    FORMATS: ClassVar[tuple[Format, ...]] = ("gguf",)
-
-    def __post_init__(self) -> None:
-        Scheme.__post_init__(self)
-        if self.size is not None:
-            object.__setattr__(self, "size", str(self.size))
-            bytes_in(self.size)
-        if self.grid is not None:
-            self._check_grid()
-        elif self.size is None:
-            raise RecipeError("Weights in blocks of llama.cpp need --grid or --size; found neither.")
-        if self.measured and not self.calibrated:
-            option = f"grid is {self.grid}" if self.grid else f"size is {self.size}"
-            raise RecipeError(
-                f"{option}, which measures layers on calibration text, but solver {self.solver!r} uses none."
-            )
-        check_fields(self, "embeddings")
-        _settle_refits(self)
-
-    def _check_grid(self) -> None:
-        """Refuse a grid that is neither a type, nor a mix, nor a rate between those of the types."""
-        object.__setattr__(self, "grid", str(self.grid).lower())
-        try:
-            bits = float(str(self.grid))
-        except ValueError:
-            if self.grid not in GridName.__args__:  # type: ignore[attr-defined]
-                known = (*GridName.__args__, *(each.name for each in FLOATS))  # type: ignore[attr-defined]
-                names = ", ".join(dict.fromkeys(known))
-                raise RecipeError(f"grid is {self.grid!r}; expected one of {names}, or {INTEGERS}.") from None
-            return
-        rates = [TYPES[name].rate for name in MEASURED_TYPES]
-        expected = f"{rates[0]} to {rates[-1]} bits per weight, or a type"
-        within("grid", self.grid, rates[0] <= bits <= rates[-1], expected)
-
-    @property
-    def title(self) -> str:
-        """Storage of the weights, as a phrase for the summary."""
-        return f"on llama.cpp's grids ({self.grid or 'types by measuring'})"
-
-    @property
-    def measured(self) -> bool:
-        """Whether types of layers are chosen by measuring, for a number of bits per weight or a size."""
-        return self.grid is None or self.grid not in GridName.__args__  # type: ignore[attr-defined]
-
-    @property
-    def budget(self) -> float | None:
-        """Average bits per weight in blocks; None if the grid names a type, or a size determines the budget."""
-        return float(self.grid) if self.grid is not None and self.measured else None
-
-    @property
-    def number_format(self) -> BlockType:
-        """Type of blocks: of a mix the most frequent one, of a number of bits per weight the largest type within it.
-
-        With a size it is the smallest type, until `folder_size.py` has computed the budget.
-        """
-        if self.measured:
-            budget = self.budget or TYPES[MEASURED_TYPES[0]].rate
-            return TYPES[[name for name in MEASURED_TYPES if TYPES[name].rate <= budget][-1]]
-        return TYPES[str(self.grid).removesuffix("_m")]
-
-    @property
-    def ends(self) -> tuple[bool, bool]:
-        """Whether input embeddings and head are quantized too."""
-        return (self.dense_ends is None,) * 2
-
-    @property
-    def dense_ends(self) -> str | None:
-        """Type of embeddings and head that are not quantized; None if they are quantized."""
-        return self.embeddings if self.embeddings in Dense.__args__ else None  # type: ignore[attr-defined]
-
-    @property
-    def misfit(self) -> str:
-        """End of the error message for inputs that blocks do not divide."""
-        kind = self.number_format
-        return f"are not a multiple of {kind.columns}, the block size of {kind.name}. Use a type with smaller blocks."
-
-    def stored_in(self, format: NumberFormat) -> Self:
-        """Return the scheme of a layer that is stored in this format, which may be another type of blocks."""
-        return replace(self, grid=format.name) if format.name in TYPES else self
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RateScheme(Scheme):
-    """Entropy-coded codes without limits, for a given rate or size, in nearplane's own format.
-
-    Args:
-        rate: Bits per quantized weight in the file, 0.5 to 7, with every byte of the layers' tensors counted; for example 3.5.
-        size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used
-            instead of --rate. With --format gguf, each layer gets a type of llama.cpp, chosen by measuring.
-        include_head: Whether the output embeddings (head) are quantized too, after all other layers. Needs --rate, --size or
-            --format mlx.
-        include_embeddings: Whether the input embeddings are quantized too, before the blocks, which then compensate the loss. A
-            head that is tied to the embeddings is included by either option. Both always get the average rate. Needs --rate,
-            --size or --format mlx.
-        rows: Steps of rows: sensitivity gives finer steps to rows to whose errors the network is more sensitive; equal does not.
-    """
-
-    rate: float | None = None
-    size: str | None = None
-    include_head: bool = False
-    include_embeddings: bool = False
-    rows: Rows = "sensitivity"
-
-    FORMATS: ClassVar[tuple[Format, ...]] = ("nearplane",)
-    default_solver: ClassVar[Solver] = "k-best"  # worth its time where steps cannot be refitted
-    entropy_coded: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        Scheme.__post_init__(self)
-        if (self.rate is None) == (self.size is None):
-            given = "neither" if self.rate is None else "both"
-            raise RecipeError(f"Entropy-coded weights need either --rate or --size; found {given}.")
-        numeric = isinstance(self.rate, int | float)
-        within("rate", self.rate, self.rate is None or (numeric and 0.5 <= float(self.rate or 0) <= 7), "0.5 to 7 bits")
-        if self.size is not None:
-            object.__setattr__(self, "size", str(self.size))
-            bytes_in(self.size)
-        check_fields(self, "include_head", "include_embeddings", "rows")
 
 
 AnyScheme = GridScheme | BlockScheme | RateScheme
@@ -366,16 +220,6 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
         given |= {"symmetric": False, "minimum": True}
     unset = {name: None for name, value in options.items() if value is None and name in names_of(kind)}
     return kind(**unset | given)
-
-
-def _settle_refits(scheme: GridScheme | BlockScheme) -> None:
-    """Fill in and check `polish` and `rounds`, which are 0 without calibration."""
-    for name, default in (("polish", DEFAULT_POLISH), ("rounds", DEFAULT_ROUNDS)):
-        whole(name, asked := getattr(scheme, name), 0, 1000)
-        if asked and not scheme.calibrated:
-            raise RecipeError(f"{name} needs calibration, but solver {scheme.solver!r} uses none.")
-        if asked is None:
-            object.__setattr__(scheme, name, default if scheme.calibrated else 0)
 
 
 def fitting_group(inputs: Iterable[int], most: int = DEFAULT_GROUP_SIZES[0]) -> int:

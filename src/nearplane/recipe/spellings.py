@@ -11,7 +11,24 @@ from nearplane.errors import RecipeError
 from nearplane.system.arguments import described
 
 
-def translated(word: str, value: Any, known: Collection[str]) -> dict[str, Any]:
+def translated_options(spellings: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return nearplane's names, which are `known`, and values for keywords in any supported spelling.
+
+    Raises:
+        RecipeError: A keyword is unknown, or contradicts another.
+    """
+    options: dict[str, Any] = {}
+    for word, value in spellings.items():
+        for name, meaning in _translated(word, value, known).items():
+            if name in options and options[name] != meaning:
+                raise RecipeError(
+                    f"{word}={value!r} contradicts another keyword that already set {name}={options[name]!r}."
+                )
+            options[name] = meaning
+    return options
+
+
+def _translated(word: str, value: Any, known: Collection[str]) -> dict[str, Any]:
     """Return the fields and values that a keyword stands for: one of `known`, or another tool's name.
 
     Raises:

@@ -6,24 +6,19 @@ import json
 import math
 import platform
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from nearplane.errors import FormatError, printable
-from nearplane.number_formats import BlockType, NumberFormat, number_format
-from nearplane.recipe.layer_plan import Plan
+from nearplane.errors import FormatError
+from nearplane.number_formats import NumberFormat, number_format
 from nearplane.recipe.recipe import Recipe
-from nearplane.record.from_json import annotated
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.arguments import ComputeDtype
 from nearplane.system.files import digest_of
 from nearplane.system.matmul_choice import Products
-from nearplane.system.paths import INCOMPLETE, RECORD, refuse_adapter, unfinished_run
 
 installed_version = cache(version)  # parses a file of metadata
 VERSION = 5  # of the record; records of other versions are refused
@@ -287,31 +282,6 @@ class RunRecord:
         record = replace(record, folder=folder)
         return replace(record, digest=digest_of(record.to_json()))
 
-    @classmethod
-    def from_json(cls, text: str, where: str = RECORD) -> RunRecord:
-        """Read what `to_json` wrote.
-
-        Args:
-            text: The JSON text.
-            where: Name of its file in messages.
-
-        Raises:
-            FormatError: The text is no record of this version, or a field has another type than it declares; the
-                message names it.
-        """
-        try:
-            fields = json.loads(text)
-            if not isinstance(fields, dict):
-                raise ValueError("it is not an object")
-            if fields.get("version") != VERSION:
-                raise _version_error(fields, where)
-            with suppress(KeyError, TypeError, AttributeError):  # `annotated` says what is wrong
-                fields["recipe"]["calibration"].setdefault("first_token", "none")  # left out by `fields`
-            record: RunRecord = annotated(cls, fields, "record")
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{where} is not a record that this version of nearplane reads ({error}).") from error
-        return record
-
     @property
     def rate(self) -> float:
         """Bits per quantized weight in the file, counting all tensors of the quantized layers."""
@@ -350,25 +320,6 @@ class RunRecord:
         above = [layer for layer in self.layers if limit is not None and layer.relative_loss > limit]
         return tuple(sorted(above, key=lambda layer: -layer.relative_loss))
 
-    @property
-    def missed(self) -> str | None:
-        """Sentence for a requested rate or size missed by more than 0.5 % (llama.cpp's types: 2 %), otherwise None."""
-        if self.recipe.scheme.asked is None:
-            return None
-        requested, unit = self.recipe.scheme.asked
-        if unit != "bytes" and self.recipe.layers:  # the rate refers to layers without an override
-            return None
-        actual = self.folder if unit == "bytes" else self.rate
-        coarse = self.recipe.files.block_types
-        if abs(actual / requested - 1) <= (0.02 if coarse else 0.005):
-            return None
-        why = "some layers cannot reach their planned rate" + (
-            "" if self.recipe.max_loss is None else ", or needed more bits to keep --max-loss"
-        )
-        if coarse:
-            why = "llama.cpp has no types in between, or the record took less space than was reserved"
-        return f"{requested:,g} {unit} requested, {actual:,.6g} reached: {why}; see `nearplane inspect`."
-
 
 def _mean(layers: Sequence[LayerRecord], value: Callable[[LayerRecord], float | None]) -> float | None:
     """Return the mean of a value of layers over all their weights; None if a layer has no value."""
@@ -379,78 +330,7 @@ def _mean(layers: Sequence[LayerRecord], value: Callable[[LayerRecord], float | 
     return sum(each * size for each, size in zip(known, sizes, strict=True)) / sum(sizes)
 
 
-def _version_error(fields: dict[str, Any], where: str) -> FormatError:
-    """Return the error for a record of another version; it names the nearplane that wrote it, if known."""
-    numbers = fields.get("versions")
-    number = numbers.get("nearplane") if isinstance(numbers, dict) else None
-    by = f"nearplane {printable(number)[:20]}" if isinstance(number, str) else "another version of nearplane"
-    return FormatError(
-        f"{where} was written by {by}, whose records this version does not read: found record version "
-        f"{json.dumps(fields.get('version'))[:20]}, expected {VERSION}. Quantize again, or read it with {by}."
-    )
-
-
-def contradictions(record: RunRecord) -> Iterator[tuple[LayerRecord, str]]:
-    """Yield (layer, contradiction) for certificates of a record that cannot be true for any data."""
-    recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
-    plan = Plan.of(recipe, [layer.name for layer in record.layers])
-    for layer in record.layers:
-        yield from ((layer, what) for what in _contradicting(layer, plan))
-
-
-def _contradicting(layer: LayerRecord, plan: Plan) -> Iterator[str]:
-    """Yield the contradictions in the certificate of a layer, beside what was decided of it."""
-    size, larger = divmod(layer.out_features, max(1, len(layer.row_losses)))  # rows of a group; the first have 1 more
-    rows = (size + (index < larger) for index in range(len(layer.row_losses)))
-    loss = sum(group * count for group, count in zip(layer.row_losses, rows, strict=True)) / layer.out_features
-    if not math.isclose(loss, layer.loss, rel_tol=1e-8, abs_tol=1e-300):
-        yield f"row_losses average {loss:.9g}, but loss is {layer.loss:.9g}"
-    third = (layer.expected or 0.0) * 3
-    if layer.worst_case is not None and not math.isclose(third, layer.worst_case, rel_tol=1e-12, abs_tol=1e-300):
-        yield f"expected is {layer.expected}, but a third of worst_case is {layer.worst_case / 3}"
-    if plan.recipe.ignores(layer.name):
-        yield "the recipe ignores it"
-        return
-    scheme = plan.layers[layer.name].scheme
-    if plan.recipe.allocate == "slope" or isinstance(layer.number_format, BlockType):
-        scheme = scheme.stored_in(layer.number_format)
-    actual, expected = (layer.format, layer.order), (scheme.number_format.name, scheme.order)
-    if actual != expected:
-        yield f"number format and order are {actual}, but {expected} in the recipe"
-    if not 0 <= layer.clipped <= layer.clipped_rows <= 1:
-        yield f"clipped is {layer.clipped}, but clipped_rows is {layer.clipped_rows}"
-    if layer.worst_case is not None and layer.clipped_rows == 0 and layer.damped_loss > layer.worst_case * (1 + 1e-9):
-        yield f"damped_loss {layer.damped_loss:.6g} is more than worst_case {layer.worst_case:.6g} although nothing clips"
-
-
 def versions() -> dict[str, str]:
     """Return the versions of Python and the packages that compute."""
     packages = ("nearplane", "torch", "transformers", "numba", "safetensors")
     return {"python": platform.python_version()} | {name: installed_version(name) for name in packages}
-
-
-def read_record(folder: Path) -> RunRecord:
-    """Read the record of the checkpoint in a folder.
-
-    Raises:
-        FormatError: The record is missing or cannot be read.
-        ModelError: The folder holds an adapter, too.
-    """
-    path = folder / RECORD
-    if folder.is_file():
-        raise FormatError(
-            f"{folder} is a file, but this command compares several files: expected the folder that nearplane quantize "
-            f"wrote, with {RECORD}."
-        )
-    if not path.is_file():
-        if (folder / INCOMPLETE).is_file():
-            raise FormatError(f"{folder} is incomplete: its run has not finished. Repeat the command of that run.")
-        problem = f"has no {RECORD}" if folder.exists() else "does not exist"
-        raise FormatError(
-            f"{folder} {problem}: expected a folder that nearplane quantize wrote.{unfinished_run(folder)}"
-        )
-    refuse_adapter(folder)
-    try:
-        return RunRecord.from_json(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path} is not text ({error}). Fetch the file again.") from error

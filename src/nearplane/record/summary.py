@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.record.remarks import remarks
+from nearplane.record.uses import typed, uses
 from nearplane.record.words import (
     NOT_FITTED,
     by_source,
@@ -14,9 +16,8 @@ from nearplane.record.words import (
     exceeding,
     left,
     losses,
-    next_commands,
-    remarks,
 )
+from nearplane.system.files import read_object
 from nearplane.system.sizes import size_text, three_places
 
 LEGEND = {  # of the columns of `layer_table`
@@ -59,6 +60,20 @@ def _of_codes(record: RunRecord) -> str:
         return ""
     offsets = "" if formats[0].symmetric else " and minima" if formats[0].minimum else " and zero points"
     return f" (codes {bits}, steps{offsets} {record.rate - bits:.3f})"
+
+
+def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
+    """Yield the commands that measure the loss of the whole model, show every layer, and use the checkpoint."""
+    folder = typed(out)
+    if record.tokens:
+        original = typed(record.source)
+        rounded = "" if record.recipe.activations == "none" else " --activations"
+        command = f"nearplane evaluate {folder} --against {original}{rounded} --text TEXT"
+        yield f"how far predictions are from the original's: {command}"
+    yield f"figures of every layer: nearplane inspect {folder}"
+    path = out / "config.json"
+    config = read_object(path, expected="Expected the config of a model") if path.is_file() else {}
+    yield f"use it: {', or '.join(each.phrase for each in uses(record, config, str(out)))}"
 
 
 def tuned(record: RunRecord, out: Path) -> Iterator[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nearplane.errors import FormatError
@@ -136,20 +134,3 @@ class Tuning:
         if self.found < self.samples:
             text += f"; the text has {counted(self.found, 'window')} of {self.seqlen}, {self.samples:,} were requested"
         return text
-
-
-def tuning_contradictions(tuning: Tuning) -> Iterator[str]:
-    """Yield contradictions in a record of tuning that cannot be true for any data."""
-    fitting = [point for point in tuning.curve if tuning.most is None or (point.bytes or 0) <= tuning.most]
-    best = min(fitting, key=lambda point: point.held_out, default=None)
-    if best is None:
-        yield f"all states of the tuning curve exceed the allowed {tuning.most:,} bytes"
-    elif best.step != tuning.kept:
-        yield f"the state of step {tuning.kept} was kept, but step {best.step} is the best on the held-out windows"
-    kept = next((point.held_out for point in tuning.curve if point.step == tuning.kept), math.nan)
-    if not math.isclose(kept, tuning.held_out, rel_tol=KL_TOLERANCE, abs_tol=1e-12):
-        yield f"the held-out KL is {tuning.held_out:.9g} from the files, but {kept:.9g} on the curve"
-    if [point.step for point in tuning.curve] != sorted({point.step for point in tuning.curve}):
-        yield "the steps of the tuning curve do not ascend"
-    if not tuning.kept and (tuning.norms or tuning.codes):
-        yield "norms or codes have changed although the start was kept"

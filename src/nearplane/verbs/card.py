@@ -8,7 +8,7 @@ from pathlib import Path
 from nearplane.errors import RecipeError
 from nearplane.formats.beside import changed_card, write_card
 from nearplane.record.evaluation_table import read_evaluation
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.arguments import checked
 from nearplane.system.paths import CARD
 from nearplane.system.recorded_hashes import check_digest

@@ -11,7 +11,8 @@ from nearplane.calibration.text_files import check_named
 from nearplane.errors import ModelError, RecipeError
 from nearplane.recipe.file_formats import FILE_FORMATS
 from nearplane.recipe.recipe import Recipe
-from nearplane.record.record import RunRecord, read_record
+from nearplane.record.record import RunRecord
+from nearplane.record.record_file import read_record
 from nearplane.system.arguments import ComputeDtype, whole, within
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_path, folders_in, path_in

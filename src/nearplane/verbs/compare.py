@@ -25,6 +25,7 @@ from nearplane.formats.journal_pages import run_inputs
 from nearplane.models.model import Model, open_model
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.record.record import RunRecord, versions
+from nearplane.record.remarks import missed
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.files import check_writable, exclusive_lock, read_object, write_whole
@@ -188,7 +189,7 @@ class _Measure:
             row = replace(row, rate=made.rate, bytes=made.bytes, seconds=made.seconds, note=_rate_note(row, made.rate))
             return self._measured(row, made.network, against=row.model, tokenizer=made.tokenizer)
         record = kept or quantize(row.model, out, recipe, **self.options)
-        notes = "; ".join(filter(None, (note, record.missed or _rate_note(row, record.rate))))
+        notes = "; ".join(filter(None, (note, missed(record) or _rate_note(row, record.rate))))
         row = replace(row, rate=record.rate, bytes=record.bytes, seconds=record.seconds, folder=out, note=notes)
         return self._measured(row, out, against=row.model)
 

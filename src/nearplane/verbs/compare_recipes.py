@@ -26,9 +26,10 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.request import check_request, resolved
 from nearplane.recipe.file_formats import Format
+from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.recipe import Calibration, Recipe, Way
 from nearplane.recipe.scheme import Solver
-from nearplane.recipe.schemes import GridScheme, RateScheme, fitting_group
+from nearplane.recipe.schemes import GridScheme, fitting_group
 from nearplane.verbs.hptq import hptq_recipe
 
 HUFFMAN: tuple[Way, ...] = ("rtn-huffman", "gptq-huffman")

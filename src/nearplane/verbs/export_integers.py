@@ -34,12 +34,15 @@ from nearplane.planning.rehearsal import check_loads
 from nearplane.planning.request import check_request, quantization_config
 from nearplane.planning.start import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
+from nearplane.recipe.block_scheme import BlockScheme, Ends
 from nearplane.recipe.file_formats import FILE_FORMATS, Format
 from nearplane.recipe.layer_plan import Plan
-from nearplane.recipe.recipe import LayerScheme, Recipe
+from nearplane.recipe.layer_scheme import LayerScheme
+from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme, options_of
-from nearplane.recipe.schemes import AnyScheme, BlockScheme, Ends, GridScheme
-from nearplane.record.record import RunRecord, read_record
+from nearplane.recipe.schemes import AnyScheme, GridScheme
+from nearplane.record.record import RunRecord
+from nearplane.record.record_file import read_record
 from nearplane.system.paths import RECORD
 from nearplane.system.sizes import check_room
 

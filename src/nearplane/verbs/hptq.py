@@ -32,9 +32,10 @@ from nearplane.matrix.quantize_matrix import lattice_problem
 from nearplane.matrix.to_rate import search
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
+from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.scheme import Solver
-from nearplane.recipe.schemes import AnyScheme, RateScheme
+from nearplane.recipe.schemes import AnyScheme
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library
 from nearplane.system.progress import Progress, logged, silent

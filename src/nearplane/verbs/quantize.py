@@ -4,7 +4,7 @@ A model is quantized one block at a time. Its weights stay on disk. Hidden state
 network pass through the block that is in memory, and each layer is written as soon as it is solved.
 
 `quantize` checks what it is asked and calls `quantize_folder`. A run uses these files, in this order: `planning/start.py` opens
-the model and plans the run, `calibration/walk.py` yields the stages, `solve_stage.py` solves their layers,
+the model, `planning/run.py` plans the run, `calibration/walk.py` yields the stages, `solve_stage.py` solves their layers,
 `run.py` passes it to the checkpoint, and `formats/container.py` writes the files and renames the folder to OUT.
 """
 
@@ -25,9 +25,8 @@ from nearplane.errors import RecipeError
 from nearplane.models.model import Model
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.journal import Journal
-from nearplane.planning.ledger import check_limit
 from nearplane.planning.like import with_like
-from nearplane.planning.run import start_run
+from nearplane.planning.run import check_limit, start_run
 from nearplane.planning.solve_stage import solve_stage
 from nearplane.planning.start import Job, Options, container_for, open_resolved
 from nearplane.planning.tokens_in_file import check_tokens_in_file
@@ -58,7 +57,8 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     with container_for(model, settled, out, overwrite=overwrite, trust_remote_code=remote, like=like) as container:
         windows = calibration_windows(model, settled.recipe, options.given)
         check_tokens(model, settled.recipe, windows)
-        check_tokens_in_file(container, model, windows)
+        if settled.recipe.files.one_file:
+            check_tokens_in_file(container, model, windows)
         job = Job(model=model, asked=recipe, plan=settled, windows=windows, options=options)
         journal = Journal(container, job)  # holds the progress of a stopped run of the same job
         if (record := journal.completed()) is not None:  # all layers were written
@@ -136,8 +136,9 @@ def _quantized(request: QuantizeRequest, ranks: Ranks) -> RunRecord:
                 "--tune network trains in one process: a step needs the one before. Quantize with several processes, then run "
                 "nearplane tune with one."
             )
-        recipe, like = with_like(folder, recipe, trust_remote_code=trust)
-        options = replace(options, like=like)
+        if recipe.like is not None:
+            recipe, like = with_like(folder, recipe, recipe.like, trust_remote_code=trust)
+            options = replace(options, like=like)
         quantizes = quantize_folder if recipe.tune == "none" else partial(then_tuned, quantize_folder)
         follower = Follower(partial(_opened, folder, recipe, trust), place)
         options_of = {f"recipe ({name})": value for name, value in asdict(recipe).items()}

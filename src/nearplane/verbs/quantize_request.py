@@ -11,10 +11,12 @@ from nearplane.calibration.mix import check_shares
 from nearplane.calibration.text_files import check_named, texts_of
 from nearplane.errors import RecipeError
 from nearplane.number_formats import integers
+from nearplane.recipe.block_scheme import Ends
 from nearplane.recipe.file_formats import Format
+from nearplane.recipe.rate_scheme import Rows
 from nearplane.recipe.recipe import FirstToken, Rare, Recipe, Tune
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES, Activations, Allocation, Order, Solver
-from nearplane.recipe.schemes import Ends, Rows, Scale
+from nearplane.recipe.schemes import Scale
 from nearplane.system.arguments import OPEN, ComputeDtype
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_path, folders_in, path_in

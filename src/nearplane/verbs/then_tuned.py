@@ -18,7 +18,8 @@ from nearplane.models.pretrained import find_folder
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.start import Job, Options, open_resolved
 from nearplane.recipe.recipe import Recipe
-from nearplane.record.record import RunRecord, read_record
+from nearplane.record.record import RunRecord
+from nearplane.record.record_file import read_record
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import refuse_unfinished
 from nearplane.tuning.checkpoint import check_layers, check_tunable

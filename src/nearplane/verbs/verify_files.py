@@ -18,8 +18,8 @@ from nearplane.formats.stored import Stored
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.shared_grid import SharedGrid
-from nearplane.record.record import LayerRecord, RunRecord, contradictions
-from nearplane.record.tuning_record import tuning_contradictions
+from nearplane.record.contradictions import contradictions, tuning_contradictions
+from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.files import digest_of, sha256
 from nearplane.system.paths import CONFIG, RECORD
 from nearplane.system.progress import Progress, logged, shown

@@ -13,7 +13,7 @@ import pytest
 import forgery
 from nearplane.cli import app as cli
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system.files import digest_of
 
 

@@ -188,9 +188,15 @@ def test_what_is_no_scheme_for_layers_is_refused(text, said):
 
 
 def test_layer_may_be_given_several_times():
-    words = ("--layer", "a=bits:3", "--layer", "b=bits:2", "--layer", "a=bits:5")
-    layers = bound(*words)["request"].asked().layers
+    layers = bound("--layer", "a=bits:3", "--layer", "b=bits:2")["request"].asked().layers
     assert [(own.pattern, own.scheme.bits) for own in layers] == [("a", 3), ("b", 2)]  # the first match counts
+
+
+@pytest.mark.parametrize("second", ["a=bits:5", "a=bits:3", "a=bitz:4"])
+def test_a_pattern_of_layers_is_given_once(second):
+    """Of two sets of options for the same layers only one could count."""
+    with pytest.raises(RecipeError, match=f"--layer gives options of 'a' twice, the second time as '{second}'"):
+        options_of_layers(("a=bits:3", "b=bits:2", second))
 
 
 @pytest.mark.parametrize(

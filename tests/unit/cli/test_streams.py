@@ -7,7 +7,7 @@ import pytest
 import nearplane
 from children import command
 from nearplane.demo import MODEL
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nightly import daily
 
 LOST = {

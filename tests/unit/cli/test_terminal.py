@@ -20,7 +20,7 @@ from nearplane.cli.printing import table
 from nearplane.cli.terminal import Terminated, attended, stopping
 from nearplane.demo import CALIBRATION
 from nearplane.planning.solve_stage import solve_layer
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 
 
 @pytest.fixture(scope="module")

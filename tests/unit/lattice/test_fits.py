@@ -16,8 +16,9 @@ from nearplane.lattice.fits import MAX_GROWTH
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.quantize_matrix import quantize_matrix
 from nearplane.number_formats import BY_NAME, TYPES, NumberFormat, integers, number_format
+from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.file_formats import FILE_FORMATS
-from nearplane.recipe.schemes import BlockScheme, GridScheme, options_of
+from nearplane.recipe.schemes import GridScheme, options_of
 from nearplane.record.record import LayerRecord
 
 INTEGERS = [integers(bits, 32, symmetric=symmetric) for bits, symmetric in product((4, 8), (True, False))]

@@ -21,7 +21,8 @@ from nearplane.matrix import certificate
 from nearplane.matrix.certificate import SolvedMatrix, measured_rows, record_of
 from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.quantize_matrix import quantize_matrix, quantize_matrix_to_rate
-from nearplane.recipe.schemes import GridScheme, RateScheme
+from nearplane.recipe.rate_scheme import RateScheme
+from nearplane.recipe.schemes import GridScheme
 from nearplane.record.record import LayerRecord, row_groups
 from pretended import Pretend, pretended
 from strategies import problem

@@ -14,8 +14,9 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor, factorize
 from nearplane.lattice.moments import Moments
 from nearplane.matrix.inputs import LayerInput, corrected
+from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.scheme import Scheme
-from nearplane.recipe.schemes import GridScheme, RateScheme
+from nearplane.recipe.schemes import GridScheme
 from oracles import same
 from strategies import Problem, problems
 

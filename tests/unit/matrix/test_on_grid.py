@@ -20,7 +20,9 @@ from nearplane.lattice.solvers import round_to_nearest
 from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.quantize_matrix import quantize_matrix
 from nearplane.number_formats import TYPES, integers
-from nearplane.recipe.schemes import BlockScheme, GridScheme, RateScheme
+from nearplane.recipe.block_scheme import BlockScheme
+from nearplane.recipe.rate_scheme import RateScheme
+from nearplane.recipe.schemes import GridScheme
 from nearplane.record.record import LayerRecord
 from oracles import same
 from strategies import Problem, problem, problems

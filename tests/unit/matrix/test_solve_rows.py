@@ -14,7 +14,8 @@ from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.on_grid import SolvedRows, check_rows, joined, solve_rows
 from nearplane.matrix.quantize_matrix import quantize_matrix
 from nearplane.number_formats import BY_NAME
-from nearplane.recipe.schemes import BlockScheme, GridScheme
+from nearplane.recipe.block_scheme import BlockScheme
+from nearplane.recipe.schemes import GridScheme
 
 COLUMNS = 256
 SCHEMES = {

@@ -12,7 +12,7 @@ from nearplane.errors import NumericalError, RecipeError
 from nearplane.lattice.bounds import limit
 from nearplane.matrix.inputs import LayerInput
 from nearplane.matrix.quantize_matrix import quantize_matrix_to_rate
-from nearplane.recipe.schemes import RateScheme
+from nearplane.recipe.rate_scheme import RateScheme
 
 SPACE_FILLING = 0.5 * math.log2(2 * math.pi * math.e / 12)
 

@@ -12,8 +12,8 @@ from nearplane import RecipeError
 from nearplane.calibration.one_forward import MemorySetting, default_batch
 from nearplane.demo import CALIBRATION
 from nearplane.planning.forecast import Forecast
-from nearplane.planning.memory_bound import settings
-from nearplane.record.record import read_record
+from nearplane.planning.memory_limits import settings
+from nearplane.record.record_file import read_record
 from nearplane.system.device import Device
 
 CPU = Device(torch.device("cpu"))

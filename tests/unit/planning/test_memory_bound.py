@@ -19,11 +19,10 @@ from nearplane.planning.memory_bound import (
     Group,
     Shapes,
     bound,
-    choose,
     multiplications,
-    settings,
     waits,
 )
+from nearplane.planning.memory_limits import choose, settings
 from nearplane.planning.probe import Extent
 from nearplane.system.device import Device
 from nearplane.system.ranks import Ranks

@@ -7,7 +7,8 @@ import pytest
 
 from families import DEEPSEEK, config_of, random_model
 from nearplane.planning.start import open_resolved
-from nearplane.recipe.recipe import LayerScheme, Recipe
+from nearplane.recipe.layer_scheme import LayerScheme
+from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import GridScheme
 
 FOUR, EIGHT = GridScheme(bits=4, group_size=16), GridScheme(bits=8, group_size=16)

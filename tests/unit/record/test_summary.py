@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nearplane import Calibration, GridScheme, RateScheme, Recipe
-from nearplane.recipe.schemes import BlockScheme
+from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.summary import layer_table, summary
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import nearplane
 from nearplane.demo import CALIBRATION, MODEL
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.system import matmul_library as products
 from nearplane.system.device import Device
 from nearplane.system.matmul_choice import Products

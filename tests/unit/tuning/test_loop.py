@@ -7,7 +7,8 @@ import torch
 
 from nearplane import CalibrationError
 from nearplane.models.kinds import Divergence
-from nearplane.record.tuning_record import Point, Tuning, tuning_contradictions
+from nearplane.record.contradictions import tuning_contradictions
+from nearplane.record.tuning_record import Point, Tuning
 from nearplane.tuning.loop import train
 from nearplane.tuning.settings import Split
 

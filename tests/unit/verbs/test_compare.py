@@ -20,7 +20,7 @@ from nearplane.cli import app as cli
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_matrices
 from nearplane.models.model import open_model
-from nearplane.record.record import read_record
+from nearplane.record.record_file import read_record
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
 from nearplane.verbs.compare_figure import draw
 from nearplane.verbs.compare_recipes import fixed_grid, recipe_for

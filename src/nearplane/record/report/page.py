@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 from nearplane.errors import first_few, printable
 from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.record.remarks import remarks
 from nearplane.record.report.drawing import NO_VALUE, TIMES, Scale, Tick, curve, percent, plot, short, spanning
 from nearplane.record.report.figures import figures, kinds, legend
-from nearplane.record.words import NOT_FITTED, calibrated, remarks
+from nearplane.record.words import NOT_FITTED, calibrated
 from nearplane.system.sizes import counted, size_text
 
 

@@ -1,0 +1,71 @@
+"""Refusals of options that do not go together, of those that few runs use: a file of --like, and --activations.
+
+Needs no torch. Contradictions between other options are refused by the schemes and the recipe themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nearplane.errors import RecipeError
+from nearplane.number_formats import FLOATS
+from nearplane.recipe.file_formats import FILE_FORMATS, Format
+from nearplane.recipe.scheme import Activations
+from nearplane.recipe.schemes import AnyScheme
+
+
+def check_like(like: str, format: Format | None, pre: str | None, tune: str) -> None:
+    """Refuse options that contradict a file whose header is taken.
+
+    Raises:
+        RecipeError: The message names them.
+    """
+    if not FILE_FORMATS[format].one_file:
+        raise RecipeError(f"--like is for a GGUF, but the format is {format}. Use --format gguf, or leave out --like.")
+    if pre is not None:
+        raise RecipeError(f"--pre is {pre!r}, but --like takes the tokenizer of {like}. Leave out one of them.")
+    if tune != "none":
+        raise RecipeError(
+            "--tune does not go with --like, whose file keeps the norms of the original. Leave out one of them."
+        )
+
+
+def check_activations(
+    activations: Activations, schemes: Sequence[AnyScheme], format: Format | None, allocate: str | None
+) -> None:
+    """Refuse activations that no reader multiplies such weights with.
+
+    Args:
+        activations: Numbers to which runtimes round the inputs of layers.
+        schemes: The scheme of the recipe, and those of some layers.
+        format, allocate: Fields of the recipe.
+
+    Raises:
+        RecipeError: The weights, the format or another option do not go with them; the message says what does.
+    """
+    given, usual = f"--activations {activations}", schemes[0]
+    if not FILE_FORMATS[format].rounds_inputs:
+        raise RecipeError(f"{given} is for compressed-tensors, but the format is {format}. Leave out one of them.")
+    names = ["int8"] if activations == "int8" else []
+    names += [each.name for each in FLOATS if each.inputs is not None and each.inputs.name == activations]
+    for scheme in schemes:
+        if getattr(scheme, "group_size", None) == "auto" or allocate == "slope":
+            found, inputs = "other integers", None
+        else:
+            found, inputs = scheme.number_format.name, scheme.number_format.inputs
+        if inputs is None or inputs.name != activations:
+            advice = "none" if inputs is None else inputs.name
+            raise RecipeError(
+                f"{given} is for --grid {' or '.join(names)}, but weights are {found}, and no reader multiplies these two. Use "
+                f"such a grid, or --activations {advice}."
+            )
+        if inputs != usual.number_format.inputs:
+            raise RecipeError(
+                f"{given} rounds the inputs of {found} otherwise than those of {usual.number_format.name}. Use one --grid for all "
+                f"layers, or --activations none."
+            )
+        if inputs.global_scale and not scheme.calibrated:
+            raise RecipeError(
+                f"{given} with {found} needs calibration, which measures the largest input of each layer, but solver "
+                f"{scheme.solver!r} uses none."
+            )
