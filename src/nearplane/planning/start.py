@@ -13,6 +13,7 @@ from nearplane.formats.container import Container, Place
 from nearplane.formats.gguf.like import Like
 from nearplane.formats.journal_pages import RunInputs, run_inputs
 from nearplane.formats.table import open_container
+from nearplane.models.converted_tokenizer import tokenizer_folder
 from nearplane.models.model import Model
 from nearplane.planning.request import check_request, open_original, quantization_config, resolved
 from nearplane.recipe.layer_plan import Plan
@@ -142,7 +143,7 @@ def container_for(
         trust_remote_code=trust_remote_code,
         vocabulary=model.vocabulary,
         network=model.config.to_dict(),
-        tokenizer=model.tokenizer_folder() if settled.recipe.files.one_file and like is None else None,
+        tokenizer=tokenizer_folder(model) if settled.recipe.files.one_file and like is None else None,
         reader=model.reader,
         resumes=True,
         like=like,
