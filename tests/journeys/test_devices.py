@@ -20,7 +20,9 @@ from pretended_kernels import compiled
 from unordered import Unordered
 
 DEVICES = ("cpu", "pretend:0")
-TORCH_FORMS = ("grid", "k-quants")  # run with the kernels of a device that has none; by day the others with the CPU's
+TORCH_FORMS = (
+    "k-quants",
+)  # run with the kernels of a device that has none; the others with the CPU's, and at night with those
 
 
 class Made:

@@ -17,16 +17,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.beside import Beside, write_card
+from nearplane.formats.beside import Beside, origin_of
 from nearplane.formats.layer_format import QUANTIZATION, WEIGHTS, as_tensors_are, json_text, read_config
 from nearplane.formats.stored import Stored, quantization_of, reader_of
 from nearplane.loading.dense_network import decoded_tensors, stacks_of
 from nearplane.models.config_checks import PACKED_NAMES
 from nearplane.models.conversion import as_saved
 from nearplane.models.pretrained import empty_network, vocabulary_of
+from nearplane.record.model_card import model_card
 from nearplane.system.arguments import takes
+from nearplane.system.files import write_whole
 from nearplane.system.output_folder import Unfinished, readable_errors
-from nearplane.system.paths import CONFIG
+from nearplane.system.paths import CARD, CONFIG
 from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.safetensors_files import TensorReader
 from nearplane.system.shard_writer import ShardWriter
@@ -84,7 +86,7 @@ def export(request: ExportRequest) -> int:
         beside.log_left_out(out)
         beside.copy(place.folder)
         if (record := record_of(source, "The export has no model card, because %s")) is not None:
-            write_card(place.folder, record, source, dense=dtype)
+            write_whole(place.folder / CARD, model_card(record, origin_of(source), dense=dtype).encode())
         try:
             config = as_tensors_are(read_config(source), network.config.to_dict())
             (place.folder / CONFIG).write_text(json_text(_dense(config, dtype)))

@@ -123,7 +123,7 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
     known = {layer.stored: layer for layer in record.layers}
     format = FORMATS[str(recipe.format)]
     quantized = Quantized(scheme=recipe.scheme, quantized=list(known), activations=recipe.activations, version="")
-    if stored.layers != format.layers.configured(format.config.describe(quantized)):
+    if stored.layers != format.layers.configured(format.layers.describe(quantized)):
         yield Fault(CONFIG, f"its quantization_config is not that of {recipe.format} with this recipe")
     for name, text in stored.repeated_files().items():  # some programs read this copy first
         copy = stored.reader.folder / name
