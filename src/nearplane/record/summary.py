@@ -8,15 +8,7 @@ from pathlib import Path
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.remarks import remarks
 from nearplane.record.uses import typed, uses
-from nearplane.record.words import (
-    NOT_FITTED,
-    by_source,
-    calibrated,
-    degenerate,
-    exceeding,
-    left,
-    losses,
-)
+from nearplane.record.words import NOT_FITTED, by_source, calibrated, degenerate, exceeding, left, losses
 from nearplane.system.files import read_object
 from nearplane.system.sizes import size_text, three_places
 
