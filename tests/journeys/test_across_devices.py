@@ -69,6 +69,7 @@ def checksums(record):
     return [layer.checksum for layer in record.layers]
 
 
+@pytest.mark.nightly
 def test_a_tuning_on_a_gpu_goes_on_with_the_states_on_disk(model, tmp_path, monkeypatch, every_step):
     """The best one is that after the first step, as the second step is not measured."""
     look = loop._Run.look

@@ -102,7 +102,8 @@ def test_both_devices_verify_evaluate_load_and_continue_texts_alike(made):
     assert torch.equal(logits, logits_2)
 
 
-@pytest.mark.parametrize("run", daily(("grid", "rate", "experts"), ("grid",)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("run", ("grid", "rate", "experts"))
 def test_a_model_in_bfloat16_is_quantized_and_verified(run, tmp_path):
     """A GPU computes in it; the CPU computes in float32, so that its codes are others."""
     model = save_model(run, tmp_path / "model", torch.bfloat16)

@@ -13,7 +13,7 @@ import pytest
 from edits import BAIT, GOOD, WAYS, calls, copied, edit, made, outcomes, results, watched
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-EDITS = 300 if NIGHTLY else 6
+EDITS = 300 if NIGHTLY else 4
 LONGEST = 30.0  # seconds of the processor that a call may take
 
 

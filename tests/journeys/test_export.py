@@ -33,7 +33,7 @@ TOKENS = torch.arange(24)[None]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_part_of_the_demo(tmp_path_factory.mktemp("model") / "model")
+    return save_part_of_the_demo(tmp_path_factory.mktemp("model") / "model", blocks=1)
 
 
 def logits(network: Any) -> Tensor:

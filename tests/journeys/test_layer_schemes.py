@@ -12,7 +12,7 @@ from nearplane.formats.stored import read_matrices
 from nearplane.verbs.evaluate import load_dense
 from nightly import daily
 
-FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 64}
+FAST = {"calibration": str(CALIBRATION), "samples": 8, "seqlen": 40}
 CPU = torch.device("cpu")
 
 

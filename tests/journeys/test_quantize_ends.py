@@ -177,7 +177,10 @@ def test_rows_that_are_looked_up_more_get_finer_steps(untied, tmp_path):
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "gpt_neox", "qwen3"])
 def test_names_are_found_as_checkpoints_of_many_families_have_them(tmp_path, family):
     """GPT-2 files lack the prefix `transformer.`, Gemma scales what is looked up, GPT-NeoX renames its head."""
-    random_model(config_of(family, vocab_size=TEXT_VOCABULARY)).float().save_pretrained(tmp_path / family)
+    blocks = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    random_model(config_of(family, vocab_size=TEXT_VOCABULARY, **{blocks: 1})).float().save_pretrained(
+        tmp_path / family
+    )
     add_tokenizer(tmp_path / family)
     stored = tmp_path / family / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(stored).items()}

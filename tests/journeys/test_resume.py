@@ -55,16 +55,19 @@ EXPERT_WAYS = {
     "rate": dict(rate=3.0),
     "GGUF": dict(grid="q4_0"),
 }
-TEXT = dict(samples=24, seqlen=40, device="cpu")
+TEXT = dict(samples=10, seqlen=32, device="cpu")
+
+
+def save_model(folder, blocks):
+    config = config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=blocks, tie_word_embeddings=False)
+    random_model(config).float().save_pretrained(folder)
+    add_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    config = config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=BLOCKS, tie_word_embeddings=False)
-    random_model(config).float().save_pretrained(folder)
-    add_tokenizer(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("models") / "llama", BLOCKS)
 
 
 @pytest.fixture(scope="module")
@@ -176,10 +179,11 @@ def test_no_finished_block_is_solved_again(model, text, stop, whole, tmp_path, m
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_the_default_number_of_windows_is_the_same_after_a_stop(model, text, tmp_path, monkeypatch):
+def test_the_default_number_of_windows_is_the_same_after_a_stop(text, tmp_path, monkeypatch):
     """Stopped before the first block and gone on with by 2 threads, or behind it and by 1: the bytes of one run by 1 thread."""
     options = dict(calibration=str(text), seqlen=40, device="cpu", **WAYS["grid"])
-    killed, stopped, whole = (tmp_path / name for name in ("killed", "stopped", "whole"))
+    model, killed, stopped, whole = (tmp_path / name for name in ("model", "killed", "stopped", "whole"))
+    save_model(model, blocks=2)
     with threads_of_torch(1):
         child = os.fork()
         if not child:  # ends before its first layer

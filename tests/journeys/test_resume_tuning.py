@@ -16,6 +16,7 @@ from nearplane.demo import CALIBRATION
 from nearplane.tuning import loop
 
 TEXT = dict(samples=12, seqlen=40)
+STEPS = 8
 WAYS = {
     "steps": dict(bits=4, group_size=16),
     "codes": dict(bits=2, group_size=16, symmetric=False, format="gptq_v2"),
@@ -54,7 +55,7 @@ def made(model, text, tmp_path_factory):
         if way not in folders:
             place = tmp_path_factory.mktemp("made")
             nearplane.quantize(model, place / "solved", calibration=str(text), **TEXT, **WAYS[way])
-            nearplane.tune(place / "solved", place / "tuned", against=model, calibration=text)
+            nearplane.tune(place / "solved", place / "tuned", against=model, calibration=text, steps=STEPS)
             folders[way] = place / "solved", place / "tuned"
         return folders[way]
 
@@ -70,7 +71,10 @@ def made(model, text, tmp_path_factory):
 def test_tuning_that_is_killed_goes_on_and_ends_with_the_same_bytes(made, model, text, tmp_path, way, many):
     solved, tuned = made(way)
     check_goes_on(
-        lambda out: nearplane.tune(solved, out, against=model, calibration=text), contents(tuned), tmp_path, many
+        lambda out: nearplane.tune(solved, out, against=model, calibration=text, steps=STEPS),
+        contents(tuned),
+        tmp_path,
+        many,
     )
 
 
@@ -97,7 +101,7 @@ def test_no_step_is_taken_twice(made, model, text, tmp_path, monkeypatch, caplog
     solved, tuned = made("entropy-coded")
 
     def run():
-        nearplane.tune(solved, tmp_path / "out", against=model, calibration=text)
+        nearplane.tune(solved, tmp_path / "out", against=model, calibration=text, steps=STEPS)
 
     stopped_behind(5, monkeypatch, run)
     assert [p.name for p in (tmp_path / "out.unfinished" / "journal").glob("*.pt")] == ["standing-000005.pt"]
@@ -121,7 +125,7 @@ def test_tuning_that_is_told_something_else_does_not_go_on(made, model, text, tm
     out = tmp_path / "out"
 
     def run(**words):
-        nearplane.tune(solved, out, against=model, calibration=text, **words)
+        nearplane.tune(solved, out, against=model, calibration=text, **{"steps": STEPS} | words)
 
     stopped_behind(3, monkeypatch, run)
     with pytest.raises(RecipeError, match=r"steps was .*, is 2"):

@@ -42,7 +42,7 @@ def tiny(tmp_path_factory):
         pytest.param("165KB", {}, marks=pytest.mark.nightly),
         ("155000", {"allocate": "slope"}),
         pytest.param("155000", {"allocate": "slope", "solver": "k-best"}, marks=pytest.mark.nightly),
-        ("160KB", {"rows": "equal", "solver": "nearest-plane"}),
+        pytest.param("160KB", {"rows": "equal", "solver": "nearest-plane"}, marks=pytest.mark.nightly),
         pytest.param("175KB", {"solver": "round-to-nearest"}, marks=pytest.mark.nightly),
         ("110KB", {"include_embeddings": True}),
     ],
@@ -57,6 +57,7 @@ def test_a_folder_is_at_most_as_large_as_asked_for_and_hardly_smaller(tiny, tmp_
     assert nearplane.verify(tmp_path / "out").faults == ()
 
 
+@pytest.mark.nightly
 def test_rates_are_what_they_are_without_a_limit_but_for_a_little(tiny, tmp_path):
     """What is not codes, here nine tenths, is foretold so well that no block pays much for those before it."""
     record = nearplane.quantize(tiny, tmp_path / "out", size="165KB", **FAST)
@@ -64,6 +65,7 @@ def test_rates_are_what_they_are_without_a_limit_but_for_a_little(tiny, tmp_path
     assert max(asked) - min(asked) < 0.1 * record.rate
 
 
+@pytest.mark.nightly
 def test_what_is_not_codes_is_foretold(tiny, tmp_path):
     """Within half a percent of the folder, before anything is written, most of it being record."""
     recipe = Recipe.from_spellings(rate=3.0, **FAST)

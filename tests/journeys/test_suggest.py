@@ -20,7 +20,14 @@ from nearplane.formats.gguf.gguf_header import FILE, read_header
 from nearplane.planning.modes import MODES
 from nearplane.system.safetensors_files import ShardReader
 
-SIZES = dict(hidden_size=64, intermediate_size=256, moe_intermediate_size=128, head_dim=16, vocab_size=TEXT_VOCABULARY)
+SIZES = dict(
+    num_hidden_layers=2,
+    hidden_size=64,
+    intermediate_size=256,
+    moe_intermediate_size=128,
+    head_dim=16,
+    vocab_size=TEXT_VOCABULARY,
+)
 
 
 @pytest.fixture(scope="module")

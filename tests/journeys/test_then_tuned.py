@@ -13,7 +13,7 @@ from nearplane.demo import CALIBRATION
 from nearplane.record.record_file import read_record
 from nearplane.system.output_folder import Unfinished
 
-WORDS = dict(bits=4, group_size=16, samples=12, seqlen=40, device="cpu", tune="network")
+WORDS = dict(bits=4, group_size=16, samples=12, seqlen=32, device="cpu", tune="network")
 
 
 class StoppedError(Exception):
@@ -34,7 +34,7 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "llama"
-    random_model(config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(folder)
+    random_model(config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=1)).float().save_pretrained(folder)
     add_tokenizer(folder)
     return folder
 

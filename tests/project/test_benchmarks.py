@@ -129,6 +129,7 @@ def lines(gpu, capsys, *words):
     return [dict(zip(gpu.HEADS, (cell.strip() for cell in row.strip("|").split("|")), strict=True)) for row in rows]
 
 
+@pytest.mark.nightly
 def test_a_card_is_measured_in_one_table_of_every_part(gpu, capsys):
     """The card is pretended, and its times mean nothing; that all parts run, are named and are compared does."""
     rows = lines(gpu, capsys)

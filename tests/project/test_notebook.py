@@ -36,7 +36,7 @@ def check(printed: str) -> None:
 
 def test_its_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a part of the demo model."""
-    monkeypatch.setattr(nearplane.demo, "MODEL", save_part_of_the_demo(tmp_path / "demo"))
+    monkeypatch.setattr(nearplane.demo, "MODEL", save_part_of_the_demo(tmp_path / "demo", blocks=1))
     monkeypatch.chdir(tmp_path)
     check(run(capsys))
 

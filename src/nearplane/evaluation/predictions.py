@@ -341,9 +341,12 @@ def batches_here(networks: Sequence[Network], windows: Tensor, ranks: Ranks) -> 
 def predictions(networks: Sequence[Network], windows: Tensor, ranks: Ranks) -> Iterator[tuple[slice, list[Readout]]]:
     """Yield for each batch of windows (windows, seqlen) its place in them and a readout of every network.
 
-    On several ranks, each runs a share of the batches. Autograd is the caller's to switch off.
+    On several ranks, each runs a share of the batches, none where there are fewer than ranks. Autograd is the caller's
+    to switch off.
     """
     batch, own = windows_at_a_time(networks, windows), batches_here(networks, windows, ranks)
+    if not own:
+        return  # a tensor without windows is split into one part, not into none
     begin = own.start * batch
     for chunk in windows[begin : own.stop * batch].split(_chunk(networks, windows.shape[1], batch)):
         with ExitStack() as stack:
