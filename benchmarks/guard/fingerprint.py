@@ -69,8 +69,6 @@ PLAIN: dict[str, dict[str, Any]] = {  # run: keywords of nearplane.quantize
     "widths by slope": {"bits": 3.5, "group_size": 64, "format": "gptq_v2", "symmetric": False},
     "to nearest": {"bits": 3, "group_size": 64, "solver": "round-to-nearest"},
     "k-best on a grid": {"bits": 2, "group_size": 64, "solver": "k-best", "beam": 2, **ATTENTION},
-    "obq": {"bits": 3, "group_size": 64, "solver": "obq", **ATTENTION},
-    "factor by qr": {"bits": 3, "group_size": 64, "factor": "qr", **FIRST_BLOCK},
     "rate 3": {"rate": 3.0, "solver": "nearest-plane"},
     "rate 2.125, uniform": {"rate": 2.125, "allocate": "uniform", "solver": "nearest-plane"},
     "rate 1.5, k-best": {"rate": 1.5, "allocate": "uniform", **FIRST_BLOCK},
@@ -78,7 +76,6 @@ PLAIN: dict[str, dict[str, Any]] = {  # run: keywords of nearplane.quantize
     "head and embeddings": {
         "rate": 2.5, "allocate": "uniform", "solver": "nearest-plane", "include_head": True, "include_embeddings": True
     },
-    "hptq": {"rate": 2.125, "allocate": "uniform", "method": "hptq", "coder": "huffman", "correct": False},
     "size": {"size": "3MB", "allocate": "uniform", "solver": "nearest-plane"},
     "gguf q4_k_m": {"grid": "q4_k_m"},
     "gguf size": {"format": "gguf", "size": "6.1MB", "ignore": ["layers.[2-9]"]},
@@ -103,21 +100,19 @@ COMMANDS: dict[str, list[str]] = {  # flags of `nearplane quantize`
         "--memory", "1.25GB", "--samples", "128", "--seqlen", "256", "--bits", "4", "--ignore", "layers.[1-9]"
     ],
 }  # fmt: skip
-KILLED: dict[str, list[str]] = {  # the same, killed once the first block is kept, and given again
+COMPARED: dict[str, list[str]] = {  # flags of `nearplane compare`
+    "hptq": ["--methods", "gptq-huffman", "--bits", "2.125", "--eval-samples", "8"],
+}
+KILLED: dict[str, list[str]] = {  # flags of `nearplane quantize`, killed once the first block is kept, and given again
     "killed and resumed": ["--bits", "4", "--group-size", "128", "--ignore", "layers.[3-9]"],
 }
 RESUMED = "resuming after block"  # what a run says that goes on
-RUNS: dict[str, dict[str, Any] | list[str]] = {**PLAIN, **EXPERTS, **TUNED, **COMMANDS, **KILLED}
+RUNS: dict[str, dict[str, Any] | list[str]] = {**PLAIN, **EXPERTS, **TUNED, **COMMANDS, **COMPARED, **KILLED}
 QUICK = {
     "compressed-tensors 4 bits", "widths by slope", "rate 3", "gguf q4_k_m", "two-sided in some layers", "experts 4 bits",
     "tuned 2 bits", "--layer", "killed and resumed",
 }  # fmt: skip
 TEXT: dict[str, Any] = {"samples": 8, "seqlen": 128}
-GONE = {
-    "obq",
-    "factor by qr",
-    "hptq",
-}  # runs whose option is to be removed: gone where the checkout refuses them, whatever it says
 REFUSED = re.compile(  # how a removed option is refused
     r"RecipeError: .*(is not a keyword of|was removed|is no option of|; expected one of)"
     r"|TypeError: .*unexpected keyword argument|[Uu]nknown option",
@@ -180,7 +175,12 @@ def made(name: str, place: Path, text: str) -> Path:
     out = place / "out"
     if isinstance(keywords := RUNS[name], list):
         flags = [f"--{option}={value}" for option, value in TEXT.items() if f"--{option}" not in keywords]
-        command = ["quantize", "model", str(out), "--calibration", text, *flags, *keywords]
+        verb = (
+            ["compare", "model", "--keep", str(out), "--text", text]
+            if name in COMPARED
+            else ["quantize", "model", str(out)]
+        )
+        command = [*verb, "--calibration", text, *flags, *keywords]
         if name in KILLED:
             kill(command, out)
         said = run(command)
@@ -543,7 +543,7 @@ def compared(name: str, old: Result, new: Result, ignored: Sequence[str]) -> str
         verdict, cells = "BROKEN", ["-"] * len(PARTS)
         notes = [f"the first side does not make it: {old['error']}"]
     elif "error" in new:
-        removed = name in GONE or REFUSED.search(new["error"])
+        removed = REFUSED.search(new["error"])
         verdict, cells, notes = "gone" if removed else "DIFFERENT", ["-"] * len(PARTS), [new["error"]]
     else:
         first, second = parts_of(old), parts_of(new)

@@ -7,7 +7,12 @@ import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from killing import contents
 from nearplane.demo import CALIBRATION
+from nearplane.lattice.bounds import losses_on_extra
 from nearplane.lattice.factor import factorize, total
+from nearplane.lattice.grid import Grid, QuantizedMatrix
+from nearplane.lattice.moments import Extra
+from nearplane.models.experts import make_observable
+from nearplane.models.layers import is_stack
 from nearplane.theory.qr_factor import factorize_root
 
 THREADS = (1, 2, 3)
@@ -46,6 +51,32 @@ def test_factors_are_the_same_for_any_number_of_threads(threads, n):
     for compute in (lambda: factorize(H, "activation", damp=0.01), lambda: factorize_root(X, len(X), "activation")):
         first, *others = of_all(threads, compute)
         assert all(torch.equal(first.U, other.U) and torch.equal(first.d, other.d) for other in others)
+
+
+def test_experts_of_few_tokens_compute_the_same_for_any_number_of_threads(threads):
+    """Expert i takes i + 1 rows: MKL multiplies 5 to 7 and 9 to 11 of them in another order with two threads than with one."""
+    experts = 24
+    config = config_of("mixtral", hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_experts=experts)
+    network = random_model(config).float().requires_grad_(False)
+    make_observable(network)
+    (stack,) = (part for part in network.modules() if is_stack(part))
+    chosen = torch.arange(experts).repeat_interleave(torch.arange(1, experts + 1))[:, None]
+    x = torch.randn(len(chosen), config.hidden_size, generator=torch.Generator().manual_seed(0))
+    first, *others = of_all(threads, lambda: stack(x, chosen, torch.ones(len(chosen), 1)))
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_losses_on_few_extra_tokens_are_the_same_for_any_number_of_threads(threads):
+    """MKL multiplies 17 to 27 and 33 to 43 columns in another order with three threads than with one."""
+    generator = torch.Generator().manual_seed(0)
+    W, X = torch.randn(64, 64, generator=generator), torch.randn(140, 64, generator=generator)
+    scale = torch.full((64, 1), 0.5)
+    grid = Grid(scale=scale, zero=torch.zeros_like(scale), group=torch.zeros(64, dtype=torch.int32), low=-8, high=7)
+    matrix = QuantizedMatrix(codes=grid.round(W)[0].int(), grid=grid)
+    for tokens in (8, 20, 40, 70, 100, 140):
+        extra = Extra(X_hat=X[:tokens], X=X[:tokens] + 0.1)
+        first, *others = of_all(threads, lambda extra=extra: losses_on_extra(W, W, matrix, extra))
+        assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,14 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import Stream, finish, readout, skeleton
+from nearplane.calibration.activations import Stream, skeleton
+from nearplane.calibration.network_ends import finish, readout
 from nearplane.calibration.one_forward import default_batch
 from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.calibration.walk import Followed
 from nearplane.errors import CalibrationError
-from nearplane.models.kinds import NOTHING_TO_MEASURE, has_head, predicts_always_the_same
+from nearplane.models.divergence import NOTHING_TO_MEASURE, predicts_always_the_same
+from nearplane.models.kinds import has_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.system.device import repeatable_backward
@@ -86,7 +88,7 @@ def sensitivity(
         FormatError: The folder for temporary files is full.
     """
     dtype = torch.float32 if dtype == torch.float16 else dtype
-    count = sensitivity_windows(model, tokens, joined=bool(together))
+    count = sensitivity_windows(model, tokens, together=bool(together))
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
     batch = BATCH if device.type == "cpu" else default_batch(windows.shape[1])  # less for `repeatable_backward`
     every = windows.split(batch)
@@ -162,10 +164,10 @@ class _FollowedSensitivity:
             sensitivity(followed.model, self.tokens, device=place, dtype=self.dtype, seed=self.seed, ranks=ranks)
 
 
-def sensitivity_windows(model: Model, tokens: Tensor, *, joined: bool = False) -> int:
-    """Return the number of windows of (windows, seqlen) `tokens` that `sensitivity` uses; `joined`: with `together`."""
+def sensitivity_windows(model: Model, tokens: Tensor, *, together: bool = False) -> int:
+    """Return the number of windows of (windows, seqlen) `tokens` that `sensitivity` uses; `together`: for products of outputs."""
     multiple = 1 if model.embeddings is None else 2  # embeddings have a matrix of moments, outputs one number each
-    multiple = 4 if joined else multiple  # these matrices are factored
+    multiple = 4 if together else multiple  # these matrices are factored
     count = min(max(multiple * tokens.numel() // 16, multiple * MIN_TOKENS), MAX_TOKENS)
     return min(len(tokens), max(1, count // tokens.shape[1]))
 

@@ -46,7 +46,8 @@ class StatesOnHost(MutableSequence[Tensor]):
 
     def __setitem__(self, index: Any, state: Any) -> None:
         index = range(len(self._items))[index]
-        self._forget(index)
+        if self._next is not None and self._next[0] == index:
+            self._next = None  # the item that is on its way changes
         self._items[index] = self._kept(state, self._items[index])
 
     def __delitem__(self, index: Any) -> None:
@@ -57,11 +58,6 @@ class StatesOnHost(MutableSequence[Tensor]):
         """Insert a tensor before item number `index`."""
         self._next = None
         self._items.insert(index, self._kept(value, None))
-
-    def _forget(self, index: int) -> None:
-        """Drop the item that is on its way if it is this one, because it changes."""
-        if self._next is not None and self._next[0] == index:
-            self._next = None
 
     def _kept(self, state: Tensor, old: Tensor | None) -> Tensor:
         """Copy a tensor to the host, into the memory of the item that it replaces if it has the same form."""

@@ -16,7 +16,7 @@ from nearplane.errors import ModelError
 from nearplane.evaluation.predictions import Network, Readout, batches_here, opened, predictions
 from nearplane.evaluation.protocols import NOT_SCORED, ScoredText
 from nearplane.evaluation.statistics import TokenScores, score_tokens
-from nearplane.models.kinds import predicts_always_the_same
+from nearplane.models.divergence import predicts_always_the_same
 from nearplane.models.pretrained import as_model_error
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library

@@ -7,13 +7,14 @@ The bounds hold for the damped problem, in rows where no code is clipped.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nearplane.lattice.factor import Factor, read, strips, total
+from nearplane.lattice.factor import Factor, one_thread, read, strips, total
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.kernels import tiling_of
 from nearplane.lattice.moments import Extra
@@ -21,6 +22,8 @@ from nearplane.lattice.product_grid import ProductGrid
 from nearplane.lattice.solvers import Solution
 
 MEASURED_ROWS = 256  # rows measured at once: working memory stays in the caches and does not grow with the matrix
+# tokens below which outputs are multiplied in one thread: MKL divides so few columns of float32 unevenly among three and more
+SERIAL_TOKENS = 128
 BLOCK_COLUMNS = 512  # columns of a triangle that are multiplied at once
 MAX_PAIRS = 1 << 17  # pairs of a row and an eigenvalue; of more pairs, `limit` puts the rows into bins
 MAX_BINS = 1 << 12  # bins of rows
@@ -253,14 +256,15 @@ def losses_on_extra(
     X_hat = extra.X_hat.to(dtype).T  # (in, tokens)
     X = X_hat if extra.X is None else extra.X.to(dtype).T
     parts = []
-    for rows in strips(target, MEASURED_ROWS):
-        part = matrix.grid.of_rows(rows).to(dtype)
-        V = part.decode(matrix.codes[rows]) if values is None else values[rows]
-        outputs = W[rows].to(dtype) @ X  # (rows, tokens)
-        energy = _norms(outputs)
-        loss = _norms(torch.addmm(outputs, V.to(dtype), X_hat, alpha=-1))
-        nearest = _norms(outputs.addmm_(part.round(target[rows].to(dtype))[1], X_hat, alpha=-1))
-        parts.append(torch.stack([loss, nearest, energy]).square_().sum(1))
+    with one_thread() if X.shape[1] < SERIAL_TOKENS else nullcontext():
+        for rows in strips(target, MEASURED_ROWS):
+            part = matrix.grid.of_rows(rows).to(dtype)
+            V = part.decode(matrix.codes[rows]) if values is None else values[rows]
+            outputs = W[rows].to(dtype) @ X  # (rows, tokens)
+            energy = _norms(outputs)
+            loss = _norms(torch.addmm(outputs, V.to(dtype), X_hat, alpha=-1))
+            nearest = _norms(outputs.addmm_(part.round(target[rows].to(dtype))[1], X_hat, alpha=-1))
+            parts.append(torch.stack([loss, nearest, energy]).square_().sum(1))
     return torch.stack(parts) / X.shape.numel()
 
 

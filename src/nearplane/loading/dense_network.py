@@ -28,12 +28,13 @@ from nearplane.errors import FormatError
 from nearplane.formats.native import Native, matrix_of, matrix_on_device
 from nearplane.formats.stored import Stack, Stored, quantization_of, read_dense, reader_of
 from nearplane.loading.coded_linear import CodedLinear
+from nearplane.loading.loaded_network import CPU, network_of
 from nearplane.loading.packed_grids import PackedGrids
 from nearplane.loading.packed_linear import PackedLinear
-from nearplane.models.conversion import Names, names_apart, patterns_apart
+from nearplane.models.expert_names import Names, names_apart, patterns_apart
 from nearplane.models.experts import ExpertLayer, stacked_layers
 from nearplane.models.layers import is_linear, is_stack
-from nearplane.models.pretrained import CPU, empty_network, network_of
+from nearplane.models.pretrained import empty_network
 from nearplane.system.files import check_hashes
 from nearplane.system.fp8_mxfp4 import WidenedReader
 

@@ -48,12 +48,13 @@ from nearplane.loading.dense_network import (
     fill_all,
     make_places,
 )
+from nearplane.loading.loaded_network import network_of
 from nearplane.loading.packed_grids import round_head
 from nearplane.loading.packed_linear import PackedLinear
 from nearplane.loading.rounded_layers import round_inputs, rounded_layers
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.conversion import renamed
-from nearplane.models.pretrained import empty_network, network_of
+from nearplane.models.pretrained import empty_network
 from nearplane.system.arguments import checked
 from nearplane.system.device import WITHOUT_FLOAT64, Device
 from nearplane.system.files import check_hashes

@@ -69,5 +69,5 @@ def round_inputs(layers: RoundedLayers, root: nn.Module, prefix: str = "") -> Ex
         make_observable(root)
     hooks = ExitStack()
     for layer, change in inside.items():
-        hooks.enter_context(layer.within(root, prefix).replacing(change))
+        hooks.enter_context(layer.under(root, prefix).replacing(change))
     return hooks

@@ -118,7 +118,7 @@ def measured_rows(
     moments, H, grid = inputs.moments, inputs.moments.H, matrix.grid
     sweep = inputs.factor_of_the_sweep(scheme)
     on_grid = matrix if base is None else replace(matrix, grid=replace(cast(ProductGrid, grid), base=base))  # as swept
-    bounded = SOLVERS[scheme.solver].bounded and not known.tuned and not scheme.joins_rows
+    bounded = SOLVERS[scheme.solver].bounded and not known.tuned and not scheme.rows_compensate
     if not bounded:
         outside = None
     elif scheme.entropy_coded:  # codes have no limits

@@ -19,7 +19,7 @@ from nearplane.lattice.scale import Search, Steps, StepStorage
 from nearplane.lattice.solvers import SOLVERS, Problem, Solution
 from nearplane.matrix.certificate import MeasuredRows, SolvedMatrix, measured_rows, record_of
 from nearplane.matrix.inputs import LayerInput, Target, named
-from nearplane.matrix.two_sided import solve_joined
+from nearplane.matrix.two_sided import solve_compensating
 from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.scheme import Scheme
 from nearplane.recipe.schemes import AnyScheme, GridScheme
@@ -97,8 +97,8 @@ def solve_rows(
     scheme = scheme.grouped([W.shape[1]])
     with named(name, inputs.moments.tokens):
         wide = target.values.to(torch.promote_types(W.dtype, torch.float32))
-        if scheme.joins_rows and together:
-            solution = solve_joined(wide, together, lambda part: solve(part, inputs, scheme, storage))
+        if scheme.rows_compensate and together:
+            solution = solve_compensating(wide, together, lambda part: solve(part, inputs, scheme, storage))
         else:
             solution = solve(wide, inputs, scheme, storage)
         check_steps(solution.matrix.grid, wide, W, importance_of(inputs, scheme), steps_of(scheme, storage))

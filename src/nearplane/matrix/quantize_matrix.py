@@ -52,7 +52,7 @@ def quantize_matrix(
         storage: Dtype in which steps will be stored, maybe with the peak of matrices that share a global scale; steps are
             rounded before the solve.
         name: Name of the matrix in the record and in error messages.
-        together: (rows, rows) moments of gradients for each run of rows, for a two-sided scheme; see `solve_joined`.
+        together: (rows, rows) moments of gradients for each run of rows, for a two-sided scheme; see `solve_compensating`.
 
     Returns:
         Codes and grid, and the layer's record.

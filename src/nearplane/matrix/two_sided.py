@@ -26,7 +26,7 @@ ROW_DAMP = 0.1  # damping of G, relative to the mean of its diagonal
 MAX_PARTS, MIN_ROWS = 16, 16  # a run of rows is solved in at most 16 parts, of at least 16 rows
 
 
-def solve_joined(target: Tensor, together: Sequence[Tensor], solve: Callable[[Tensor], Solution]) -> Solution:
+def solve_compensating(target: Tensor, together: Sequence[Tensor], solve: Callable[[Tensor], Solution]) -> Solution:
     """Solve rows part by part, each for its target plus the errors that the parts before it pass on.
 
     Args:

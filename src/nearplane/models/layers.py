@@ -144,7 +144,7 @@ class Layer:
         """Call `see(layer, output)` whenever the layer has run."""
         return self.module.register_forward_hook(lambda module, args, output: see(self, output))
 
-    def within(self, root: nn.Module, prefix: str) -> Self:
+    def under(self, root: nn.Module, prefix: str) -> Self:
         """Return this view in a copy of a submodule, whose name with a dot at the end is `prefix`; "": the model."""
         return replace(self, module=root.get_submodule(self.parameter.removeprefix(prefix).rpartition(".")[0]))
 

@@ -67,9 +67,9 @@ def plan(
         assert measure is not None, "widths are allocated by measuring, which needs tokens"
         usable = usable_widths(model, recipe)
         settled = settled.stored_in(measured_widths(model, scheme, str(recipe.format), usable, measure))
-    if tokens is not None and (joined_names := joined_layers(model, settled)):
+    if tokens is not None and (compensating := compensating_layers(model, settled)):
         dtype = device.compute_dtype(model.dtype)
-        together = sensitivity(model, tokens, device=device.place, dtype=dtype, together=joined_names).together
+        together = sensitivity(model, tokens, device=device.place, dtype=dtype, together=compensating).together
     return _completed(settled, rates, effect.rows, together, effect.embeddings)
 
 
@@ -123,16 +123,16 @@ def expected_work(model: Model, settled: Plan, tokens: Tensor) -> tuple[Extent |
     points = POINTS if recipe.allocate == "slope" else 0
     if scheme.entropy_coded:
         points = int(probes_rates(model, recipe, budget_of(model, recipe)))
-    joined = bool(joined_layers(model, settled))
-    needs_backward = scheme.weighs_rows or joined or (model.embeddings is not None and scheme.calibrated)
-    backward = sensitivity_windows(model, tokens, joined=joined) * tokens.shape[1] if needs_backward else 0
+    together = bool(compensating_layers(model, settled))
+    needs_backward = scheme.weighs_rows or together or (model.embeddings is not None and scheme.calibrated)
+    backward = sensitivity_windows(model, tokens, together=together) * tokens.shape[1] if needs_backward else 0
     return extent(model, tokens, points) if points and any(block.layers for block in model.blocks) else None, backward
 
 
-def joined_layers(model: Model, settled: Plan) -> set[str]:
+def compensating_layers(model: Model, settled: Plan) -> set[str]:
     """Return the names of the layers whose rows compensate each other's errors."""
     names = (layer.name for block in model.blocks for layer in block.layers)
-    return {name for name in names if settled.layers[name].scheme.joins_rows}
+    return {name for name in names if settled.layers[name].scheme.rows_compensate}
 
 
 class Effect(NamedTuple):

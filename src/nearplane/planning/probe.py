@@ -12,25 +12,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import Stream, positions_per_window, readout, skeleton
-from nearplane.calibration.rows import RoutedRows, Rows
-from nearplane.calibration.second_moments import observe, sum_moments
-from nearplane.calibration.stages import rows_by_batch, stages
+from nearplane.calibration.activations import Stream, positions_per_window, skeleton
+from nearplane.calibration.expert_rows import RoutedRows
+from nearplane.calibration.network_ends import readout
+from nearplane.calibration.rows import Rows
+from nearplane.calibration.second_moments import sum_moments
+from nearplane.calibration.separate_passes import observe, rows_by_batch
+from nearplane.calibration.stages import stages
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.walk import Followed
 from nearplane.errors import CalibrationError
 from nearplane.matrix.inputs import LayerInput
-from nearplane.models.kinds import (
-    NOTHING_TO_MEASURE,
-    Divergence,
-    cut_windows,
-    distance,
-    divergence,
-    has_head,
-    predicts_always_the_same,
-)
+from nearplane.models.divergence import NOTHING_TO_MEASURE, Divergence, distance, divergence, predicts_always_the_same
+from nearplane.models.kinds import has_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
+from nearplane.models.spoken import cut_windows
 from nearplane.planning.allocate import Curve, sum_of
 from nearplane.planning.perturb import (
     Change,
@@ -391,9 +388,9 @@ def _sets(groups: Sequence[tuple[Layer, ...]], block: str) -> list[tuple[Layer, 
     """Join groups with the same input in one list of modules, such as all experts, for which runtimes have one kernel."""
     sets: dict[str, list[Layer]] = {}
     for group in groups:
-        within = group[0].name.removeprefix(f"{block}.")
-        numbered = re.match(r"(.*?)\.\d+(\.|$)", within)
-        sets.setdefault(numbered[1] + ".*" if numbered else within, []).extend(group)
+        name = group[0].name.removeprefix(f"{block}.")
+        numbered = re.match(r"(.*?)\.\d+(\.|$)", name)
+        sets.setdefault(numbered[1] + ".*" if numbered else name, []).extend(group)
     return [tuple(layers) for layers in sets.values()]
 
 

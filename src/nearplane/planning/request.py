@@ -12,7 +12,6 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from nearplane.calibration.given import with_calibration_path
 from nearplane.calibration.stages import FirstLook, try_blocks
 from nearplane.calibration.windows import Windows, samples_of
 from nearplane.errors import RecipeError
@@ -34,6 +33,7 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import is_integer
 from nearplane.record.record import RunRecord
 from nearplane.system.device import Device
+from nearplane.system.paths import path_in
 
 logger = logging.getLogger("nearplane")
 FUSED_BY_VLLM = {  # layers of one module that it loads as one, besides those of `FUSED_NAMES`
@@ -81,7 +81,9 @@ def resolved(model: Model, recipe: Recipe) -> Plan:
 def recorded(record: RunRecord, calibration: object = None) -> Plan:
     """Return what was decided of the layers of a checkpoint; its text may be at another path now."""
     recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
-    plan = Plan.of(with_calibration_path(recipe, calibration), [layer.name for layer in record.layers])
+    if path_in(calibration) is not None:
+        recipe = replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
+    plan = Plan.of(recipe, [layer.name for layer in record.layers])
     return plan.stored_in({layer.name: layer.number_format for layer in record.layers})
 
 

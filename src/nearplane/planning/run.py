@@ -23,6 +23,7 @@ from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.factor import read
 from nearplane.lattice.scale import StepStorage
 from nearplane.lattice.shared_grid import LARGEST, SMALLEST
+from nearplane.models.converted_tokenizer import tokenizer_folder
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.folder_size import max_record_bytes, with_layers
@@ -149,32 +150,32 @@ class Run:
         again, plans = self._solves_again(stage), [self.plan.layers[layer.name] for layer in stage.layers]
         if self._ledger is not None:
             plans = [replace(plan, rate=self._ledger.rate(x)) for x, plan in zip(stage.layers, plans, strict=True)]
-        joined = [layer for layer, each in zip(stage.layers, plans, strict=True) if each.number_format.global_scale]
-        peaks = peaks_of(joined)  # before the first of them is solved
+        scaled = [layer for layer, each in zip(stage.layers, plans, strict=True) if each.number_format.global_scale]
+        peaks = peaks_of(scaled)  # before the first of them is solved
         return [
             Order(number=number, again=again, plan=plan, storage=StepStorage(self._storage, peaks.get(layer.name)))
             for number, (layer, plan) in enumerate(zip(stage.layers, plans, strict=True))
         ]
 
-    def pack(self, stage: Stage, solved: Sequence[Solved]) -> Sequence[Solved] | None:
+    def store(self, stage: Stage, solved: Sequence[Solved]) -> Sequence[Solved] | None:
         """Pass solved layers to the container, and return them with their sizes in bytes.
 
         Returns:
             The layers; None if they must be solved again at other rates, as the last layers under a --size may be.
         """
-        packed = [self._packed(each, stage.input_scales.get(each.layer.name)) for each in solved]
-        return self._ledger.accepted(packed, stage.rest) if packed and self._ledger is not None else packed
+        stored = [self._stored(each, stage.input_scales.get(each.layer.name)) for each in solved]
+        return self._ledger.accepted(stored, stage.rest) if stored and self._ledger is not None else stored
 
-    def _packed(self, solved: Solved, input_scale: float | None) -> Solved:
+    def _stored(self, solved: Solved, input_scale: float | None) -> Solved:
         name = solved.layer.written(self.model.weights)
         tensors = self._container.add(name, solved.matrix, input_scale=input_scale)
         record = replace(solved.record, stored=name, bytes=tensors.bytes, checksum=tensors.checksum)
         return solved._replace(record=record)
 
-    def add(self, stage: Stage, packed: Sequence[Solved]) -> None:
+    def add(self, stage: Stage, stored: Sequence[Solved]) -> None:
         """Record the layers of a stage; at the end of a block, also write its part of the weights and the journal."""
-        self._note([each.record for each in packed], stage.rest if stage.ends_block else ())
-        self.count(len(packed))
+        self._note([each.record for each in stored], stage.rest if stage.ends_block else ())
+        self.count(len(stored))
         if stage.ends_block:
             self._container.close_block(self.model.reader.read(stage.rest))
             if stage.blocks:
@@ -266,7 +267,7 @@ def container_for(
         trust_remote_code=trust_remote_code,
         vocabulary=model.vocabulary,
         network=model.config.to_dict(),
-        tokenizer=model.tokenizer_folder() if settled.recipe.files.one_file and like is None else None,
+        tokenizer=tokenizer_folder(model) if settled.recipe.files.one_file and like is None else None,
         reader=model.reader,
         resumes=True,
         like=like,

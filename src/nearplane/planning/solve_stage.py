@@ -52,7 +52,7 @@ class Order:
     def divides(self) -> bool:
         """Whether ranks may solve some rows of the layer each."""
         scheme = self.plan.scheme
-        return not (scheme.entropy_coded or (scheme.joins_rows and self.plan.together))
+        return not (scheme.entropy_coded or (scheme.rows_compensate and self.plan.together))
 
     def solved(self, stage: Stage) -> SolvedRows:
         """Solve the layer, or its rows, with its weights and inputs on this rank."""

@@ -117,7 +117,7 @@ class Scheme:
         return getattr(self, "rows", "equal") == "sensitivity"
 
     @property
-    def joins_rows(self) -> bool:
+    def rows_compensate(self) -> bool:
         """Whether rows compensate each other's errors, so that they are rounded together; the default for four-bit floats."""
         if (asked := getattr(self, "two_sided", None)) is not None:
             return bool(asked)

@@ -10,7 +10,7 @@ from typing import Any
 from nearplane.errors import FormatError
 
 EXPECTED = "expected what nearplane evaluate --json prints"
-Row = tuple[str, ...]
+Cells = tuple[str, ...]
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
@@ -63,22 +63,22 @@ def evaluation_tables(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[str]
         yield from _table(("task", "metric", "few-shot", "documents", "this model", "the original"), tasks)
 
 
-def _table(columns: Row, rows: Sequence[Row]) -> Iterator[str]:
+def _table(columns: Cells, rows: Sequence[Cells]) -> Iterator[str]:
     yield from (_line(columns), _line(("---",) * len(columns)), *map(_line, rows))
 
 
-def _line(cells: Row) -> str:
+def _line(cells: Cells) -> str:
     return f"| {' | '.join(' '.join(cell.replace('|', '/').replace('<', '&lt;').split()) for cell in cells)} |"
 
 
-def _text_rows(score: Mapping[str, Any]) -> list[Row]:
+def _text_rows(score: Mapping[str, Any]) -> list[Cells]:
     """Return the row of an evaluation on one text; two where inputs were also rounded, as runtimes round them."""
     if (computed := score.get("computed")) is None:
         return [_text_row(score)]
     return [_text_row(score, ", weights alone"), _text_row(computed, ", inputs rounded, as runtimes compute")]
 
 
-def _text_row(score: Mapping[str, Any], how: str = "") -> Row:
+def _text_row(score: Mapping[str, Any], how: str = "") -> Cells:
     """Return the cells of an evaluation on one text; `how` is added to its name."""
     statistics = score["statistics"] or {}
     same, cosine = score["agreement"], score["cosine"]
@@ -96,7 +96,7 @@ def _text_row(score: Mapping[str, Any], how: str = "") -> Row:
     )
 
 
-def _task_row(score: Mapping[str, Any]) -> Row:
+def _task_row(score: Mapping[str, Any]) -> Cells:
     """Return the cells of one metric of a task."""
     shots = score["fewshot"]
     return (

@@ -37,6 +37,7 @@ TRIAL_ROWS = 96  # rows of X in trial products
 SIDE = 3072  # longest side of a matrix in trial products
 TRIAL_SHAPES = 2  # number of shapes with a trial product: those that hold the most weights
 COMPARED_ROWS = 16  # rows of each product that are compared with float64
+SERIAL_ROWS = 16  # MKL multiplies 5 to 7 and 9 to 11 rows of float32 in another order with two threads than with one
 
 
 @contextmanager
@@ -91,6 +92,20 @@ def using_library(library: Library) -> Iterator[None]:
     """Use a library that another process of the run chose, on a processor of the same kind."""
     with exact_float32(), _using(library):
         yield
+
+
+@contextmanager
+def repeatable_threads(rows: Tensor) -> Iterator[None]:
+    """Multiply (rows, in) few rows by weights on the CPU in one thread, so that the product is the same for any number."""
+    before = torch.get_num_threads()
+    serial = before > 1 and len(rows) < SERIAL_ROWS and rows.device.type == "cpu"
+    if serial:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if serial:
+            torch.set_num_threads(before)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ LONGEST_PAUSE = 0.002  # seconds between two looks whether a collective is done
 STOPPED = "was stopped by a signal."
 GONE = 5.0  # seconds that rank 0 waits for the others at the end, as they are connected through it
 NCCL = "cuda"  # type of the devices whose tensors nccl passes on, without a copy on the CPU
-_joined = count()  # a process may take part in several runs
+_runs = count()  # a process may take part in several runs
 
 
 class _Message(NamedTuple):
@@ -201,7 +201,7 @@ def connected(launch: Launch | None) -> Iterator[Ranks]:
         store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     else:
         store, rank, world = _store(launch), launch.rank, launch.world
-    store = dist.PrefixStore(f"nearplane/{next(_joined)}", store)
+    store = dist.PrefixStore(f"nearplane/{next(_runs)}", store)
     peers = _wait_for_all(store, rank, world)
     heartbeat = Heartbeat(store, rank, peers)
     with heartbeat, _without_default_group():

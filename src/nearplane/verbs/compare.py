@@ -7,6 +7,7 @@ has the true rate, from all bytes of the layers' tensors.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from nearplane.calibration.text_files import content_of, texts_of
+from nearplane.calibration.text_files import texts_of
 from nearplane.errors import FormatError, NearplaneError, RecipeError
 from nearplane.formats.find_record import sound_record
 from nearplane.formats.journal_pages import run_inputs
@@ -28,7 +29,7 @@ from nearplane.record.record import RunRecord, versions
 from nearplane.record.remarks import missed
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
-from nearplane.system.files import check_writable, exclusive_lock, read_object, write_whole
+from nearplane.system.files import check_writable, exclusive_lock, read_object, sha256, write_whole
 from nearplane.system.paths import refuse_unfinished
 from nearplane.verbs.compare_recipes import HUFFMAN, Recipes, recipes_for
 from nearplane.verbs.compare_request import CompareRequest
@@ -179,7 +180,7 @@ class _Measure:
             settings["prompt"] = self.prompt
         given = calibration.calibration
         texts = [self.text, *([each.name for each in texts_of(given)] or filter(None, [given]))]
-        digest = " ".join(content_of(Path(text)) for text in texts)
+        digest = " ".join(_content_of(Path(text)) for text in texts)
         return run_inputs(settings, folders, digest, versions(), Device.named(self.options["device"])).values
 
     def original(self, model: str, opened: Model) -> Row:
@@ -273,3 +274,12 @@ def _quantized_before(out: Path, recipe: Recipe) -> RunRecord | None:
     except NearplaneError as error:
         raise FormatError(f"{error} Or delete {out} and repeat the command.") from error
     return record if record.recipe == recipe else None
+
+
+def _content_of(text: Path) -> str:
+    """Return the SHA-256 of a text file or of all files in a folder; for a data set, its name."""
+    if text.is_file():
+        return sha256(text)
+    if not text.is_dir():
+        return str(text)
+    return hashlib.sha256("".join(sha256(p) for p in sorted(text.rglob("*")) if p.is_file()).encode()).hexdigest()

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.calibration.given import Given, refuse_tokenizer
-from nearplane.calibration.texts import check_start, check_vocabulary
+from nearplane.calibration.given import Given, check_start
+from nearplane.calibration.texts import check_vocabulary
 from nearplane.calibration.windows import check_padding, digest_of
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.evaluation.predictions import Network, Outline, batches_here, opened
@@ -42,6 +42,7 @@ from nearplane.models.pretrained import tokenizer_of
 from nearplane.models.two_tokenizers import check_same_tokens, decoded
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
+from nearplane.system.paths import refuse_tokenizer
 from nearplane.system.progress import Progress, logged, shown, silent
 from nearplane.system.ranks import Ranks
 from nearplane.verbs.evaluate_request import EvaluateRequest

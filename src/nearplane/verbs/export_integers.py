@@ -79,7 +79,7 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
     trial = _tried(source, stored, model, format)
     model.dtype = trial.dtype  # that of steps, where they have the model's
     recipe = _recipe(record, model, format, trial.formats)
-    if record is not None and recipe.scheme.joins_rows != record.recipe.scheme.joins_rows:
+    if record is not None and recipe.scheme.rows_compensate != record.recipe.scheme.rows_compensate:
         log.warning(
             "The new folder has no run record: a recipe with blocks of llama.cpp cannot say whether rows compensated "
             "each other."
@@ -240,7 +240,7 @@ def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mappin
         if blocks:
             return BlockScheme(grid=number_format.name, embeddings=cast(Ends, _dtype_of_embeddings(model)), **options)
         if number_format.levels is not None:
-            return GridScheme(grid=number_format.name, two_sided=scheme.joins_rows, **options)
+            return GridScheme(grid=number_format.name, two_sided=scheme.rows_compensate, **options)
         if isinstance(scheme, GridScheme):
             return replace(scheme, grid=None, **options_of(number_format))
         return GridScheme(**options, **options_of(number_format))

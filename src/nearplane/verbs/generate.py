@@ -23,10 +23,11 @@ from nearplane.errors import RecipeError, of_caller
 from nearplane.formats.gguf.gguf_header import FILE, read_header
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.loading.from_pretrained import load
+from nearplane.loading.loaded_network import only_token_settings
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import InputKind, has_head, has_two_stacks, input_kind
 from nearplane.models.model import Model, positions_of
-from nearplane.models.pretrained import as_model_error, only_token_settings, tokenizer_of
+from nearplane.models.pretrained import as_model_error, tokenizer_of
 from nearplane.models.two_tokenizers import other_tokens
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
 from nearplane.system.arguments import takes

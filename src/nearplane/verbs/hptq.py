@@ -193,7 +193,7 @@ def huffman_coded(
         closing(hptq_layers(opened, recipe, windows, place)) as walked,
     ):
         for layer, coded in progress(logged(walked, "quantizing", len(layers)), "quantizing", len(layers)):
-            layer.within(network, "").write(coded.matrix.decode())
+            layer.under(network, "").write(coded.matrix.decode())
             size += coded.bytes
     reader, layer_tensors = opened.reader, {name for layer in layers for name in layer.copies(opened.weights)}
     others = sum(reader.nbytes(name) for name in reader.names() if name not in layer_tensors)

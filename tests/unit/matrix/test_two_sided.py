@@ -9,7 +9,7 @@ from nearplane.errors import NumericalError
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import Solution, round_to_nearest
 from nearplane.matrix.quantize_matrix import quantize_matrix
-from nearplane.matrix.two_sided import MIN_ROWS, ROW_DAMP, solve_joined
+from nearplane.matrix.two_sided import MIN_ROWS, ROW_DAMP, solve_compensating
 from nearplane.number_formats import integers
 from nearplane.recipe.schemes import GridScheme
 
@@ -35,7 +35,7 @@ def damped(G):
 
 def test_rows_that_have_nothing_to_do_with_each_other_are_solved_as_alone(generator):
     W = torch.randn(40, IN, generator=generator)
-    found = solve_joined(W, [torch.rand(40, generator=generator).diag()], plain)
+    found = solve_compensating(W, [torch.rand(40, generator=generator).diag()], plain)
     assert found.matrix.same_as(plain(W).matrix)
 
 
@@ -48,7 +48,7 @@ def test_every_part_is_solved_for_what_is_best_if_the_rows_after_it_make_up_for_
         given.append(part)
         return plain(part)
 
-    E = W - solve_joined(W, [G], solve).matrix.decode()
+    E = W - solve_compensating(W, [G], solve).matrix.decode()
     H, first = damped(G.double()), 0
     assert [len(part) for part in given] == [MIN_ROWS, MIN_ROWS, 40 - 2 * MIN_ROWS]
     for part in given:
@@ -62,8 +62,8 @@ def test_every_part_is_solved_for_what_is_best_if_the_rows_after_it_make_up_for_
 def test_runs_of_rows_do_not_know_of_each_other(generator):
     W = torch.randn(64, IN, generator=generator)
     runs = [correlated(20, generator), correlated(44, generator)]
-    both = solve_joined(W, runs, plain).matrix
-    alone = [solve_joined(part, [G], plain).matrix for part, G in zip(W.split([20, 44]), runs, strict=True)]
+    both = solve_compensating(W, runs, plain).matrix
+    alone = [solve_compensating(part, [G], plain).matrix for part, G in zip(W.split([20, 44]), runs, strict=True)]
     assert torch.equal(both.codes, torch.cat([each.codes for each in alone]))
     torch.testing.assert_close(both.decode(), torch.cat([each.decode() for each in alone]), rtol=1e-5, atol=1e-5)
 
@@ -95,4 +95,4 @@ def test_without_gradients_rows_are_solved_as_alone(generator):
 
 def test_gradients_of_other_rows_are_refused(generator):
     with pytest.raises(NumericalError, match=r"Found gradients of 12 outputs; expected 20\."):
-        solve_joined(torch.randn(20, IN, generator=generator), [torch.eye(12)], plain)
+        solve_compensating(torch.randn(20, IN, generator=generator), [torch.eye(12)], plain)

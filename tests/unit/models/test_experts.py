@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bare_blocks import both
 from model_types import save_type, tiny_config
 from nearplane.calibration.activations import Stream, skeleton
-from nearplane.calibration.rows import RoutedRows
-from nearplane.calibration.second_moments import Observed, observe, sum_moments
+from nearplane.calibration.expert_rows import RoutedRows
+from nearplane.calibration.second_moments import Observed, sum_moments
+from nearplane.calibration.separate_passes import observe
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.models.experts import ExpertLayer, Routed, by_expert, make_observable
 from nearplane.models.layers import is_stack

@@ -19,7 +19,7 @@ from nearplane import GridScheme, RateScheme, RecipeError
 from nearplane.calibration.texts import read_windows
 from nearplane.demo import CALIBRATION
 from nearplane.lattice.factor import factorize
-from nearplane.models.kinds import divergence
+from nearplane.models.divergence import divergence
 from nearplane.models.model import open_model
 from nearplane.planning.allocate import Curve, allocate, allocate_choices, allocate_widths, probed_rates, probed_widths
 from nearplane.planning.perturb import Perturbations, Perturbed, entropy, to_rates, to_widths, waterfilled
@@ -239,7 +239,7 @@ def test_a_curve_is_what_the_whole_network_loses(family, together, tmp_path):
     assert sorted(name for curve in found for name in curve.layers) == sorted(layer.name for layer in layers)
     before = predictions(network, tokens)
     for curve in found:
-        here = [layer.within(network, "") for layer in layers if layer.name in curve.layers]
+        here = [layer.under(network, "") for layer in layers if layer.name in curve.layers]
         assert curve.rates == (1.0, 2.0)
         assert curve.weights == sum(layer.read().numel() for layer in here)
         for index, loss in enumerate(curve.losses):

@@ -35,10 +35,10 @@ def test_defaults_follow_from_what_is_given():
     nearest = GridScheme(solver="round-to-nearest")
     assert (nearest.polish, nearest.rounds) == (0, 0)
     assert GridScheme(solver="k-best").beam == 8
-    joined = [name for name in ("nvfp4", "mxfp4", "fp8", "mxfp8", "int4-g128") if GridScheme(grid=name).joins_rows]
+    joined = [name for name in ("nvfp4", "mxfp4", "fp8", "mxfp8", "int4-g128") if GridScheme(grid=name).rows_compensate]
     assert joined == ["nvfp4", "mxfp4"]
-    assert not GridScheme(grid="nvfp4", two_sided=False).joins_rows
-    assert not GridScheme(grid="nvfp4", solver="round-to-nearest").joins_rows
+    assert not GridScheme(grid="nvfp4", two_sided=False).rows_compensate
+    assert not GridScheme(grid="nvfp4", solver="round-to-nearest").rows_compensate
 
 
 @pytest.mark.parametrize(

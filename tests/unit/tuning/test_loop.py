@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nearplane import CalibrationError
-from nearplane.models.kinds import Divergence
+from nearplane.models.divergence import Divergence
 from nearplane.record.contradictions import tuning_contradictions
 from nearplane.record.tuning_record import Point, Tuning
 from nearplane.tuning.loop import train

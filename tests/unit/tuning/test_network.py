@@ -36,7 +36,7 @@ def case(request, tmp_path, generator):
     steps = Steps(format=integers(3, 8), search="mse", storage=torch.float16)
     matrices = {}
     for layer in model.layers:
-        W = layer.within(dense, "").read()
+        W = layer.under(dense, "").read()
         grid = steps.grid(W)
         matrices[layer.name] = TunedMatrix(
             layer.name, QuantizedMatrix(codes=grid.round(W)[0].int(), grid=grid), torch.float16, codes="q" in layer.name

@@ -14,7 +14,7 @@ from families import FAMILIES, config_of, random_model
 from nearplane.cli.evaluate_command import EvaluateFlags
 from nearplane.demo import HELD_OUT, MODEL
 from nearplane.evaluation.predictions import Held, Outline
-from nearplane.models.kinds import divergence
+from nearplane.models.divergence import divergence
 from nearplane.system.progress import silent
 from nearplane.system.ranks import ONE_PROCESS
 from nearplane.verbs.evaluate import prepare_texts

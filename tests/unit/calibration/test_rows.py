@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nearplane.calibration.additions import Additions, total
 from nearplane.calibration.recorder import Stop
+from nearplane.calibration.rows import Additions, total
 from nearplane.models.layers import as_layer
 
 
