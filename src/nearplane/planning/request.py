@@ -252,4 +252,4 @@ def quantization_config(model: Model, plan: Plan, layers: Sequence[Layer] | None
         activations=recipe.activations,
         version=version("nearplane"),
     )
-    return FORMATS[str(recipe.format)].config.describe(network)
+    return FORMATS[str(recipe.format)].layers.describe(network)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.coding.blob import stored_base
+from nearplane.coding.scales import stored_base
 from nearplane.errors import FormatError
 from nearplane.formats.layer_format import LayerFormat
 from nearplane.lattice.grid import Grid, QuantizedMatrix

@@ -17,18 +17,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.beside import Beside, write_card
+from nearplane.formats.beside import Beside, origin_of
 from nearplane.formats.layer_format import QUANTIZATION, WEIGHTS, as_tensors_are, json_text, read_config
 from nearplane.formats.stored import Stored, quantization_of, reader_of
 from nearplane.loading.dense_network import decoded_tensors, stacks_of
 from nearplane.models.config_checks import PACKED_NAMES
 from nearplane.models.conversion import as_saved
 from nearplane.models.pretrained import empty_network, vocabulary_of
+from nearplane.record.model_card import model_card
 from nearplane.record.record_file import read_record
 from nearplane.system.arguments import takes
-from nearplane.system.files import check_hashes
+from nearplane.system.files import check_hashes, write_whole
 from nearplane.system.output_folder import Unfinished, readable_errors
-from nearplane.system.paths import CONFIG, RECORD
+from nearplane.system.paths import CARD, CONFIG, RECORD
 from nearplane.system.safetensors_files import TensorReader
 from nearplane.system.shard_writer import ShardWriter
 from nearplane.system.sizes import check_room
@@ -112,7 +113,7 @@ def _write_card(folder: Path, source: Path, dtype: str) -> None:
     except FormatError as error:
         log.warning(f"The export has no model card, because {error}")
         return
-    write_card(folder, record, source, dense=dtype)
+    write_whole(folder / CARD, model_card(record, origin_of(source), dense=dtype).encode())
 
 
 def _with_names_of_files(

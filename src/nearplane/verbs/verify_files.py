@@ -122,7 +122,7 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
     recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
     known = {layer.stored: layer for layer in record.layers}
     format = FORMATS[str(recipe.format)]
-    described = format.config.describe(
+    described = format.layers.describe(
         Quantized(scheme=recipe.scheme, quantized=list(known), activations=recipe.activations, version="")
     )
     if stored.layers != format.layers.configured(described):

@@ -10,17 +10,19 @@ from hypothesis import given
 
 from coded_matrices import any_contents, codes_of, contents_of, gaussian, total_entropy
 from nearplane.coding import cost
-from nearplane.coding.blob import Contents, Size, decode, decode_packed, encode, shape_of, size, stored_base
+from nearplane.coding.blob import Contents, Size, decode, decode_packed, encode, shape_of, size
 from nearplane.coding.header_bits import read_header
+from nearplane.coding.scales import Scales, stored_base
 
 
 def same(a: Contents, b: Contents) -> bool:
     """Tell whether two contents agree in every field."""
     return (
         np.array_equal(a.codes, b.codes)
-        and np.array_equal(a.columns, b.columns)
-        and np.array_equal(a.rows, b.rows)
-        and (a.base, a.column_resolution, a.row_resolution) == (b.base, b.column_resolution, b.row_resolution)
+        and np.array_equal(a.scales.columns, b.scales.columns)
+        and np.array_equal(a.scales.rows, b.scales.rows)
+        and (a.scales.base, a.scales.column_resolution, a.scales.row_resolution)
+        == (b.scales.base, b.scales.column_resolution, b.scales.row_resolution)
     )
 
 
@@ -31,8 +33,8 @@ def test_decode_returns_what_was_encoded(contents: Contents) -> None:
     assert same(decode(blob), contents)
     packed = decode_packed(blob)
     assert np.array_equal(codes_of(packed), contents.codes)
-    assert np.array_equal(packed.column_scale, contents.column_scale)
-    assert np.array_equal(packed.row_scale, contents.row_scale)
+    assert np.array_equal(packed.scales.column_scale, contents.scales.column_scale)
+    assert np.array_equal(packed.scales.row_scale, contents.scales.row_scale)
 
 
 LARGE = {
@@ -56,7 +58,7 @@ def test_chunks_of_a_large_matrix_decode_to_what_was_encoded(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["pairs", "bytes and pairs"])
 def test_threads_change_no_byte_and_no_code(name: str) -> None:
-    big = contents_of(np.tile(LARGE[name].codes, (3, 1)), columns=LARGE[name].columns)
+    big = contents_of(np.tile(LARGE[name].codes, (3, 1)), columns=LARGE[name].scales.columns)
     blobs = [encode(big, threads=threads) for threads in (1, 3, None)]
     assert all(np.array_equal(blob, blobs[0]) for blob in blobs)
     assert all(same(decode(blobs[0], threads=threads), big) for threads in (1, 2, 7, None))
@@ -71,7 +73,7 @@ def test_what_the_sample_of_rows_lacks_is_coded_too(name: str, monkeypatch: pyte
     assert len(seen) <= 20
     codes[others[::7]] *= 5
     codes[others[-1:], 0] = 2**31 - 1
-    contents = contents_of(codes, columns=LARGE[name].columns)
+    contents = contents_of(codes, columns=LARGE[name].scales.columns)
     blob = encode(contents)
     assert same(decode(blob), contents)
     assert np.array_equal(codes_of(decode_packed(blob)), codes)
@@ -135,7 +137,7 @@ def test_size_foretells_the_bytes(out: int, bits: float) -> None:
 
 def test_side_and_payload_extrapolate_from_rows() -> None:
     contents, _ = gaussian(4096, 128, 2.5)
-    part = contents_of(contents.codes[::8], columns=contents.columns)
+    part = contents_of(contents.codes[::8], columns=contents.scales.columns)
     found = size(part)
     assert found.side + found.payload * 8 / 8 == pytest.approx(len(encode(contents)), rel=0.005)
 
@@ -143,20 +145,6 @@ def test_side_and_payload_extrapolate_from_rows() -> None:
 def test_zero_exponents_and_a_small_header_leave_what_a_chunk_takes() -> None:
     contents = contents_of(np.zeros((32, 64), np.int64))
     assert len(encode(contents)) <= 43
-
-
-def test_stored_base_is_a_fixed_point_near_what_was_asked() -> None:
-    for x in 2.0 ** np.linspace(-126, 126, 301):
-        base = stored_base(float(x))
-        assert stored_base(base) == base
-        assert abs(math.log2(base / x)) <= 1 / 512 + 1e-6
-
-
-def test_scales_are_rounded_once_from_double_precision() -> None:
-    contents = contents_of(np.zeros((2, 3), np.int64), columns=np.array([-5, 0, 3], np.int32), column_resolution=4)
-    expected = [np.float32(contents.base * 2 ** (e / 4)) for e in (-5, 0, 3)]
-    assert contents.column_scale.tolist() == [float(e) for e in expected]
-    assert contents.row_scale.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -172,12 +160,12 @@ def test_scales_are_rounded_once_from_double_precision() -> None:
 )
 def test_contents_that_cannot_be_stored_are_refused(change: dict[str, object], message: str) -> None:
     fields = {
-        "codes": np.zeros((2, 3), np.int32),
         "base": stored_base(1.0),
         "columns": np.zeros(3, np.int32),
         "column_resolution": 8,
         "rows": np.zeros(2, np.int32),
         "row_resolution": 1,
     }
+    codes = change.pop("codes", np.zeros((2, 3), np.int32))
     with pytest.raises(ValueError, match=message):
-        Contents(**(fields | change))  # type: ignore[arg-type]
+        Contents(codes=codes, scales=Scales(**(fields | change)))  # type: ignore[arg-type]

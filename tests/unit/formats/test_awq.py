@@ -97,10 +97,10 @@ def test_what_awq_does_not_hold_is_refused(model, tokens, tmp_path, options, mes
 
 def test_other_configs_are_refused_by_name():
     config = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": -1, "zero_point": True}
-    assert FORMAT.config.grid_of(config, "a") == integers(4, None, symmetric=False)
+    assert FORMAT.layers.grid_of(config, "a") == integers(4, None, symmetric=False)
     for name, value in (("version", "gemv"), ("bits", 8), ("zero_point", False)):
         with pytest.raises(FormatError, match=f"AWQ: {name} is {value!r}, expected"):
-            FORMAT.config.grid_of(config | {name: value}, "a")
+            FORMAT.layers.grid_of(config | {name: value}, "a")
 
 
 @pytest.mark.nightly

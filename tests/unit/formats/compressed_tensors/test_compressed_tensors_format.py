@@ -47,7 +47,7 @@ def check(**changes: Any) -> None:
 
 
 def unpacked(name: str, tensors: dict[str, torch.Tensor], made: dict[str, Any]) -> QuantizedMatrix:
-    return layout.unpack(name, tensors, FORMAT.config.grid_of(made, name))
+    return layout.unpack(name, tensors, FORMAT.layers.grid_of(made, name))
 
 
 @given(st.data())
