@@ -32,7 +32,7 @@ from nearplane.number_formats import BlockType, NumberFormat
 from nearplane.planning.folder_size import max_record_bytes
 from nearplane.planning.rehearsal import check_loads
 from nearplane.planning.request import check_request, quantization_config
-from nearplane.planning.start import container_for
+from nearplane.planning.run import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.block_scheme import BlockScheme, Ends
 from nearplane.recipe.file_formats import FILE_FORMATS, Format

@@ -16,7 +16,8 @@ from nearplane.calibration.windows import calibration_windows
 from nearplane.errors import NearplaneError, RecipeError
 from nearplane.models.pretrained import find_folder
 from nearplane.planning.folder_size import check_disk
-from nearplane.planning.start import Job, Options, open_resolved
+from nearplane.planning.request import open_resolved
+from nearplane.planning.run import Job, Options
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import read_record

@@ -33,7 +33,7 @@ from nearplane.models.model import Block
 from nearplane.models.two_tokenizers import check_same_tokens
 from nearplane.planning.folder_size import max_record_bytes
 from nearplane.planning.request import open_original, recorded
-from nearplane.planning.start import container_for
+from nearplane.planning.run import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.record.record import LayerRecord, RunRecord, versions
 from nearplane.record.tuning_record import KL_TOLERANCE, Solved, Tuning
