@@ -36,8 +36,8 @@ from nearplane.models.expert_names import Names, names_apart, patterns_apart
 from nearplane.models.experts import ExpertLayer, stacked_layers
 from nearplane.models.layers import is_linear, is_stack
 from nearplane.models.pretrained import empty_network
-from nearplane.system.files import check_hashes
 from nearplane.system.fp8_mxfp4 import WidenedReader
+from nearplane.system.recorded_hashes import check_hashes
 
 KEY = Native.KEY
 LENGTH = torch.int64  # dtype of the lengths of blobs that share one tensor

@@ -56,8 +56,8 @@ from nearplane.models.conversion import renamed
 from nearplane.models.pretrained import empty_network
 from nearplane.system.arguments import checked
 from nearplane.system.device import WITHOUT_FLOAT64, Device
-from nearplane.system.files import check_hashes
 from nearplane.system.fp8_mxfp4 import WidenedReader
+from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.safetensors_files import ShardReader
 
 KEY, STOP = Native.KEY, Native.STOP
