@@ -170,7 +170,7 @@ def test_no_finished_block_is_solved_again(model, text, stop, whole, tmp_path, m
     program = importlib.import_module("nearplane.planning.solve_stage")
     solve = program.solve_layer
     monkeypatch.setattr(program, "solve_layer", lambda *task: (solved.append(task[0]), solve(*task))[1])
-    monkeypatch.setattr("nearplane.planning.start.plan", None)
+    monkeypatch.setattr("nearplane.planning.run.plan", None)
     with caplog.at_level("INFO", "nearplane"):
         nearplane.quantize(model, tmp_path / "out", **options)
     assert {name.split(".")[2] for name in solved} == {"2"}

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.system.device import CopyStream
-
 
 def pinned_bytes(size: int) -> int:
     """Return the bytes of the host that a pinned tensor of so many bytes takes: torch rounds up to a power of two."""
@@ -65,3 +63,28 @@ class StatesOnHost(MutableSequence[Tensor]):
         if old is None or (old.shape, old.dtype) != (state.shape, state.dtype):
             old = torch.empty(state.shape, dtype=state.dtype, pin_memory=True)
         return old.copy_(state.detach(), non_blocking=True)
+
+
+class CopyStream:
+    """Copies from pinned memory of the host to a GPU, in a stream of their own beside its computation.
+
+    Args:
+        place: The GPU.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self._place, self._runtime = place, torch.get_device_module(place)
+        self._stream = self._runtime.Stream(place)
+
+    def send(self, x: Tensor) -> Tensor:
+        """Begin to copy a tensor to the GPU, after all work that the GPU was given so far."""
+        self._stream.wait_stream(self._runtime.current_stream(self._place))
+        with self._runtime.stream(self._stream):
+            return x.to(self._place, non_blocking=True)
+
+    def arrived(self, x: Tensor) -> Tensor:
+        """Return a sent tensor for computation, which waits for it on the GPU."""
+        current = self._runtime.current_stream(self._place)
+        current.wait_stream(self._stream)
+        x.record_stream(current)  # its memory is not reused before the computation has read it
+        return x

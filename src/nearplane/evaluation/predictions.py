@@ -48,12 +48,12 @@ from nearplane.models.model_objects import check_model
 from nearplane.models.pretrained import empty_network
 from nearplane.models.spoken import Spoken
 from nearplane.system.device import Device
-from nearplane.system.files import check_hashes
-from nearplane.system.fp8_mxfp4 import method_of
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.paths import name_of
 from nearplane.system.ranks import Ranks
+from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.sizes import size_text
+from nearplane.system.source_storage import method_of
 
 BATCH_TOKENS, OTHER_BATCH = 2048, 8  # tokens of text in a batch, and windows of other inputs
 MAX_MEMORY_SHARE = 0.4  # of the free memory, which one network may use in float32
@@ -197,7 +197,7 @@ class Held(Network):
             outputs.append(output)
             raise Stop
 
-        with forward_hook(body, capture), suppress(Stop):
+        with body.register_forward_hook(capture), suppress(Stop):
             _outputs(self.network, tokens)
         (output,) = outputs
         if isinstance(output, tuple):
@@ -367,16 +367,6 @@ def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def _outputs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return the logits of a network, or its last hidden states if it has no head."""
     return read_out(model, model(main_input(model, tokens), **call_kwargs(model, tokens)))
-
-
-@contextmanager
-def forward_hook(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
-    """Call a function with the outputs of a module within the context."""
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextmanager

@@ -23,10 +23,8 @@ from nearplane.system.matmul_library import chosen_library
 from nearplane.system.progress import Progress, shown
 from nearplane.system.ranks import ONE_PROCESS, Ranks
 
-LOGITS, POSITIONS = (
-    1 << 20,
-    64,
-)  # of one network that are computed at a time, whichever is more; blocks of 16 MB are slow
+# of one network that are computed at a time, whichever is more; blocks of 16 MB are slow
+LOGITS, POSITIONS = 1 << 20, 64
 FLOOR_TOKENS = 4096  # of the first text, on which the floor is measured
 COMPARED_ROWS = 8  # of a part, whose predictions are compared with the first ones
 

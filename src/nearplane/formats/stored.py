@@ -22,9 +22,9 @@ from nearplane.formats.layer_format import INPUT_SCALE, MLX, QUANTIZATION, read_
 from nearplane.formats.table import FORMATS, format_of
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.number_formats import InputRounding, NumberFormat
-from nearplane.system.fp8_mxfp4 import method_of, source_reader
 from nearplane.system.paths import CONFIG, INCOMPLETE
 from nearplane.system.safetensors_files import ShardReader, TensorInfo, TensorReader
+from nearplane.system.source_storage import method_of, source_reader
 
 CPU = torch.device("cpu")
 

@@ -39,17 +39,10 @@ from nearplane.models.structure import (
     unbuilt_parts,
 )
 from nearplane.system.files import read_object
-from nearplane.system.fp8_mxfp4 import (
-    METHODS,
-    WidenedReader,
-    form_of,
-    method_of,
-    refuse_leftover,
-    section_of,
-    source_reader,
-)
+from nearplane.system.fp8_mxfp4 import WidenedReader, form_of
 from nearplane.system.memory import working_on
 from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE, ShardReader, TensorReader
+from nearplane.system.source_storage import METHODS, method_of, refuse_leftover, section_of, source_reader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_target_positions")

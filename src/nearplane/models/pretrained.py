@@ -24,7 +24,7 @@ from nearplane.errors import ModelError, NearplaneError, first_line, is_of_calle
 from nearplane.models.config_checks import BuildBudget, believe_tensors, check_config, check_sizes
 from nearplane.models.kinds import SPEECH_TYPES, hears_alone, is_headless, is_multimodal, is_seq2seq
 from nearplane.system.files import read_object
-from nearplane.system.fp8_mxfp4 import WidenedReader, refuse_leftover
+from nearplane.system.fp8_mxfp4 import WidenedReader
 from nearplane.system.memory import is_out_of_memory, is_refused
 from nearplane.system.paths import (
     ADAPTER_CONFIG,
@@ -36,6 +36,7 @@ from nearplane.system.paths import (
     refuse_unfinished,
 )
 from nearplane.system.safetensors_files import ShardReader, TensorReader
+from nearplane.system.source_storage import refuse_leftover
 
 logger = logging.getLogger(__name__)
 

@@ -54,6 +54,18 @@ def open_original(source: str | Path, recipe: Recipe, *, trust_remote_code: bool
     )
 
 
+def open_resolved(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Model, Plan]:
+    """Open the model that a recipe quantizes; return it and what is decided of its layers.
+
+    Raises:
+        NearplaneError: The model cannot be quantized by this recipe.
+    """
+    model = open_original(source, recipe, trust_remote_code=trust_remote_code)
+    settled = resolved(model, recipe)
+    check_request(model, settled)
+    return model, settled
+
+
 def resolved(model: Model, recipe: Recipe) -> Plan:
     """Return what is decided of a run before anything is measured: group sizes, `samples` and the scheme of every layer.
 

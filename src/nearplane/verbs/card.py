@@ -11,8 +11,9 @@ from nearplane.record.evaluation_table import read_evaluation
 from nearplane.record.model_card import model_card
 from nearplane.record.record_file import read_record
 from nearplane.system.arguments import checked
-from nearplane.system.files import check_digest, write_whole
+from nearplane.system.files import write_whole
 from nearplane.system.paths import CARD
+from nearplane.system.recorded_hashes import check_digest
 
 
 @checked()

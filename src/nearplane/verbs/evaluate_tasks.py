@@ -66,7 +66,10 @@ def evaluate_tasks(request: TasksRequest) -> list[TaskScore]:
     place = Device.named(request.device).place
     results = []
     for source in sources:
-        network, tokenizer = _loaded(source, tokenizer, place, trust_remote_code)
+        network = source
+        if isinstance(network, str | Path):
+            network, tokenizer = load_dense(network, place, trust_remote_code=trust_remote_code)
+        assert tokenizer is not None
         log.info("%s answers %s", name_of(source), first_few(list(chosen["tasks"])))
         with exact_float32():
             results.append(_answers(network, tokenizer, name_of(source), chosen, request))
@@ -128,19 +131,6 @@ def _set_fewshot(chosen: dict[str, Any], fewshot: int | None) -> None:
         fixed = task.get_config("num_fewshot")
         if fixed is None or (fewshot is not None and fixed):
             task.set_config(key="num_fewshot", value=fewshot or 0)
-
-
-def _loaded(
-    source: str | Path | PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    device: torch.device,
-    trust_remote_code: bool,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a network and the tokenizer of its folder, or else the one that was given."""
-    if isinstance(source, str | Path):
-        return load_dense(source, device, trust_remote_code=trust_remote_code)
-    assert tokenizer is not None
-    return source, tokenizer
 
 
 def _check_answers(outline: Outline) -> None:

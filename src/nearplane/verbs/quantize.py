@@ -3,8 +3,8 @@
 A model is quantized one block at a time. Its weights stay on disk. Hidden states of the original and of the quantized
 network pass through the block that is in memory, and each layer is written as soon as it is solved.
 
-`quantize` checks what it is asked and calls `quantize_folder`. A run uses these files, in this order: `planning/start.py` opens
-the model, `planning/run.py` plans the run, `calibration/walk.py` yields the stages, `solve_stage.py` solves their layers,
+`quantize` checks what it is asked and calls `quantize_folder`. A run uses these files, in this order: `planning/request.py`
+opens the model, `planning/run.py` plans the run, `calibration/walk.py` yields the stages, `solve_stage.py` solves their layers,
 `run.py` passes it to the checkpoint, and `formats/container.py` writes the files and renames the folder to OUT.
 """
 
@@ -28,9 +28,9 @@ from nearplane.models.model_objects import as_folder, check_model
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.journal import Journal
 from nearplane.planning.like import with_like
-from nearplane.planning.run import check_limit, start_run
+from nearplane.planning.request import open_resolved
+from nearplane.planning.run import Job, Options, check_limit, container_for, start_run
 from nearplane.planning.solve_stage import solve_stage
-from nearplane.planning.start import Job, Options, container_for, open_resolved
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord
@@ -63,7 +63,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         if settled.recipe.files.one_file:
             check_tokens_in_file(container, model, windows)
         job = Job(model=model, asked=recipe, plan=settled, windows=windows, options=options)
-        journal = Journal(container, job)  # holds the progress of a stopped run of the same job
+        journal = Journal(container, job.run_inputs(), settled)  # holds the progress of a stopped run of the same job
         if (record := journal.completed()) is not None:  # all layers were written
             return check_limit(record)
         with (

@@ -38,7 +38,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeRequest:
-    """Arguments of `quantize`; an option that is not given has the default of `schemes.py` and `recipe.py`, which check it.
+    """Arguments of `quantize`; an option that is not given has the default of its scheme or of `Recipe`, which check it.
 
     Args:
         model: Local folder of safetensors, or hub id.

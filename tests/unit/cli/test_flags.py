@@ -10,7 +10,7 @@ from cyclopts import CycloptsError
 
 from nearplane import BlockScheme, GridScheme, RateScheme, Recipe, RecipeError
 from nearplane.cli import app as cli
-from nearplane.cli.quantize_flags import FLAGS, options_of_layers, refuse_mixed
+from nearplane.cli.quantize_command import FLAGS, options_of_layers, refuse_mixed
 from nearplane.recipe.recipe import Calibration
 from nearplane.recipe.scheme import names_of
 from nearplane.recipe.schemes import scheme_of

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nearplane import BlockScheme, GridScheme, LayerScheme, RateScheme, Recipe, RecipeError
-from nearplane.cli.quantize_flags import options_of_layers
+from nearplane.cli.quantize_command import options_of_layers
 from nearplane.number_formats import TYPES, number_format
 from nearplane.recipe.scheme import SWEEP_DAMP, names_of
 from nearplane.recipe.schemes import scheme_of

@@ -126,7 +126,7 @@ def test_the_number_of_windows_is_said_before_they_run(coarse, caplog, monkeypat
     prepared = prepare_texts(EvaluateRequest(coarse, [HELD_OUT.read_text()], protocol="llama.cpp", seqlen=3))
     with caplog.at_level(logging.INFO, "nearplane"), pytest.raises(pytest.fail.Exception, match="stopped here"):
         prepared.measure()
-    assert f"{len(prepared.scored[0].tokens):,} windows to evaluate (given in Python)" in caplog.text
+    assert f"{len(prepared.texts[0][0].tokens):,} windows to evaluate (given in Python)" in caplog.text
 
 
 def test_llama_cpp_and_lm_eval_sum_what_their_windows_say(coarse, logits):

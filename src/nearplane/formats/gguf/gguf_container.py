@@ -48,9 +48,9 @@ from nearplane.formats.layer_format import read_config
 from nearplane.number_formats import TYPES
 from nearplane.record.record import RunRecord
 from nearplane.system.files import flush_all, sha256
-from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import INCOMPLETE, RECORD
 from nearplane.system.safetensors_files import DTYPE_NAMES, Kind, TensorReader
+from nearplane.system.source_storage import source_reader
 
 EMBEDDING_TENSORS = ("token_embd.weight", "output.weight")
 logger = logging.getLogger("nearplane")
