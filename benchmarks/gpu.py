@@ -259,7 +259,7 @@ def _block(of: str, asked: Asked, model: Path, shape: Shape, mode: str, many: in
     runtime.empty_cache()
     runtime.reset_peak_memory_stats(asked.place)
     text, needed = asked.text, work(shape, mode, asked.text)
-    with mock.patch("nearplane.planning.start.forecast", noted), Sections(clock) as sections:
+    with mock.patch("nearplane.planning.run.forecast", noted), Sections(clock) as sections:
         nearplane.quantize(model, model.with_name("out"), calibration=tokens_of(text), **options)
     total = sum(float(each[0]) for each in sections.spent.values())
     least, note = asked.limit(needed["reading"].times(many)), "by a thread beside the others, not part of the whole"

@@ -57,7 +57,7 @@ READER_PATHS = {  # by the main path: what a reader opens to follow a 4-bit run 
             "verbs/quantize.py",
             "verbs/quantize_request.py|verbs/quantize_api.py",
         ),
-        *("planning/start.py", "planning/run.py|verbs/quantize_run.py", "calibration/walk.py"),
+        *("planning/request.py|planning/start.py", "planning/run.py|verbs/quantize_run.py", "calibration/walk.py"),
         *("planning/solve_stage.py", "matrix/on_grid.py", "formats/container.py", "system/output_folder.py"),
     ),
 }  # keep them true when files or the flow of a run change; NEW|OLD: a file that has moved

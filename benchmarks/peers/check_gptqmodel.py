@@ -45,7 +45,7 @@ def make(
     chosen, state = FORMATS[format], model.state_dict()
     linear = [n for n, m in model.named_modules() if type(m) is torch.nn.Linear and n != "lm_head"]
     scheme = GridScheme(bits=bits, group_size=group_size, symmetric=symmetric, order=order)
-    made = chosen.config.describe(Quantized(scheme=scheme, quantized=linear, ignore=["lm_head"], version="0"))
+    made = chosen.layers.describe(Quantized(scheme=scheme, quantized=linear, ignore=["lm_head"], version="0"))
     made |= {"desc_act": order != "natural" and group_size is not None}
     scales = chosen.layers.scale_dtype(model.dtype)
     with tempfile.TemporaryDirectory() as source:

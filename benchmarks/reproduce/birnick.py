@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import skeleton
-from nearplane.calibration.second_moments import observe
+from nearplane.calibration.separate_passes import observe
 from nearplane.calibration.stages import stages
 from nearplane.calibration.texts import Frame, read_windows
 from nearplane.demo import CALIBRATION, MODEL

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from nearplane.coding import blob as blob_file
 from nearplane.coding import chunk, header_bits, layout, payload, tans
 from nearplane.coding.bit_stream import read_rice
-from nearplane.coding.blob import Contents, decode, decode_packed, encode, size, stored_base
+from nearplane.coding.blob import Contents, decode, decode_packed, encode, size
 from nearplane.coding.layout import Header
+from nearplane.coding.scales import Scales, stored_base
 from nearplane.theory.huffman import coded_bytes, estimated_size
 
 
@@ -80,14 +81,14 @@ def matrix(spread: NDArray[np.float64], freedom: int | None) -> Contents:
             rng.standard_normal(side) if freedom is None else rng.standard_t(freedom, side) * math.sqrt(1 - 2 / freedom)
         )
         codes[i] = np.rint(noise * spread)
-    return Contents(
-        codes=codes,
+    scales = Scales(
         base=stored_base(0.01),
         columns=np.round(-8 * np.log2(spread)).astype(np.int32),
         column_resolution=8,
         rows=np.zeros(side, np.int32),
         row_resolution=1,
     )
+    return Contents(codes=codes, scales=scales)
 
 
 def mean_entropy(parts: Iterable[NDArray[np.int32]]) -> float:

@@ -41,7 +41,7 @@ FUNCTIONS = {  # part: its functions; what one calls that belongs to another par
     "sending": ("models.conversion:Weights.fill",),
     "forwards": (
         "calibration.one_forward:BlockForward._continue",
-        "calibration.stages:rows_by_batch",
+        "calibration.separate_passes:rows_by_batch",
         "calibration.stages:first_look",
     ),
     "moments": ("calibration.second_moments:_Sums.add", "calibration.second_moments:_Sums.observed"),

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 import nearplane
-from nearplane.coding.blob import stored_base
+from nearplane.coding.scales import stored_base
 from nearplane.formats.container import Place
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS, open_container
@@ -69,7 +69,7 @@ def write(out: Path, source: Path, config: LlamaConfig, bits: float, format: str
     rng, weights = np.random.default_rng(0), 0
     scheme = RateScheme(rate=bits) if format == "nearplane" else GridScheme(bits=4, group_size=128)
     network = Quantized(scheme=scheme, quantized=list(layers), ignore=["lm_head"], version=nearplane.__version__)
-    quantization = FORMATS[format].config.describe(network)
+    quantization = FORMATS[format].layers.describe(network)
     blocks = len(model.model.layers)
     rest = {name: torch.randn(tensor.shape, dtype=torch.bfloat16) for name, tensor in model.state_dict().items()}
     place = Place(out=out, source=source)

@@ -38,7 +38,7 @@ STEPS = {  # what a run does before its first block, in order: the function that
     "a window through a block": ("nearplane.planning.request", "try_blocks"),
     "reading back by transformers": ("nearplane.planning.request", "check_loads"),
     "compiled kernels, LLVM": ("nearplane.planning.forecast", "load_libraries"),
-    "freed memory returned": ("nearplane.planning.start", "plan"),
+    "freed memory returned": ("nearplane.planning.run", "plan"),
 }
 LIBRARIES = ("numpy", "torch", "transformers.modeling_utils", "numba", "nearplane.verbs.quantize")
 

@@ -24,7 +24,8 @@ import torch
 
 from nearplane import demo
 from nearplane.calibration.activations import skeleton
-from nearplane.calibration.second_moments import Observed, observe
+from nearplane.calibration.second_moments import Observed
+from nearplane.calibration.separate_passes import observe
 from nearplane.calibration.stages import stages
 from nearplane.calibration.texts import Frame, read_windows
 from nearplane.lattice.factor import Order, factorize

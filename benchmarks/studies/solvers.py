@@ -43,7 +43,7 @@ from nearplane.lattice.solvers import nearest_plane
 from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.on_grid import solve
 from nearplane.matrix.quantize_matrix import quantize_matrix
-from nearplane.models.kinds import Divergence, divergence
+from nearplane.models.divergence import Divergence, divergence
 from nearplane.recipe.schemes import GridScheme
 from nearplane.verbs.evaluate import load_dense
 

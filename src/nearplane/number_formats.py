@@ -207,9 +207,8 @@ TYPES: dict[str, BlockType] = {
 }  # fmt: skip
 
 INT8 = "int8-row"
-INTEGERS = (
-    "integers as int8, int4-g128, int8-row, int3-g64-asym, int3-g64-min"  # description of these formats in messages
-)
+# description of these formats in messages
+INTEGERS = "integers as int8, int4-g128, int8-row, int3-g64-asym, int3-g64-min"
 ENTROPY_CODED_FORMAT = NumberFormat(name="coded", bits=0)  # codes without limits, entropy-coded
 FP4_NV = InputRounding(kind="fp", bits=4, group=16, steps="float8_e4m3fn")
 FP8_GROUP = InputRounding(kind="fp", bits=8, group=128)

@@ -26,6 +26,7 @@ from nearplane.system.device import Device
 from nightly import daily
 
 SIZES = {
+    "num_hidden_layers": 1,
     "hidden_size": 128,
     "intermediate_size": 128,
     "head_dim": 64,

@@ -37,7 +37,7 @@ def test_hidden_states_on_the_host_leave_the_bytes_as_they_are(model, tmp_path, 
         )
     assert "hidden states between blocks lie on the host" in caplog.messages
     kept, sent = gpu.of("calibration/states_on_host.py"), gpu.of("system/device.py")
-    within = gpu.of("calibration/additions.py")  # where batches are sent while a pass is watched
+    within = gpu.of("calibration/rows.py")  # where batches are sent while a pass is watched
     assert sent.to_device + within.to_device >= 2 * 4 * len(TOKENS) // 8  # batches of both networks at four stages
     assert kept.to_host >= 2 * len(TOKENS) // 8
     assert kept.waiting == sent.waiting == 0

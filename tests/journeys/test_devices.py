@@ -20,7 +20,9 @@ from pretended_kernels import compiled
 from unordered import Unordered
 
 DEVICES = ("cpu", "pretend:0")
-TORCH_FORMS = ("grid", "k-quants")  # run with the kernels of a device that has none; by day the others with the CPU's
+TORCH_FORMS = (
+    "k-quants",
+)  # run with the kernels of a device that has none; the others with the CPU's, and at night with those
 
 
 class Made:
@@ -103,7 +105,7 @@ def test_both_devices_verify_evaluate_load_and_continue_texts_alike(made):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("run", ("grid", "rate", "experts"))
+@pytest.mark.parametrize("run", ["grid", "rate", "experts"])
 def test_a_model_in_bfloat16_is_quantized_and_verified(run, tmp_path):
     """A GPU computes in it; the CPU computes in float32, so that its codes are others."""
     model = save_model(run, tmp_path / "model", torch.bfloat16)

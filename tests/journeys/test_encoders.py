@@ -29,7 +29,7 @@ from nearplane.errors import CalibrationError, RecipeError
 from nearplane.models.model import open_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
-SMALL = dict(vocab_size=512, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128)
+SMALL = dict(vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
 FAST = {"calibration": str(CALIBRATION), "samples": 24, "seqlen": 48, "device": "cpu"}
 
 
@@ -94,7 +94,7 @@ def test_rates_are_read_back_by_nearplane(solved: Any, tmp_path: Path) -> None:
     assert (packed - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("way", ["grid", "rate"])
+@pytest.mark.parametrize("way", ["grid", pytest.param("rate", marks=pytest.mark.nightly)])
 def test_every_loss_is_measured_again(solved: Any, minilm: Path, way: str) -> None:
     found = nearplane.verify(solved(way), against=str(minilm), calibration=str(CALIBRATION))
     assert found.faults == ()

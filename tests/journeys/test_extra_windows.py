@@ -29,7 +29,7 @@ FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 32, "group_siz
 def model(tmp_path_factory):
     """Return the folder of a tiny random Llama with the demo model's tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    config = config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=2, hidden_size=32, intermediate_size=96)
+    config = config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=1, hidden_size=32, intermediate_size=96)
     random_model(config).float().save_pretrained(folder)
     add_tokenizer(folder)
     return folder
@@ -130,7 +130,7 @@ def test_with_few_tokens_they_say_what_the_losses_on_what_was_fitted_hide(model,
     enough = quantized[1]
     assert mean(few, "relative_loss") < mean(enough, "relative_loss")
     assert mean(few, "extra_relative_loss") > mean(enough, "extra_relative_loss")
-    assert sum(fitted > extra for fitted, extra in map(times, few.layers)) >= 13
+    assert sum(fitted > extra for fitted, extra in map(times, few.layers)) >= 7
 
 
 def test_verify_measures_them_again(model, quantized):

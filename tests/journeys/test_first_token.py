@@ -30,7 +30,7 @@ def text(tmp_path_factory):
 def model(tmp_path_factory):
     """A model whose tokenizer sets a token before every text."""
     folder = tmp_path_factory.mktemp("models") / "llama"
-    random_model(config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=2)).float().save_pretrained(folder)
+    random_model(config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=1)).float().save_pretrained(folder)
     add_tokenizer(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     (token,) = (name for name, number in tokenizer["model"]["vocab"].items() if number == BOS)

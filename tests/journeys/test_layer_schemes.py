@@ -71,6 +71,7 @@ def test_rates_of_layers_are_their_own(model, tmp_path, allocate):
     assert nearplane.verify(out, against=str(model)).faults == ()
 
 
+@pytest.mark.nightly
 def test_the_first_pattern_counts_for_rates_too(model, tmp_path):
     layers = {r"layers\.0\..*v_proj": {"damp": 0.02}, "v_proj": {"rate": 6.0}}
     record = nearplane.quantize(

@@ -121,6 +121,7 @@ def test_it_is_read_as_llama_cpp_reads_it(made: Callable[[str], Made], latent: P
         assert (difference == 0) == ("norm" in name or name.endswith("mlp.gate.weight")), name
 
 
+@pytest.mark.nightly
 def test_a_stopped_run_goes_on_to_the_same_bytes(
     made: Callable[[str], Made], latent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

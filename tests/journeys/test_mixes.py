@@ -141,6 +141,7 @@ def edited(tmp_path: Path) -> Callable[[Path, RunRecord], Path]:
     return copy
 
 
+@pytest.mark.nightly
 def test_a_stopped_run_goes_on_to_the_same_bytes(
     model: Path, mix: str, quantized: tuple[Path, RunRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,7 +153,7 @@ def test_ignored_ones_stay(small, tmp_path):
 @pytest.mark.parametrize(
     ("small", "words"),
     [
-        ("tied", {"solver": "round-to-nearest"}),
+        pytest.param("tied", {"solver": "round-to-nearest"}, marks=pytest.mark.nightly),
         pytest.param("untied", {"rows": "equal"}, marks=pytest.mark.nightly),
         pytest.param("untied", {"true_sequential": False}, marks=pytest.mark.nightly),
     ],

@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import socket
+import sys
 import time
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from children import Child
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from killing import contents
 from nearplane.calibration import activations
+from nearplane.cli import app
 from nearplane.demo import CALIBRATION
 from nearplane.errors import CalibrationError, NearplaneError, RankError
 from nearplane.lattice import kernels
@@ -33,7 +35,7 @@ WAYS = {
     "grid": GRID,
     "rate, embeddings and head": dict(rate=3.0, include_embeddings=True, include_head=True),
     "experts": GRID,
-    "size": dict(size="270kB"),
+    "size": dict(size="255kB"),
     "widths by slope, two sides": dict(
         bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2", two_sided=True
     ),
@@ -268,12 +270,13 @@ def test_a_group_that_the_program_made_is_used_and_left(models, text, whole, tmp
 def test_a_busy_rank_is_not_taken_for_a_dead_one(monkeypatch):
     from nearplane.system import heartbeat
 
-    monkeypatch.setattr(heartbeat, "LOST", 3.0)
+    for name, seconds in (("LOST", 2.0), ("BEAT", 0.5), ("LOOK", 0.2)):
+        monkeypatch.setattr(heartbeat, name, seconds)
 
     def run(rank):
         with on_all_ranks() as ranks:
             if rank == 1:
-                until = time.monotonic() + 5
+                until = time.monotonic() + 3
                 while time.monotonic() < until:
                     pass  # with the interpreter's lock, as a compiler that is busy
             print(ranks.gather(rank))
@@ -300,24 +303,30 @@ def test_a_silent_rank_is_named(monkeypatch):
     assert re.match(r"Rank 1 \(process \d+ on .+\) has given no sign of life for 3 seconds", printed)
 
 
+def command_line(model, out, text, *more):
+    """Run the command line in this process."""
+    words = ["quantize", model, out, "--bits", 4, "--group-size", 16, "--calibration", text, "--device", "cpu"]
+    words += ["--samples", TEXT["samples"], "--seqlen", TEXT["seqlen"], *more]
+    sys.argv = ["nearplane", *map(str, words)]
+    app.main()
+
+
+def test_ranks_of_the_command_line_have_one_voice(models, text, whole, tmp_path):
+    ended = on_ranks(2, lambda rank: command_line(models["dense"], tmp_path / "out", text))
+    all_well(ended)
+    assert [printed.count("layers quantized to") for _, printed, _ in ended] == [1, 0]
+    assert [said.count("opening") for _, _, said in ended] == [1, 0]
+    assert contents(tmp_path / "out") == contents(whole("grid"))
+
+
+@pytest.mark.nightly
 def test_processes_of_the_command_line(models, text, tmp_path, monkeypatch):
     monkeypatch.setattr(
         kernels, "CPU", replace(kernels.CPU, strip_rows=STRIP_ROWS)
     )  # as in processes that the command starts
     out, alone = tmp_path / "out", tmp_path / "alone"
     nearplane.quantize(models["dense"], alone, calibration=text, **GRID, **TEXT)
-
-    def run():
-        import sys
-
-        from nearplane.cli import app
-
-        words = ["quantize", models["dense"], out, "--bits", 4, "--group-size", 16, "--calibration", text]
-        words += ["--samples", TEXT["samples"], "--seqlen", TEXT["seqlen"], "--device", "cpu", "--processes", 2]
-        sys.argv = ["nearplane", *map(str, words)]
-        app.main()
-
-    code, printed, said = Child(run).ended()
+    code, printed, said = Child(lambda: command_line(models["dense"], out, text, "--processes", 2)).ended()
     assert code == 0, said
     assert printed.count("layers quantized to") == 1
     assert said.count("opening") == 1, "one voice"

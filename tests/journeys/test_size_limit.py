@@ -82,6 +82,7 @@ def test_a_loss_that_takes_more_than_the_size_leaves_ends_the_run_without_a_chec
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.nightly
 def test_a_loss_that_takes_more_bits_here_takes_them_from_other_layers(tiny, tmp_path):
     free = nearplane.quantize(tiny, tmp_path / "free", size="155KB", **FAST)
     most = 0.8 * max(layer.relative_loss for layer in free.layers[:7])

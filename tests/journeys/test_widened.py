@@ -14,7 +14,8 @@ from nearplane import ModelError
 from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.models.model import open_model
 from nearplane.record.record_file import read_record
-from nearplane.system.fp8_mxfp4 import FOUR_BITS, WidenedReader, eight_bits, four_bits
+from nearplane.system.fp8_mxfp4 import FOUR_BITS, eight_bits, four_bits
+from nearplane.system.source_storage import source_reader
 
 SIZE = 48  # of a block: 64 and 128 are no multiples of it
 TEXT = dict(calibration=str(CALIBRATION), samples=12, seqlen=40)
@@ -265,7 +266,7 @@ def test_a_folder_in_four_bits_names_what_the_network_has(tmp_path):
         "a.norm.weight": torch.ones(3),
     }
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    reader = WidenedReader(tmp_path, {"quantization_config": {"quant_method": "mxfp4"}})
+    reader = source_reader(tmp_path, {"quantization_config": {"quant_method": "mxfp4"}})
     assert reader.names() == ["a.experts.down_proj", "a.norm.weight"]
     assert (reader.shape("a.experts.down_proj"), reader.dtype("a.experts.down_proj")) == ((2, 64, 6), "BF16")
     assert reader.nbytes("a.experts.down_proj") == reader.read(["a.experts.down_proj"])["a.experts.down_proj"].nbytes
@@ -283,7 +284,7 @@ def test_four_bits_that_are_no_bytes_are_refused(tmp_path, part):
     tensors[f"a.down_proj_{part}"] = tensors[f"a.down_proj_{part}"].view(torch.float8_e8m0fnu)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"a\.down_proj and its factors are \[.*'F8_E8M0'.*\], expected U8"):
-        WidenedReader(tmp_path, {"quantization_config": {"quant_method": "mxfp4"}})
+        source_reader(tmp_path, {"quantization_config": {"quant_method": "mxfp4"}})
 
 
 def in_four_bits(W):

@@ -36,7 +36,7 @@ def page() -> dict[str, Any]:
     text = PAGE.read_text(encoding="utf-8")
     namespace: dict[str, Any] = {}
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S))
-    assert len(blocks) == 11
+    assert len(blocks) == 10
     for block in blocks:
         exec(compile("\n" * text[: block.start(1)].count("\n") + block[1], str(PAGE), "exec"), namespace)
     return namespace

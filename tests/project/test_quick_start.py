@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nearplane.cli.app import app
-from nearplane.cli.quantize_flags import refuse_mixed
+from nearplane.cli.quantize_command import refuse_mixed
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").is_file())
 DOCS = ROOT / "docs"

@@ -30,7 +30,7 @@ def config_of_grids(
 ) -> dict[str, Any]:
     """Return the quantization_config of layers on grids of a scheme."""
     network = Quantized(scheme=GridScheme(**scheme), quantized=quantized, ignore=ignore, grids=grids or {}, version="0")
-    return FORMATS[format].config.describe(network)
+    return FORMATS[format].layers.describe(network)
 
 
 def random_matrix(

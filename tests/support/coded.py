@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nearplane.coding.blob import Contents, stored_base
+from nearplane.coding.blob import Contents
+from nearplane.coding.scales import Scales, stored_base
 
 
 def contents(out: int, columns: int, *, spread: float = 1.5, outliers: int = 0, seed: int = 0) -> Contents:
@@ -15,6 +16,5 @@ def contents(out: int, columns: int, *, spread: float = 1.5, outliers: int = 0, 
     codes = np.round(rng.normal(size=(out, columns)) * spread * 2.0 ** (-exponents / 4)).astype(np.int32)
     for _ in range(outliers):
         codes[rng.integers(out), rng.integers(columns)] = rng.choice([-(2**20), 40, 129, -129, 3000])
-    return Contents(
-        codes=codes, base=stored_base(0.01), columns=exponents, column_resolution=4, rows=rows, row_resolution=1
-    )
+    scales = Scales(base=stored_base(0.01), columns=exponents, column_resolution=4, rows=rows, row_resolution=1)
+    return Contents(codes=codes, scales=scales)

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nearplane.coding import header_bits, layout
-from nearplane.coding.blob import Contents, stored_base
+from nearplane.coding.blob import Contents
 from nearplane.coding.packed_matrix import PackedMatrix
+from nearplane.coding.scales import Scales, stored_base
 from nearplane.errors import FormatError
 
 
@@ -24,7 +25,7 @@ def contents_of(codes: NDArray[np.int64], **given: object) -> Contents:
         "rows": np.zeros(out, np.int32),
         "row_resolution": 1,
     }
-    return Contents(codes=codes.astype(np.int32), **(fields | given))  # type: ignore[arg-type]
+    return Contents(codes=codes.astype(np.int32), scales=Scales(**(fields | given)))  # type: ignore[arg-type]
 
 
 def gaussian(

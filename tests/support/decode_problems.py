@@ -18,7 +18,7 @@ from pretended_triton import interpreted
 
 KINDS = ("gaussian", "heavy", "sparse", "constant", "huge", "columns")
 FIELDS = (
-    "patches.rows", "patches.columns", "patches.delta", "orders.columns", "orders.rows", "column_scale", "row_scale"
+    "patches.rows", "patches.columns", "patches.delta", "orders.columns", "orders.rows", "scales.column_scale", "scales.row_scale"
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nearplane.coding.blob import stored_base
+from nearplane.coding.scales import stored_base
 from nearplane.formats.beside import Beside
 from nearplane.formats.container import written
 from nearplane.formats.stored import Stored

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from families import config_of, random_model
-from nearplane.coding.blob import stored_base
+from nearplane.coding.scales import stored_base
 from nearplane.formats.container import Place
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS, open_container
@@ -37,7 +37,7 @@ def product_matrix(W: Tensor, *, step: float = 0.05, resolution: int = 4, seed: 
 def config_of_rates(quantized: Sequence[str], scheme: RateScheme | None = None) -> dict[str, Any]:
     """Return the quantization_config of entropy-coded layers."""
     network = Quantized(scheme=scheme or RateScheme(rate=2), quantized=quantized, version="0")
-    return FORMATS["nearplane"].config.describe(network)
+    return FORMATS["nearplane"].layers.describe(network)
 
 
 def write_native(

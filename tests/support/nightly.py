@@ -9,11 +9,12 @@ import pytest
 
 
 def daily(values: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
-    """Return all values, tuples of several parameters among them: the chosen ones, and the others for `make nightly` alone."""
+    """Return all values as parameters: those that are chosen, and the others for `make nightly` alone."""
     chosen = set(chosen)
-    return [
-        value
-        if value in chosen
-        else pytest.param(*(value if isinstance(value, tuple) else [value]), marks=pytest.mark.nightly)
-        for value in values
-    ]
+    return [value if value in chosen else pytest.param(value, marks=pytest.mark.nightly) for value in values]
+
+
+def daily_of_several(values: Iterable[tuple[Any, ...]], chosen: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return the same of tuples that are the values of several parameters."""
+    chosen = set(chosen)
+    return [value if value in chosen else pytest.param(*value, marks=pytest.mark.nightly) for value in values]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nearplane import Recipe, RecipeError
-from nearplane.cli.quantize_flags import options_of_layers
+from nearplane.cli.quantize_command import options_of_layers
 from nearplane.number_formats import number_format
 from nearplane.recipe.schemes import scheme_of
 

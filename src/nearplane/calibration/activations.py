@@ -6,24 +6,19 @@ all. This module calls the blocks; other modules observe their layers meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, MutableSequence, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from nearplane.calibration.recorder import (
     ENCODER_OUT,
     Call,
-    End,
-    FinalNorm,
     Recorder,
-    Stop,
     Tape,
     mapped,
     part_of,
@@ -33,8 +28,9 @@ from nearplane.calibration.recorder import (
 from nearplane.calibration.rounded_stream import RoundedStream
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.texts import check_vocabulary
+from nearplane.calibration.two_stacks import FinalNorm
 from nearplane.errors import CalibrationError
-from nearplane.models.kinds import InputKind, call_kwargs, input_kind, main_input, read_out
+from nearplane.models.kinds import InputKind, input_kind
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 from nearplane.system.ranks import ONE_PROCESS, Ranks, evened
 
@@ -75,14 +71,9 @@ class Dealt:
         return not self.ranks.leads
 
     @classmethod
-    def of_one_process(cls, sizes: Sequence[int]) -> Dealt:
-        """Return the place of the batches of one process, of so many windows each, which all enter sums."""
-        *starts, windows = 0, *accumulate(sizes)
-        count = len(sizes)
-        return cls(numbers=range(count), starts=starts, fitted=count, batches=count, most=windows, windows=windows)
-
-    @classmethod
-    def among(cls, ranks: Ranks, fitted: Sequence[int], extra: Sequence[int], sources: Sequence[int]) -> Dealt:
+    def among(
+        cls, ranks: Ranks, fitted: Sequence[int], extra: Sequence[int] = (), sources: Sequence[int] = ()
+    ) -> Dealt:
         """Return the batches of a rank; each has neighbouring ones, and about as many windows as the others.
 
         Args:
@@ -139,7 +130,7 @@ class Stream:
         self.quantized, self.original = hidden, original
         self.calls, self.ahead, self.extra, self.between = calls, False, extra, between
         self.sizes = [len(x) for x in hidden]
-        self.dealt = Dealt.of_one_process(self.sizes)
+        self.dealt = Dealt.among(ONE_PROCESS, self.sizes)
         self.rounding: RoundedStream | None = None
         self._finite: list[Tensor] = []  # whether each output of the present block is finite
 
@@ -255,68 +246,3 @@ def skeleton(
 def positions_per_window(model: Model, windows: Tensor) -> int:
     """Return the number of hidden states of one window: over both stacks; of an image, patches and class tokens."""
     return skeleton(model, [windows[:1]], device="cpu", dtype=torch.float32).quantized[0].shape[1]
-
-
-@torch.no_grad()
-def finish(model: Model, stream: Stream, tokens: Tensor, dtype: torch.dtype) -> None:
-    """Move both streams from the output of the last block to the input of the head: through the last norm.
-
-    Args:
-        model: A model whose head is a module of its own.
-        stream: The stream that `skeleton` made of `tokens`, advanced past all blocks.
-        tokens: (windows, seqlen) calibration tokens of the batches of the stream, extra windows last.
-        dtype: Dtype of the computation.
-    """
-    assert len(model.stacks) == 1, "the head of a decoder with an encoder is not quantized"
-    head_inputs: list[Tensor] = []
-
-    def capture(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        head_inputs.append(args[0])
-        raise Stop
-
-    with _network_ends(model, stream, stream.quantized[0].device, dtype, head=False) as (network, end):
-        network.get_output_embeddings().register_forward_pre_hook(capture)
-        for states in (stream.quantized, stream.original or []):
-            for batch, (part, hidden) in enumerate(zip(tokens.split(stream.sizes), states, strict=False)):
-                end.states, tokens_here = hidden, part.to(hidden.device)
-                with suppress(Stop):
-                    network(tokens_here, **call_kwargs(network, tokens_here))
-                states[batch] = head_inputs.pop()
-
-
-@contextmanager
-def readout(
-    model: Model, stream: Stream, *, device: torch.device | str, dtype: torch.dtype
-) -> Iterator[Callable[..., Tensor]]:
-    """Load what follows the last block; yield the function logits(tokens, hidden) -> (windows, seqlen, vocabulary).
-
-    For a network without head, the function returns the last hidden states instead of logits. Gradients flow to the
-    hidden states if autograd is on, and to the tensors of an optional third argument, {parameter name: tensor}, which
-    replace parameters of the network.
-
-    Args:
-        model: The model that is read out.
-        stream: A stream that `skeleton` made of this model.
-        device, dtype: Device and dtype of the computation.
-    """
-    with _network_ends(model, stream, torch.device(device), dtype, head=True) as (network, end):
-
-        def logits(tokens: Tensor, hidden: Tensor, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
-            tokens = tokens.to(hidden.device)
-            end.states = hidden if len(model.stacks) == 1 else hidden[:, -tokens.shape[1] :]  # the decoder's positions
-            output = functional_call(
-                network, dict(parameters or {}), (main_input(network, tokens),), call_kwargs(network, tokens)
-            )
-            return read_out(network, output)
-
-        yield logits
-
-
-@contextmanager
-def _network_ends(
-    model: Model, stream: Stream, device: torch.device, dtype: torch.dtype, *, head: bool
-) -> Iterator[tuple[PreTrainedModel, End]]:
-    """Load the network without its blocks; yield it and the stand-in that passes hidden states on as the last block."""
-    ends = [End(block.empty, extra=extra) for block, extra in zip(model.blocks, stream.extra, strict=True)]
-    with model.around(ends, device, dtype, head=head) as network:
-        yield network, ends[-1]

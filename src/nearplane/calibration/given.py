@@ -1,40 +1,31 @@
-"""Models and calibration data passed as Python objects: texts, tokens, images, or sound with its transcripts.
+"""Calibration data passed as Python objects: texts, tokens, images, or sound with its transcripts.
 
-A model object is saved to a temporary folder and read from there like any model; texts and tokens become windows. Of
-what a tokenizer returns, positions that its attention_mask leaves out are removed, and all others are packed.
+Of what a tokenizer returns, positions that its attention_mask leaves out are removed, and all others are packed.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.errors import CalibrationError, ModelError, RecipeError, first_line
-from nearplane.models.kinds import InputKind, Spoken
-from nearplane.models.object_weights import acting_weights
-from nearplane.models.pretrained import GENERATION, as_model_error
+from nearplane.calibration.activations import positions_per_window
+from nearplane.calibration.text_files import IMAGES, SOUND, TEXTS, TOKENS
+from nearplane.calibration.texts import check_vocabulary
+from nearplane.errors import CalibrationError, RecipeError
+from nearplane.models.kinds import InputKind, is_framed
+from nearplane.models.model import Model
+from nearplane.models.pretrained import as_model_error
+from nearplane.models.spoken import Spoken
 from nearplane.recipe.recipe import Calibration, Recipe
-from nearplane.recipe.spellings import SPELLINGS
 
-TEXTS, TOKENS = "texts given in Python", "tokens given in Python"  # names in the run record, in place of a path
-IMAGES, SOUND = "images given in Python", "sound given in Python"
-# advice on passing data again that the run record does not hold
-PASS_AGAIN: dict[object, str] = dict.fromkeys((IMAGES, SOUND), "the same data again from Python:")
-PASS_AGAIN |= {TEXTS: "a .jsonl file of them with --calibration, or", TOKENS: "them from Python with --calibration, or"}
 EXPECTED_DATA = (
     "a path, a list of texts, token ids (windows, seqlen), what a tokenizer returns (input_ids with their attention_mask), "
     "pixel values (images, channels, height, width), or a pair of tensors or arrays (input_features, token_ids)"
@@ -74,10 +65,9 @@ class Given:
             return None
         if isinstance(value, Sequence) and value and all(isinstance(text, str) for text in value):
             return cls(texts=tuple(value))
-        if isinstance(value, Mapping):
-            return cls._of_encodings([value], what)
-        if isinstance(value, Sequence) and value and all(isinstance(part, Mapping) for part in value):
-            return cls._of_encodings(value, what)
+        encodings = [value] if isinstance(value, Mapping) else value
+        if isinstance(encodings, Sequence) and encodings and all(isinstance(part, Mapping) for part in encodings):
+            return cls._of_encodings(encodings, what)
         if isinstance(value, Sequence) and [isinstance(part, Tensor | np.ndarray) for part in value] == [True, True]:
             sound, tokens = (_tensor(part, f"{what}[{place}]") for place, part in enumerate(value))
             if sound.is_floating_point() and not tokens.is_floating_point():  # otherwise two images
@@ -145,6 +135,20 @@ class Given:
                 f"Pass the texts, or rows of one length without padding."
             )
 
+    def windows(self, model: Model, recipe: Recipe, count: int, seqlen: int) -> tuple[Tensor | None, int]:
+        """Return the first `count` windows and their length, of images in hidden states; None and `seqlen` for texts.
+
+        Raises:
+            CalibrationError, ModelError, RecipeError: The network does not take them.
+        """
+        self.check_packed(is_framed(model.network), type(model.network).__name__)
+        windows = None if self.tokens is None else self.tokens[:count]  # `tune` takes more
+        if windows is not None and self.kind is InputKind.IMAGES:
+            return windows, _positions_of_images(model, recipe, windows)
+        if isinstance(windows, Spoken):
+            _check_spoken(model, windows)
+        return windows, seqlen
+
     @property
     def kind(self) -> InputKind:
         """The kind of network input that this data is."""
@@ -172,13 +176,6 @@ class Given:
         name = SOUND if self.kind is InputKind.SOUND else TOKENS
         options = replace(options, calibration=name, samples=windows, seqlen=seqlen, first_token="none")  # as they are
         return replace(recipe, calibration=options)
-
-
-def with_calibration_path(recipe: Recipe, calibration: object) -> Recipe:
-    """Return the recipe of a run record with the calibration path replaced, if a path is given."""
-    if not isinstance(calibration, str | os.PathLike):
-        return recipe
-    return replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
 
 
 def _windows(value: Any, what: str) -> Tensor:
@@ -240,111 +237,50 @@ def _spoken(sound: Tensor, tokens: Tensor, what: str) -> Tensor:
     return Spoken.of(tokens, sound)
 
 
-def split_calibration(spellings: Mapping[str, Any]) -> tuple[Given | None, dict[str, Any]]:
-    """Split the keywords of `quantize` into calibration data passed as objects and all other keywords.
+def _positions_of_images(model: Model, recipe: Recipe, images: Tensor) -> int:
+    """Return the number of hidden states of each image: those of patches and of class tokens.
 
     Raises:
-        CalibrationError: The calibration data is of no known kind.
+        ModelError: The network does not take images of this size.
+        RecipeError: The recipe asks for bits per layer, which are not measured on images.
     """
-    for word, value in spellings.items():
-        if SPELLINGS.get(word, word) == "calibration" and (given := Given.of(value, word)) is not None:
-            return given, {other: spellings[other] for other in spellings if other != word}
-    return None, dict(spellings)
+    kind = type(model.network).__name__
+    if recipe.allocate == "slope" or recipe.scheme.entropy_coded or recipe.files.block_types:
+        raise RecipeError(
+            f"{kind} takes images, on which the bits of each layer are not measured yet. Use --bits with whole numbers "
+            f"and --allocate uniform."
+        )
+    with as_model_error(f"{kind} does not take images {tuple(images.shape[1:])}, (channels, height, width)"):
+        return positions_per_window(model, images)
 
 
-def refuse_unrecorded(calibration: object) -> None:
-    """Refuse the name of data that was passed from Python and is not in the run record.
+def _check_spoken(model: Model, windows: Spoken) -> None:
+    """Refuse sound or transcripts that a network does not take.
 
     Raises:
-        CalibrationError: The data must be passed again; the message says how.
+        ModelError: The network does not take sound of this size.
+        CalibrationError: Token ids are not in the vocabulary, or all begin with the start token.
     """
-    if calibration in PASS_AGAIN:
+    kind = type(model.network).__name__
+    check_vocabulary(windows, len(model.network.get_input_embeddings().weight))
+    check_start(windows, model.config.decoder_start_token_id, kind)
+    with as_model_error(f"{kind} does not take sound {tuple(windows.sound.shape[1:])} with {windows.shape[1]} tokens"):
+        positions_per_window(model, windows)
+
+
+def check_start(tokens: Tensor, start: int | None, called: str) -> None:
+    """Refuse transcripts that all begin with the decoder's start token, which is added anyway.
+
+    Args:
+        tokens: (windows, seqlen) token ids of the transcripts.
+        start: The decoder's start token; None if there is none.
+        called: Name of the model in messages.
+
+    Raises:
+        CalibrationError: All transcripts begin with the start token.
+    """
+    if start is not None and bool((tokens[:, 0] == start).all()):
         raise CalibrationError(
-            f"The calibration was {calibration}; the run record contains only their SHA-256. Pass {PASS_AGAIN[calibration]} "
-            f"nearplane.verify(..., calibration=...)."
+            f"All token_ids begin with {start}, the start token that the decoder of {called} adds itself. "
+            f"Pass them without it, as for labels=."
         )
-
-
-def model_label(model: str | Path | PreTrainedModel) -> str:
-    """Return the name of a model for the run record.
-
-    Raises:
-        ModelError: It is neither a path nor a model object.
-    """
-    if isinstance(model, str | os.PathLike):
-        return str(model)
-    check_model(model)
-    return str(getattr(model, "name_or_path", "") or f"{type(model).__name__} given in Python")
-
-
-@contextmanager
-def as_folder(model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[str]:
-    """Yield a path or hub id of a model; a model object is saved to a temporary folder first.
-
-    Raises:
-        RecipeError: A tokenizer is passed together with a path.
-        ModelError: The object is not a model that transformers can save, or not what its config describes.
-    """
-    refuse_tokenizer(model, tokenizer)
-    if isinstance(model, str | os.PathLike):
-        yield str(model)
-        return
-    check_model(model)
-    packed = any(getattr(module, "holds_codes", False) for module in model.modules())
-    if packed or getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        raise ModelError(f"The {type(model).__name__} passed as model is already quantized. Pass the original model.")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ModelError(
-            f"The {type(model).__name__} passed as model has weights on the meta device, or offloaded by accelerate. "
-            f"Pass the folder from which it was loaded."
-        )
-    weights = acting_weights(model)
-    with tempfile.TemporaryDirectory(prefix="nearplane-") as place:
-        with as_model_error(f"transformers cannot save the {type(model).__name__} passed as model"):
-            try:
-                _save(model, weights, Path(place))
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(place)
-            except (OSError, SafetensorError) as error:
-                raise ModelError(
-                    f"The {type(model).__name__} passed as model could not be saved to {place} ({first_line(error)}). Free some "
-                    f"space there, or choose another folder (TMPDIR)."
-                ) from error
-        yield place
-
-
-def _save(model: PreTrainedModel, weights: dict[str, Tensor], place: Path) -> None:
-    """Save a model object with these weights, and its generation config as it is, which transformers may call invalid."""
-    saved = copy.copy(model)  # transformers changes the config that it saves
-    saved.config = copy.deepcopy(model.config)
-    settings = getattr(model, "generation_config", None)
-    if model.can_generate():
-        saved.generation_config = GenerationConfig()
-    saved.save_pretrained(place, state_dict=weights)
-    (place / GENERATION).unlink(missing_ok=True)
-    if settings is not None:
-        settings.to_json_file(place / GENERATION, keys_to_pop=["compile_config"])
-
-
-def refuse_tokenizer(model: object, tokenizer: object) -> None:
-    """Refuse a tokenizer together with the path of a model, whose folder has its own.
-
-    Raises:
-        RecipeError: Both are given.
-    """
-    if tokenizer is not None and isinstance(model, str | os.PathLike):
-        raise RecipeError(f"tokenizer= is for model objects; the tokenizer of {model} is read from its folder.")
-
-
-def check_model(model: object) -> PreTrainedModel:
-    """Return a model object; refuse anything but a transformers model.
-
-    Raises:
-        ModelError: The object is not a PreTrainedModel.
-    """
-    if not isinstance(model, PreTrainedModel):
-        raise ModelError(
-            f"model is a {type(model).__name__}; expected a folder, a hub id or a PreTrainedModel of transformers. For adapters "
-            f"or compiled modules, pass the model inside: merge_and_unload(), _orig_mod."
-        )
-    return model

@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import count, islice
 from typing import TYPE_CHECKING
 
-from nearplane.calibration.text_files import WeightedText, text_to_calibrate_on
+from nearplane.calibration.text_files import WeightedText
 from nearplane.errors import CalibrationError
 from nearplane.record.record import Source
 
@@ -90,7 +90,7 @@ class Mix:
         """Return the first `count` windows, or only those before the first one for which its text is too short.
 
         Args:
-            read: Function from a text and the keyword `samples` to its windows, see `read_windows`.
+            read: Function from a text and the keyword `samples` to its windows, see `reader_of`.
             count: Number of windows.
 
         Raises:
@@ -99,7 +99,7 @@ class Mix:
         order = self.order(count)
         windows: list[Tensor] = []
         of_texts = {
-            number: iter(read(text_to_calibrate_on(each.name) or each.name, samples=order.count(number)))
+            number: iter(read(each.name, samples=order.count(number)))
             for number, each in enumerate(self.texts)
             if number in order
         }

@@ -2,7 +2,7 @@
 
 All batches of both streams run to the first stage (q/k/v), each in its own greenlet. Their rows are summed, the layers
 are solved and written, and all batches continue to the next stage. The results equal those of one pass per stage
-(`stages.py`) to the bit, with 2 forward passes of a block instead of 4.33, at the cost of memory for the paused
+(`separate_passes.py`) to the bit, with 2 forward passes of a block instead of 4.33, at the cost of memory for the paused
 activations. Stages at which a block cannot pause are separate passes.
 """
 
@@ -22,10 +22,11 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from nearplane.calibration.activations import Stream
-from nearplane.calibration.additions import Additions, Results, total, wide
+from nearplane.calibration.expert_rows import InParts, RoutedRows
 from nearplane.calibration.rounded_stream import RoundedStream
-from nearplane.calibration.rows import InParts, RoutedRows, Rows, Seen, rows_of
-from nearplane.calibration.stages import FirstLook, first_look, rows_by_batch
+from nearplane.calibration.rows import Additions, Results, Rows, Seen, total, wide
+from nearplane.calibration.separate_passes import rows_by_batch
+from nearplane.calibration.stages import FirstLook, first_look, rows_of
 from nearplane.calibration.states_on_disk import Keep, StatesOnDisk
 from nearplane.calibration.states_on_host import StatesOnHost
 from nearplane.errors import CalibrationError

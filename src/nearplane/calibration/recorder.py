@@ -1,15 +1,9 @@
-"""Stand-ins for the blocks of a network: they record the calls of its blocks, or pass hidden states on.
-
-In networks with two stacks of blocks, an encoder and a decoder with cross-attention, the hidden states of both stacks
-are kept as one tensor, the encoder's first: (windows, positions of both, hidden). So every decoder block has the output
-of the encoder in the same network, and gradients flow back to it. Each block works on its own positions only.
-"""
+"""Stand-ins for the blocks of a network, which record the calls of its blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -19,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nearplane.calibration.additions import same
+from nearplane.calibration.rows import same
 from nearplane.calibration.states_on_disk import Keep
+from nearplane.calibration.two_stacks import FinalNorm, joined_stacks
 from nearplane.errors import ModelError
 from nearplane.models.kinds import call_kwargs, main_input
 
@@ -183,7 +178,7 @@ class Tape:
         return extra
 
 
-class _StandIn(nn.Module):
+class StandIn(nn.Module):
     """Module in place of a block, with all attributes of that block."""
 
     def __init__(self, block: nn.Module, **attributes: Any) -> None:
@@ -195,17 +190,7 @@ class _StandIn(nn.Module):
         return getattr(object.__getattribute__(self, "block"), name)
 
 
-class End(_StandIn):
-    """Stand-in that returns `states`, or its input if that is None, in the form of the block's output."""
-
-    states: Tensor | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = split_arguments(args, kwargs)[0] if self.states is None else self.states
-        return hidden if self.extra is None else (hidden, *zeros(self.extra))
-
-
-class Recorder(_StandIn):
+class Recorder(StandIn):
     """Stand-in for block number `index` that records its calls on a `tape` and returns its input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,45 +220,6 @@ def zeros(extra: Any) -> Any:
     return mapped(lambda value: torch.zeros_like(value) if isinstance(value, Tensor) else value, extra)
 
 
-class FinalNorm:
-    """Last norm of an encoder, if it has one after its last block; hooks find it while the encoder runs.
-
-    Attributes:
-        output: Output of the encoder's last run.
-    """
-
-    def __init__(self, encoder: nn.Module) -> None:
-        self.output: Tensor | None = None
-        self._block_output: Tensor | None = None
-        self._candidates: list[tuple[nn.Module, Tensor]] = []
-        self._module: nn.Module | None = None
-        for module in encoder.modules():
-            module.register_forward_hook(self._encoder_ran if module is encoder else self._module_ran)
-
-    def begin(self, block_output: Tensor) -> None:
-        """Note the output of the encoder's last block."""
-        self._block_output, self._candidates = block_output, []
-
-    def _module_ran(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._block_output is not None and args and isinstance(output, Tensor) and args[0] is self._block_output:
-            self._candidates.append((module, output))
-
-    def _encoder_ran(self, encoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        encoded = self.output = output[0]
-        if self._block_output is None or same(encoded, self._block_output):
-            return
-        last_modules = [module for module, candidate in self._candidates if same(candidate, encoded)]
-        if not last_modules:
-            raise ModelError(
-                f"{type(encoder).__name__} runs several modules after its last block, so it cannot be run block by block."
-            )
-        self._module = self._module or deepcopy(last_modules[0])  # small; the network itself is freed
-
-    def __call__(self, states: Tensor) -> Any:
-        """Return the decoder's view of the encoder, from the output of the encoder's last block."""
-        return states if self._module is None else self._module(states)
-
-
 def part_of(whole: Tensor, positions: slice | None) -> Tensor:
     """Return the hidden states at `positions`; None: all of them."""
     return whole if positions is None else whole[:, positions].contiguous()
@@ -284,25 +230,6 @@ def with_part(whole: Tensor, positions: slice | None, part: Tensor) -> Tensor:
     if positions is None:
         return part
     return torch.cat([whole[:, : positions.start], part, whole[:, positions.stop :]], 1)
-
-
-def joined_stacks(encoder: Tensor, decoder: Tensor, name: str) -> Tensor:
-    """Return the inputs of both stacks as one tensor.
-
-    Args:
-        encoder: (windows, positions, hidden) inputs of the first block of the encoder.
-        decoder: (windows, positions, hidden) inputs of the first block of the decoder.
-        name: Name of the first block of the decoder.
-
-    Raises:
-        ModelError: The two have different widths.
-    """
-    if encoder.shape[2] != decoder.shape[2]:
-        raise ModelError(
-            f"The hidden states of {name} have width {decoder.shape[2]}, those of the encoder {encoder.shape[2]}. "
-            f"nearplane needs encoders and decoders of one width."
-        )
-    return torch.cat([encoder, decoder], 1)
 
 
 def computes_for_all(block: Callable[[Tensor], Any], hidden: Tensor, extra: Any) -> bool:

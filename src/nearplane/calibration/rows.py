@@ -1,19 +1,19 @@
-"""Rows of one batch that layers multiply, in the quantized and in the original network; those of experts by their routing."""
+"""What is seen of layers while a block runs: the rows that they multiply, and tensors that are added to their outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
+from functools import reduce
 from typing import Any
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from nearplane.calibration.additions import wide
-from nearplane.errors import CalibrationError
-from nearplane.models.experts import ExpertLayer, Routed
+from nearplane.models.experts import Routed, by_expert
 from nearplane.models.layers import Layer
 
 
@@ -25,100 +25,24 @@ class Rows:
         X_hat: (tokens, in) rows in the quantized network.
         X: (tokens, in) rows of the same tokens in the original network; None without a comparison.
         residual: {layer: (tokens, out) `r - r_hat`} of layers whose output is added to the residual stream.
+        token: Of an expert: (rows,) index of each row's token in the batch, ascending, on the CPU; else None.
+        tokens: Of an expert: number of tokens in the batch.
+        alike: Of an expert: number of rows whose token the original network routes to this expert as well; in the other
+            rows `X` equals `X_hat` before it is rounded, as there is nothing to compare with.
     """
 
     X_hat: Tensor
     X: Tensor | None = None
     residual: dict[str, Tensor] = field(default_factory=dict)
-
-    def before(self, share: Fraction) -> int:
-        """Return the number of rows that belong to the first `share` of the batch's tokens."""
-        return int(len(self.X_hat) * share)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertRows(Rows):
-    """Rows of one batch that one expert multiplies.
-
-    Args:
-        token: (rows,) index of each row's token in the batch, ascending; on the CPU.
-        tokens: Number of tokens in the batch.
-        alike: Number of rows whose token the original network routes to this expert as well; in the other rows `X`
-            equals `X_hat` before it is rounded, as there is nothing to compare with.
-    """
-
-    token: Tensor
-    tokens: int
+    token: Tensor | None = None
+    tokens: int = 0
     alike: int = 0
 
     def before(self, share: Fraction) -> int:
         """Return the number of rows that belong to the first `share` of the batch's tokens."""
+        if self.token is None:
+            return int(len(self.X_hat) * share)
         return int((self.token < int(self.tokens * share)).sum())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedRows:
-    """Inputs of all experts of a block in one batch, before gate and up or before down.
-
-    Args:
-        quantized: The inputs in the quantized network.
-        original: The inputs in the original network; None without a comparison.
-        rounded: Function that rounds rows of the quantized network as the runtime does; None: they are not rounded.
-
-    Attributes:
-        position: (pairs,) index of each pair of token and expert among those of the original network, if it is there.
-        alike: (pairs,) whether it is there.
-        on_host: (2, pairs) token of each pair, and `alike`, on the CPU: a device is waited for once for all experts.
-    """
-
-    quantized: Routed
-    original: Routed | None = None
-    rounded: Callable[[Tensor], Tensor] | None = None
-    position: Tensor = field(init=False)
-    alike: Tensor = field(init=False)
-    on_host: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        keys = self.quantized.keys
-        others = keys[:0] if self.original is None else self.original.keys
-        position = torch.searchsorted(others, keys).clamp(max=max(0, len(others) - 1))
-        alike = others[position] == keys if len(others) else torch.zeros_like(keys, dtype=torch.bool)
-        on_host = torch.stack([self.quantized.token, alike.long()]).cpu()
-        for name, value in (("position", position), ("alike", alike), ("on_host", on_host)):
-            object.__setattr__(self, name, value)
-
-    def of(self, expert: int) -> ExpertRows:
-        """Return a copy of the rows of one expert."""
-        routed, pairs = self.quantized, self.quantized.of(expert)
-        rows, (token, alike) = routed.rows(expert), self.on_host[:, pairs]
-        X_hat = (rows if self.rounded is None else self.rounded(rows)).clone()
-        if self.original is None:
-            return ExpertRows(X_hat=X_hat, token=token, tokens=routed.tokens)
-        X = rows.clone()
-        if self.original.ends[-1]:
-            X = torch.where(self.alike[pairs, None], self.original.at(self.position[pairs]), X)
-        return ExpertRows(X_hat=X_hat, X=X, token=token, tokens=routed.tokens, alike=int(alike.sum()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InParts:
-    """Rows of experts of all batches, in several passes, as the rows of all experts do not fit into memory together.
-
-    Args:
-        parts: The layers of each pass.
-        run: Function that runs all batches through the block and yields rows of groups; see `stages.rows_by_batch`.
-        ends: Whether the last of these passes is the last of the block.
-    """
-
-    parts: list[tuple[Layer, ...]]
-    run: Callable[..., Iterator[list[Rows | RoutedRows]]]
-    ends: bool
-
-    def shown(self, layers: tuple[Layer, ...], *, last: bool) -> Iterator[RoutedRows]:
-        """Yield the rows of some layers batch by batch, in a separate pass; `last`: it is the last of these passes."""
-        for (rows,) in self.run([layers], last=self.ends and last):
-            assert isinstance(rows, RoutedRows), "only experts are shown in parts"
-            yield rows
 
 
 @dataclass(slots=True)
@@ -144,8 +68,7 @@ class Seen:
         """Add an input `x` of the group; it is copied unless the forward pass `waits` until its rows are used."""
         layer = group[0]
         if isinstance(x, Routed):
-            experts = list(dict.fromkeys(each.expert for each in group if isinstance(each, ExpertLayer)))
-            self.routed = x if waits else x.only(experts)
+            self.routed = x if waits else x.only([*by_expert(group)])
         else:
             rows = layer.rows(x)
             rows = rows if self.rounded is None else self.rounded(layer.name, rows)
@@ -163,24 +86,145 @@ class Seen:
         return self.rows[0] if len(self.rows) == 1 else torch.cat(self.rows)
 
 
-def rows_of(name: str, quantized: Seen, original: Seen | None) -> Rows | RoutedRows:
-    """Combine the observations of one batch in the two networks.
+class Results:
+    """Numbers of the tensors that a block computes, in order: a result has the same number in every batch.
 
-    Raises:
-        CalibrationError: The layer receives different tokens in the two networks.
+    Only tensors with as many rows as the hidden states and rows of the same length are numbered; the first is the input
+    of the block, which is a copy. Tensors computed only from parameters, or from integers made without arguments
+    (positions), are excluded: they do not grow with the batch and match the shape only by chance. No tensor is kept in
+    memory.
+
+    Args:
+        hidden: Hidden states, or a tensor of their shape.
+
+    Attributes:
+        numbered: References to the numbered tensors so far, in order.
     """
-    if quantized.routed is not None:
-        rounded = None if quantized.rounded is None else partial(quantized.rounded, name)
-        original_routed = None if original is None else original.routed
-        return RoutedRows(quantized=quantized.routed, original=original_routed, rounded=rounded)
-    X_hat = quantized.stacked
-    if original is None:
-        return Rows(X_hat=X_hat)
-    X = original.stacked
-    if len(X) != len(X_hat):
-        raise CalibrationError(
-            f"{name} receives {len(X)} tokens in the original network and {len(X_hat)} in the quantized network, as routed "
-            f"experts do. Leave the layer unquantized with --ignore, or use --no-correct."
-        )
-    residual = {layer: wide(original.added[layer]) - r_hat for layer, r_hat in quantized.added.items()}
-    return Rows(X_hat=X_hat, X=X, residual=residual)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self._size, self._width = hidden.numel(), hidden.shape[-1]
+        self._all: list[ref[Tensor]] = []
+        self._fixed: dict[int, ref[Tensor]] = {}  # {id: tensor that is the same in every batch}
+        self.numbered: list[tuple[ref[Tensor], int]] = []  # with its version, which counts writes to the tensor
+
+    def note(self, result: Any, given: Iterable[Any]) -> None:
+        """Number the tensors in the `result` of a function with arguments `given`."""
+        operands = tensors_in(given)
+        same = all(self._is_fixed(x) for x in operands)
+        for x in tensors_in((result,)):
+            self._all.append(ref(x))
+            fixed = same and (bool(operands) or not x.is_floating_point())
+            if fixed:
+                self._fixed[id(x)] = ref(x)
+            elif x.numel() == self._size and x.shape[-1] == self._width:
+                self.numbered.append((ref(x), x._version))
+
+    def _is_fixed(self, x: Tensor) -> bool:
+        known = self._fixed.get(id(x))
+        return isinstance(x, nn.Parameter) or (known is not None and known() is x)
+
+    def number(self, x: Tensor) -> int | None:
+        """Return the number of a tensor; None if it has none, or was written to since it was numbered."""
+        for number, (known, version) in reversed([*enumerate(self.numbered)]):
+            tensor = known()
+            if tensor is not None and same(tensor, x):
+                return number if version == x._version else None
+        return None
+
+    def get(self, number: int) -> Tensor | None:
+        """Return the tensor of a number; None if it does not exist yet or no longer."""
+        return self.numbered[number][0]() if number < len(self.numbered) else None
+
+    def bytes_alive(self, *, but: set[int]) -> int:
+        """Return the bytes of all tensors still in memory, without storages at the addresses `but`."""
+        tensors = (known() for known in self._all)
+        storages = [x.untyped_storage() for x in tensors if x is not None]
+        return sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in but}.values())
+
+
+class Additions(TorchFunctionMode):
+    """Torch function mode that records the tensors added to the outputs of some layers.
+
+    The other operand of the addition that consumes an output is `r`. As long as the sum goes straight into another
+    addition (`mlp + attention + hidden`), that operand joins `r`; the first other use of the sum ends it. An output
+    with another use before its addition (`x + 0.04 x^3` in an activation) does not count as added.
+
+    Args:
+        done: Function that is called when `r` of a layer is complete.
+        results: Numbering of all results; `r` is then recorded as the numbers of its operands instead of copies.
+
+    Attributes:
+        found: {layer name: the operands whose sum is `r`}, copies or numbers; see `total`.
+    """
+
+    ADDITIONS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
+
+    def __init__(self, done: Callable[[], None] = lambda: None, results: Results | None = None) -> None:
+        super().__init__()
+        self.found: dict[str, tuple[Any, ...]] = {}
+        self._done, self._results = done, results
+        self._keep: Callable[[Tensor], Any] = wide if results is None else results.number
+        self._open: dict[str, tuple[Tensor, tuple[Any, ...]]] = {}  # the output or the sum so far, and r so far
+
+    def watch(self, layer: Layer, output: Tensor) -> None:
+        """Record the addition that consumes this output, when it comes."""
+        if not layer.convolves and isinstance(output, Tensor):
+            self._open[layer.name] = (output, ())
+
+    def finish(self) -> None:
+        """Complete all sums that went into no other addition: the block has ended."""
+        self.found |= {name: r for name, (_, r) in self._open.items() if r}
+        self._open.clear()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = self._watched(func, args, kwargs) if self._open else func(*args, **kwargs)
+        if self._results is not None:
+            self._results.note(output, (*args, *kwargs.values()))
+        return output
+
+    def _watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function while outputs wait for their addition."""
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        plain = kwargs.get("alpha", 1) == 1 and "out" not in kwargs and len(tensors) == 2
+        touched = [name for name, (current, _) in self._open.items() if any(same(value, current) for value in tensors)]
+        others: dict[str, Any] = {}  # copied before an addition in place overwrites them
+        if getattr(func, "__name__", "") in self.ADDITIONS and plain and tensors[0].shape == tensors[1].shape:
+            a, b = tensors
+            others = {name: self._keep(b if same(a, self._open[name][0]) else a) for name in touched}
+        output = func(*args, **kwargs)
+        if not any(isinstance(value, Tensor) for value in (output if isinstance(output, (tuple, list)) else (output,))):
+            return output  # an attribute of the tensor (its shape), not a use of it
+        for name in touched:
+            current, r = self._open[name]
+            if name in others:
+                self._open[name] = (output, (*r, others[name]))
+            elif not (isinstance(output, Tensor) and same(output, current)):
+                del self._open[name]
+                if r:
+                    self.found[name] = r
+                    self._done()
+        return output
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among `values`, and in tuples and lists among them."""
+    groups = (value if isinstance(value, (tuple, list)) else (value,) for value in values)
+    return [x for group in groups for x in group if isinstance(x, Tensor)]
+
+
+def total(operands: Sequence[Tensor]) -> Tensor:
+    """Return the sum of operands in the order they were added, in the shape of the first."""
+    return reduce(lambda r, operand: r + operand.view_as(r), operands)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of the same memory, in full."""
+    return a is b or (a.data_ptr() == b.data_ptr() and a.numel() == b.numel() and a.dtype == b.dtype and not a.is_meta)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Copy a tensor as float32, or as float64 if it has that dtype."""
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)

@@ -1,10 +1,9 @@
-"""Second moments of the inputs of layers, summed over the rows that `stages.py` and `one_forward.py` yield."""
+"""Second moments of the inputs of layers, summed over the rows that forward passes of a block yield."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -14,19 +13,17 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream
-from nearplane.calibration.rows import ExpertRows, InParts, RoutedRows, Rows
-from nearplane.calibration.stages import rows_by_batch, unreached
+from nearplane.calibration.expert_rows import InParts, RoutedRows, in_turn, unit_of_experts
+from nearplane.calibration.rows import Rows
+from nearplane.calibration.stages import unreached
 from nearplane.calibration.sums_of_ranks import add_up, collect
 from nearplane.calibration.windows import EXTRA_TOKENS
 from nearplane.errors import CalibrationError, RankError
 from nearplane.lattice.exact_sum import unit_of
 from nearplane.lattice.moments import ExtraRows, Moments, MomentSums, MomentTotals, sum_dtype, wide_product
 from nearplane.matrix.inputs import LayerInput, SharedInput
-from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
-from nearplane.models.model import Block
 from nearplane.recipe.recipe import Rare
-from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
 from nearplane.system.matmul_library import repeatable_threads
 
 HELD_OUT = 0.2  # fraction of the calibration windows whose moments are also summed separately
@@ -45,24 +42,6 @@ class Observed:
     layers: tuple[Layer, ...]
     moments: dict[str, Moments]
     more: bool = False
-
-
-@torch.no_grad()
-def observe(
-    block: Block, groups: Sequence[tuple[Layer, ...]], stream: Stream, *, last: bool = False, onward: bool = False
-) -> list[Observed]:
-    """Sum the second moments of the inputs of groups of layers in a separate pass; see `sum_moments`.
-
-    Args:
-        block: The block in memory, with its original if there are two streams.
-        groups: Groups from `stages`; often one of them.
-        stream: The streams before the block.
-        last, onward: Whether the original and the quantized stream pass the block; see `rows_by_batch`.
-
-    Raises:
-        CalibrationError: As in `sum_moments`, or a layer receives different tokens in the two networks.
-    """
-    return [*sum_moments(groups, rows_by_batch(block, groups, stream, last=last, onward=onward), stream)]
 
 
 # without torch.no_grad, which would keep a reference to each yielded value; the functions called here have it
@@ -95,27 +74,19 @@ def sum_moments(
         CalibrationError: An input is not finite, or too few tokens reach an expert.
     """
     windows = stream.dealt.windows
-    split = stream.original is not None and windows > 1
-    first_held = windows - min(windows - 1, max(1, round(HELD_OUT * windows))) if split else windows
-    new_sums = partial(_Sums, stream=stream, first_held=first_held)
+    held = 0 if stream.original is None else min(windows - 1, max(1, round(HELD_OUT * windows)))
+    new_sums = partial(_Sums, stream=stream, first_held=windows - held)
     if isinstance(looked, InParts):
-        over_experts = new_sums(groups[0], crossed=True).summed_over_experts(looked.shown(groups[0], last=False))
-        mean_totals, new_sums = over_experts.totals(), partial(new_sums, unit=over_experts.unit)
-        for part in looked.parts:
-            last = part is looked.parts[-1]  # no variable for the rows: it would keep two parts in memory
-            yield from _in_turn(part, list(looked.shown(part, last=last)), new_sums, split, rare, mean_totals)
+        yield from looked.in_turn(groups[0], new_sums, rare)
         return
-    sums, kept = (
-        {index: new_sums(group) for index, group in enumerate(groups)},
-        defaultdict[int, list[RoutedRows]](list),
-    )
+    sums, kept = dict(enumerate(map(new_sums, groups))), defaultdict[int, list[RoutedRows]](list)
     _take_in(looked, sums, kept)
     for index, group in enumerate(groups):  # drops each group's rows before other layers are solved
         if index in kept:
-            with_unit = partial(new_sums, unit=_unit_of_experts(group, kept[index][0]))
-            yield from _in_turn(group, kept.pop(index), with_unit, split, rare)
+            with_unit = partial(new_sums, unit=unit_of_experts(group, kept[index][0]))
+            yield from in_turn(group, kept.pop(index), with_unit, rare)
         else:
-            yield sums.pop(index).observed(split)
+            yield sums.pop(index).observed()
 
 
 @torch.no_grad()
@@ -131,67 +102,6 @@ def _take_in(
                 sums[index].add(batch, rows)
             del rows
         del rows_by_group  # before the next batch runs
-
-
-def _in_turn(
-    group: tuple[Layer, ...],
-    shown: list[RoutedRows],
-    new_sums: Callable[..., _Sums],
-    split: bool,
-    rare: Rare,
-    mean_totals: _Totals | None = None,
-) -> Iterator[Observed]:
-    """Yield the layers of one expert after the other, each with the moments of the tokens that reach it.
-
-    If the n tokens of an expert are fewer than `MIN_TOKENS_PER_INPUT` per input, the mean over all experts is added with the
-    weight of the m missing tokens: `H = (n H_own + m H_mean) / (n + m)`.
-
-    Args:
-        group: Layers of experts.
-        shown: Routed rows of each batch.
-        new_sums: Function that returns empty sums for some layers.
-        split: Whether moments of the held-out windows are returned separately.
-        rare: Treatment of experts that few tokens reach; see `sum_moments`.
-        mean_totals: Sums over the rows of all experts; None if `group` holds all experts.
-
-    Raises:
-        CalibrationError: Too few tokens reach an expert, and `rare` is "error".
-    """
-    dealt, inputs, experts = new_sums(group).dealt, group[0].shape[1], by_expert(group)
-    fitted = shown[: dealt.fitted]
-    counts = torch.tensor([[rows.quantized.count(each) for each in experts] for rows in fitted]).int()
-    tokens_of = dealt.ranks.sum(counts[int(dealt.repeated) :].sum(0)).tolist()
-    mean_cache = [] if mean_totals is None else [mean_totals]  # computed only if an expert needs it
-
-    def observed_expert(expert: int, layers: tuple[Layer, ...], tokens: int) -> Observed:
-        borrowed = max(0, MIN_TOKENS_PER_INPUT * inputs - tokens)
-        if tokens < ADVISED_TOKENS_PER_INPUT * inputs and rare == "error":
-            raise CalibrationError(too_rare(layers[0].name, tokens, inputs))
-        if borrowed and not mean_cache:
-            mean_cache.append(new_sums(group, crossed=True).summed_over_experts(fitted).totals())
-        sums = new_sums(layers, crossed=True if borrowed else None).summed(rows.of(expert) for rows in shown)
-        return sums.observed(split, blended=(borrowed, mean_cache[0]) if borrowed else None)
-
-    for number, (expert, layers) in enumerate(experts.items(), 1):
-        yield replace(observed_expert(expert, layers, tokens_of[number - 1]), more=number < len(experts))
-
-
-@torch.no_grad()
-def _unit_of_experts(group: tuple[Layer, ...], first: RoutedRows) -> Tensor:
-    """Return the unit of sums over experts, from the rows of all of them in the first batch: one may have none there."""
-    return unit_of(first.quantized.only([*by_expert(group)]).x)
-
-
-def too_rare(name: str, tokens: int, inputs: int) -> str:
-    """Return the message about an expert that too few tokens reach."""
-    more = ""
-    if tokens:
-        more = f" About {math.ceil(ADVISED_TOKENS_PER_INPUT * inputs / tokens)} times as many samples would be enough."
-    return (
-        f"{tokens:,} calibration tokens reach {name}, fewer than {ADVISED_TOKENS_PER_INPUT} for each of its {inputs:,} inputs. "
-        f"Use more --samples, text of the kind that the model is used for, or --rare-experts mean, which adds the mean over the "
-        f"experts of the block.{more}"
-    )
 
 
 class _Totals(NamedTuple):
@@ -256,25 +166,8 @@ class _Sums:
         for sums, part in ((self._fitted, slice(0, cut)), (self._held, slice(cut, None))):
             lost = {name: difference[part] for name, difference in outputs.items()}
             sums.add(rows.X_hat[part], None if rows.X is None else rows.X[part], lost, crossed=crossed)
-        if isinstance(rows, ExpertRows):
+        if rows.token is not None:
             self._alike, self._compared = self._alike + rows.alike, rows.X is not None
-
-    @torch.no_grad()
-    def summed(self, shown: Iterable[Rows]) -> _Sums:
-        """Add the rows of all batches."""
-        for batch, rows in enumerate(shown):
-            self.add(batch, rows)
-        return self
-
-    @torch.no_grad()
-    def summed_over_experts(self, shown: Iterable[RoutedRows]) -> _Sums:
-        """Add the rows of every expert of the group, without extra windows."""
-        for batch, rows in enumerate(shown):
-            if self.unit is None:
-                self.unit = _unit_of_experts(self.group, rows)
-            for expert in by_expert(self.group) if batch < self.dealt.fitted else ():
-                self.add(batch, rows.of(expert))
-        return self
 
     @torch.no_grad()
     def totals(self) -> _Totals:
@@ -284,11 +177,10 @@ class _Sums:
         return _Totals(self._fitted.totals(), self._held.totals())
 
     @torch.no_grad()
-    def observed(self, split: bool, *, blended: tuple[int, _Totals] | None = None) -> Observed:
+    def observed(self, *, blended: tuple[int, _Totals] | None = None) -> Observed:
         """Return the layers with their moments; these sums are used up.
 
         Args:
-            split: Whether moments of the held-out windows are returned separately.
             blended: Number of tokens and sums over all experts; the sums are added with the weight of so many tokens.
         """
         totals, more = self.totals(), 0
@@ -299,7 +191,7 @@ class _Sums:
             for sums, others in zip(totals, mean_totals, strict=True):
                 sums.blend(others, share)
             more = totals.all.tokens - tokens
-        moments = self._moments(totals, split)
+        moments = self._moments(totals)
         if any(layer.routed for layer in self.group):
             alike = self._alike / max(1, tokens) if self._compared else None
             moments = {name: replace(each, alike=alike, blended=more) for name, each in moments.items()}
@@ -326,10 +218,10 @@ class _Sums:
         add_up(self._held, ranks)
         collect(self._extra, ranks, self.group[0].weight.device)
 
-    def _moments(self, totals: _Totals, split: bool) -> dict[str, Moments]:
+    def _moments(self, totals: _Totals) -> dict[str, Moments]:
         """Return {layer name: moments}."""
         everything, held = totals
-        split = split and 0 < held.tokens < everything.tokens  # all tokens of an expert may lie in one of the two
+        split = 0 < held.tokens < everything.tokens  # all tokens of an expert may lie in one of the two
         names = ", ".join(layer.name for layer in self.group)
         if not everything.tokens:
             raise unreached(names)

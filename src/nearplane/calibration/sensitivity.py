@@ -13,12 +13,14 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import Stream, finish, readout, skeleton
+from nearplane.calibration.activations import Stream, skeleton
+from nearplane.calibration.network_ends import finish, readout
 from nearplane.calibration.one_forward import default_batch
 from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.calibration.walk import Followed
 from nearplane.errors import CalibrationError
-from nearplane.models.kinds import NOTHING_TO_MEASURE, has_head, predicts_always_the_same
+from nearplane.models.divergence import NOTHING_TO_MEASURE, predicts_always_the_same
+from nearplane.models.kinds import has_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.system.device import repeatable_backward

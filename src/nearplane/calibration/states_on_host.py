@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.system.device import CopyStream
-
 
 def pinned_bytes(size: int) -> int:
     """Return the bytes of the host that a pinned tensor of so many bytes takes: torch rounds up to a power of two."""
@@ -46,7 +44,8 @@ class StatesOnHost(MutableSequence[Tensor]):
 
     def __setitem__(self, index: Any, state: Any) -> None:
         index = range(len(self._items))[index]
-        self._forget(index)
+        if self._next is not None and self._next[0] == index:
+            self._next = None  # the item that is on its way changes
         self._items[index] = self._kept(state, self._items[index])
 
     def __delitem__(self, index: Any) -> None:
@@ -58,14 +57,34 @@ class StatesOnHost(MutableSequence[Tensor]):
         self._next = None
         self._items.insert(index, self._kept(value, None))
 
-    def _forget(self, index: int) -> None:
-        """Drop the item that is on its way if it is this one, because it changes."""
-        if self._next is not None and self._next[0] == index:
-            self._next = None
-
     def _kept(self, state: Tensor, old: Tensor | None) -> Tensor:
         """Copy a tensor to the host, into the memory of the item that it replaces if it has the same form."""
         self._copies = self._copies or CopyStream(state.device)
         if old is None or (old.shape, old.dtype) != (state.shape, state.dtype):
             old = torch.empty(state.shape, dtype=state.dtype, pin_memory=True)
         return old.copy_(state.detach(), non_blocking=True)
+
+
+class CopyStream:
+    """Copies from pinned memory of the host to a GPU, in a stream of their own beside its computation.
+
+    Args:
+        place: The GPU.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self._place, self._runtime = place, torch.get_device_module(place)
+        self._stream = self._runtime.Stream(place)
+
+    def send(self, x: Tensor) -> Tensor:
+        """Begin to copy a tensor to the GPU, after all work that the GPU was given so far."""
+        self._stream.wait_stream(self._runtime.current_stream(self._place))
+        with self._runtime.stream(self._stream):
+            return x.to(self._place, non_blocking=True)
+
+    def arrived(self, x: Tensor) -> Tensor:
+        """Return a sent tensor for computation, which waits for it on the GPU."""
+        current = self._runtime.current_stream(self._place)
+        current.wait_stream(self._stream)
+        x.record_stream(current)  # its memory is not reused before the computation has read it
+        return x

@@ -6,96 +6,25 @@ They are looked for early, so that a wrong path is refused at once. Needs no tor
 from __future__ import annotations
 
 import errno
-import hashlib
-import logging
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 
-from nearplane.errors import INSTALL, CalibrationError, ModelError, first_line
-from nearplane.system.files import read_object, sha256
+from nearplane.calibration.hub_texts import CROPPED, TEST_TEXTS, TRAINING_TEXTS, NamedText
+from nearplane.errors import INSTALL, CalibrationError, ModelError
+from nearplane.system.files import read_object
 from nearplane.system.paths import check_path, folder_named, is_gguf, refuse_unfinished
 
 SUFFIXES = (".txt", ".jsonl")  # of text files
 NUMBER = re.compile(r"[-+]?(\d{1,9}(\.\d{0,9})?|\.\d{1,9})")
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedText:
-    """A file of a text that is known by its name.
-
-    Args:
-        name: Name of the text.
-        option: Option that names it.
-        repository: Id of the data set on the hub.
-        file: Path of the file in it.
-        reader: Reader of the file in the datasets package.
-    """
-
-    name: str
-    option: str
-    repository: str
-    file: str
-    reader: str
-
-    def fetched(self) -> Path:
-        """Return the local copy of the file, downloaded from the hub if it is not in the cache yet.
-
-        Raises:
-            CalibrationError: The datasets package is missing, or the file cannot be fetched.
-        """
-        if find_spec("datasets") is None:
-            raise CalibrationError(
-                f"{self.option} {self.name} needs the datasets package. Run {INSTALL['datasets']}, or pass a .txt "
-                f"or .jsonl file with {self.option}."
-            )
-        from huggingface_hub import hf_hub_download
-
-        log.info(
-            "reading %s from the Hugging Face hub or its cache (HF_HUB_OFFLINE=1: from its cache alone)", self.name
-        )
-        try:
-            return Path(hf_hub_download(self.repository, self.file, repo_type="dataset"))
-        except Exception as error:  # the network and the hub raise anything
-            raise CalibrationError(
-                f"{self.option} {self.name}: {self.file} of {self.repository} cannot be fetched from the Hugging Face hub "
-                f"({first_line(error)}). Pass a .txt or .jsonl file with {self.option} instead."
-            ) from error
-
-    def rows(self) -> Sequence[str]:
-        """Return the rows of the text in their order, each read from disk when it is used.
-
-        Raises:
-            CalibrationError: The file cannot be fetched or read.
-        """
-        file = self.fetched()
-        from datasets import load_dataset
-
-        try:
-            column: Sequence[str] = load_dataset(self.reader, data_files=str(file), split="train")["text"]
-            return column
-        except Exception as error:  # readers of files raise anything
-            raise CalibrationError(
-                f"{file} cannot be read ({first_line(error)}). Delete it, and repeat the command."
-            ) from error
-
-
-CROPPED = "c4"  # its windows are crops of random documents
-WIKITEXT = {"name": "wikitext2", "repository": "Salesforce/wikitext", "reader": "parquet"}
-C4 = {"name": "c4", "repository": "allenai/c4", "reader": "json"}
-TEST_TEXTS = {  # to measure on
-    "wikitext2": NamedText(**WIKITEXT, option="--text", file="wikitext-2-raw-v1/test-00000-of-00001.parquet"),
-    "c4": NamedText(**C4, option="--text", file="en/c4-validation.00000-of-00008.json.gz"),
-}
-TRAINING_TEXTS = {  # to calibrate on
-    "wikitext2": NamedText(**WIKITEXT, option="--calibration", file="wikitext-2-raw-v1/train-00000-of-00001.parquet"),
-    "c4": NamedText(**C4, option="--calibration", file="en/c4-train.00000-of-01024.json.gz"),
-}
+TEXTS, TOKENS = "texts given in Python", "tokens given in Python"  # names in the run record, in place of a path
+IMAGES, SOUND = "images given in Python", "sound given in Python"
+# advice on passing data again that the run record does not hold
+PASS_AGAIN: dict[object, str] = dict.fromkeys((IMAGES, SOUND), "the same data again from Python:")
+PASS_AGAIN |= {TEXTS: "a .jsonl file of them with --calibration, or", TOKENS: "them from Python with --calibration, or"}
 
 
 def text_to_measure_on(source: object) -> NamedText | None:
@@ -266,10 +195,14 @@ def check_named(*models: str | Path | None, **texts: str | Path | None) -> None:
             check_text(text, f"--{option}")
 
 
-def content_of(text: Path) -> str:
-    """Return the SHA-256 of a text file or of all files in a folder; for a data set, its name."""
-    if text.is_file():
-        return sha256(text)
-    if not text.is_dir():
-        return str(text)
-    return hashlib.sha256("".join(sha256(p) for p in sorted(text.rglob("*")) if p.is_file()).encode()).hexdigest()
+def refuse_unrecorded(calibration: object) -> None:
+    """Refuse the name of data that was passed from Python and is not in the run record.
+
+    Raises:
+        CalibrationError: The data must be passed again; the message says how.
+    """
+    if calibration in PASS_AGAIN:
+        raise CalibrationError(
+            f"The calibration was {calibration}; the run record contains only their SHA-256. Pass {PASS_AGAIN[calibration]} "
+            f"nearplane.verify(..., calibration=...)."
+        )

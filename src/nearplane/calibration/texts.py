@@ -7,33 +7,30 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nearplane.calibration.text_files import CROPPED, NamedText, text_files, text_to_measure_on
-from nearplane.errors import CalibrationError, first_line
+from nearplane.calibration.crops import CROPS, crops
+from nearplane.calibration.hub_texts import CROPPED, NamedText, rows_of_set
+from nearplane.calibration.text_files import text_files, text_to_measure_on
+from nearplane.calibration.text_rows import text_of_row, unicode_text
+from nearplane.errors import CalibrationError
 from nearplane.models.pretrained import as_model_error, tokens_before
 from nearplane.recipe.recipe import FirstToken
-from nearplane.system.time_limit import time_limit
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
 LETTERS_PER_TOKEN = 6  # guess for the first attempt; most tokens are shorter
 CONTEXT_LETTERS = 10_000  # letters after a token that may still change it: longer than any word
 READ_LETTERS = 1_000_000  # letters of a file that are read and looked at together
-SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data set are drawn
-CROPS = 256  # windows of it where no number is given, as in the papers
-BESIDE_MESSAGES = ("tools", "documents", "chat_template_kwargs")  # of a row, as objects or as their JSON
-MAX_DRAWS = 10_000  # documents that are drawn for one window before it is given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +65,7 @@ def read_windows(
     A text file is one document, taken raw and tokenized whole; every line of a jsonl file (`text`, or `messages` for
     the chat template) and every row of a data set is one, unless it is blank. Documents are joined with the end-of-sequence
     token, if there is one, and cut into windows that do not overlap. No special tokens are added but those of `frame`.
-    Windows of c4 are crops of random documents, see `_crops`.
+    Windows of c4 are crops of random documents, see `crops`.
 
     Args:
         tokenizer: The tokenizer of the model.
@@ -93,8 +90,8 @@ def read_windows(
     named = source if isinstance(source, NamedText) else text_to_measure_on(source)
     if named is not None and named.name == CROPPED:
         count = CROPS if samples == sys.maxsize else samples
-        crops = _crops(tokenizer, named.rows(), count, seqlen - frame.size, random.Random(seed))
-        windows = [[*frame.before, *crop] for crop in crops]
+        cropped = crops(tokenizer, named.rows(), count, seqlen - frame.size, random.Random(seed))
+        windows = [[*frame.before, *crop] for crop in cropped]
     else:
         texts = _documents(tokenizer, DEFAULT_DATASET if source is None else named or source, seed)
         ids = _joined(tokenizer, texts, samples * seqlen)
@@ -133,33 +130,6 @@ def _joined(tokenizer: PreTrainedTokenizerBase, texts: Iterator[str | Path], nee
         if len(ids) >= needed:
             break
     return ids
-
-
-def _crops(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[str], count: int, seqlen: int, generator: random.Random
-) -> list[list[int]]:
-    """Return `count` windows of `seqlen` ids, each cropped at random from a random document that is longer than a window.
-
-    Same draws as `get_c4` in the code of GPTQ (Frantar et al., 2022), for tokenizers that add no special tokens.
-
-    Raises:
-        CalibrationError: The documents are too short.
-    """
-    windows: list[list[int]] = []
-    while len(windows) < count:
-        for _ in range(MAX_DRAWS):
-            text = rows[generator.randint(0, len(rows) - 1)]
-            with as_model_error("The model's tokenizer cannot tokenize the text (fetch the model again)"):
-                ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            if len(ids) > seqlen:
-                break
-        else:
-            raise CalibrationError(
-                f"None of {MAX_DRAWS:,} documents drawn from c4 has more than {seqlen} tokens. Use shorter windows with --seqlen."
-            )
-        start = generator.randint(0, len(ids) - seqlen - 1)
-        windows.append(ids[start : start + seqlen])
-    return windows
 
 
 def read_documents(tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str]) -> Iterator[str]:
@@ -219,24 +189,6 @@ def check_vocabulary(tokens: Tensor, size: int) -> None:
         )
 
 
-def check_start(tokens: Tensor, start: int | None, called: str) -> None:
-    """Refuse transcripts that all begin with the decoder's start token, which is added anyway.
-
-    Args:
-        tokens: (windows, seqlen) token ids of the transcripts.
-        start: The decoder's start token; None if there is none.
-        called: Name of the model in messages.
-
-    Raises:
-        CalibrationError: All transcripts begin with the start token.
-    """
-    if start is not None and bool((tokens[:, 0] == start).all()):
-        raise CalibrationError(
-            f"All token_ids begin with {start}, the start token that the decoder of {called} adds itself. "
-            f"Pass them without it, as for labels=."
-        )
-
-
 def _documents(
     tokenizer: PreTrainedTokenizerBase, source: str | Path | Sequence[str] | NamedText, seed: int
 ) -> Iterator[str | Path]:
@@ -256,13 +208,13 @@ def _texts(
         return
     if not isinstance(source, str | Path):
         for number, text in enumerate(source, 1):
-            yield _unicode(text, f"The list of {len(source)} texts, text {number},")
+            yield unicode_text(text, f"The list of {len(source)} texts, text {number},")
         return
     files = text_files(source)
     for file in files or ():
         yield from _documents_in(file, tokenizer)
-    for number, row in enumerate(_rows(str(source), seed) if files is None else (), 1):
-        yield _text(row, f"{source}, row {number}", tokenizer)
+    for number, row in enumerate(rows_of_set(str(source), seed) if files is None else (), 1):
+        yield text_of_row(row, f"{source}, row {number}", tokenizer)
 
 
 def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str | Path]:
@@ -282,7 +234,7 @@ def _documents_in(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[st
             except (ValueError, RecursionError) as error:
                 fault = "it nests too deep" if isinstance(error, RecursionError) else error
                 raise CalibrationError(f"{place} is not JSON ({fault}). Expected one object per line.") from error
-            yield _text(row, place, tokenizer)
+            yield text_of_row(row, place, tokenizer)
     if empty:
         raise CalibrationError(f"{file} is empty. Pass a file with text.")
 
@@ -326,51 +278,3 @@ def _without_nulls(text: str) -> str:
     if "\0" in text:
         raise ValueError("it has null characters, as a text in UTF-16 or a binary file has")
     return text
-
-
-def _text(row: Any, place: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a row; a chat is formatted by the tokenizer's template, which also gets `BESIDE_MESSAGES`."""
-    match row:
-        case {"text": str(text)}:
-            return _unicode(text, place)
-        case {"messages": list()} if getattr(tokenizer, "chat_template", None) is None:
-            raise CalibrationError(
-                f"{place} has `messages`, but the model's tokenizer has no chat template. Pass lines with `text` instead."
-            )
-        case {"messages": list(messages)}:
-            try:
-                beside = {name: row[name] for name in BESIDE_MESSAGES if row.get(name)}
-                beside = {name: json.loads(each) if isinstance(each, str) else each for name, each in beside.items()}
-                options = beside.pop("chat_template_kwargs", {})
-                with time_limit():
-                    text = str(tokenizer.apply_chat_template(messages, tokenize=False, **beside, **options))
-            except Exception as error:  # templates are programs and raise anything
-                raise CalibrationError(
-                    f"{place}: the chat template cannot be applied ({first_line(error)})."
-                ) from error
-            return _unicode(text, place)
-    raise CalibrationError(
-        f'{place} has neither `text` (a string) nor `messages` (a list). Expected for example {{"text": "some text"}}.'
-    )
-
-
-def _unicode(text: str, place: str) -> str:
-    """Return a text, or refuse it if it has half a surrogate pair, which no tokenizer takes."""
-    if not text.isascii() and re.search("[\ud800-\udfff]", text):
-        raise CalibrationError(f"{place} has half a surrogate pair, which is not valid Unicode. Correct the text.")
-    return text
-
-
-def _rows(source: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a data set of the hub, streamed and shuffled."""
-    name, config, split = [*source.split(":"), "", ""][:3]
-    try:
-        from datasets import load_dataset
-
-        rows = load_dataset(name, config or None, split=split or "train", streaming=True)
-        yield from rows.shuffle(seed=seed, buffer_size=SHUFFLED_ROWS)
-    except Exception as error:  # the network and the readers of many formats raise anything
-        raise CalibrationError(
-            f"The data set {source} cannot be read ({first_line(error)}). Pass wikitext2, c4, or a .txt or .jsonl file with "
-            f"--calibration."
-        ) from error

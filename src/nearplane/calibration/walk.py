@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, repeat
 from typing import Any, Protocol
@@ -19,16 +19,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import Dealt, Stream, finish, skeleton
+from nearplane.calibration.activations import Dealt, Stream, skeleton
+from nearplane.calibration.network_ends import finish
 from nearplane.calibration.one_forward import BlockForward, MemorySetting
 from nearplane.calibration.rounded_stream import RoundedStream
-from nearplane.calibration.second_moments import Observed, observe, shared_inputs, sum_moments
-from nearplane.calibration.stages import before_the_head
-from nearplane.calibration.windows import Windows
+from nearplane.calibration.second_moments import Observed, shared_inputs, sum_moments
+from nearplane.calibration.separate_passes import observations_of_the_head
+from nearplane.calibration.windows import Windows, joined_windows
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.matrix.inputs import LayerInput, Target, corrected
-from nearplane.models.kinds import joined_windows
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.recipe.recipe import Recipe
@@ -42,6 +42,7 @@ from nearplane.system.ranks import ONE_PROCESS, Ranks
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, kw_only=True)
 class Stage:
     """Layers to be written next, with their inputs, in the block in memory; or the end of a block, without layers.
 
@@ -61,22 +62,16 @@ class Stage:
         solved: What a rank has solved of the stage, until rank 0 asks for it.
     """
 
-    def __init__(
-        self,
-        layers: tuple[Layer, ...] = (),
-        inputs: Iterable[LayerInput] = (),
-        *,
-        rest: tuple[str, ...],
-        input_scales: Mapping[str, float] | None = None,
-        first: bool = False,
-        blocks: int = 0,
-        stream: Stream | None = None,
-        ranks: Ranks = ONE_PROCESS,
-    ) -> None:
-        self.layers, self.inputs, self.rest, self.first = layers, list(inputs), rest, first
-        self.blocks, self.stream, self.input_scales = blocks, stream, dict(input_scales or {})
-        self.ranks, self.written = ranks, False
-        self.solved: list[Any] = []
+    layers: tuple[Layer, ...] = ()
+    inputs: list[LayerInput] = field(default_factory=list)
+    rest: tuple[str, ...] = ()
+    input_scales: Mapping[str, float] = field(default_factory=dict)
+    first: bool = False
+    blocks: int = 0
+    stream: Stream | None = None
+    ranks: Ranks = ONE_PROCESS
+    written: bool = field(default=False, init=False)
+    solved: list[Any] = field(default_factory=list, init=False)
 
     @property
     def ends_block(self) -> bool:
@@ -303,10 +298,10 @@ class _Walk:
         for number, together in enumerate(_chunks(observed, self.setting.experts)):
             release()  # memory of the forward passes, which solving needs
             stage = Stage(
-                tuple(layer for each in together for layer in each.layers),
-                (inputs for each in together for inputs in shared_inputs(each)),
+                layers=tuple(layer for each in together for layer in each.layers),
+                inputs=[inputs for each in together for inputs in shared_inputs(each)],
                 rest=rest,
-                input_scales=None if rounding is None else rounding.scales,
+                input_scales={} if rounding is None else dict(rounding.scales),
                 first=number == 0,
                 ranks=self.setting.device.ranks,
             )
@@ -356,11 +351,3 @@ def _solved_with(recipe: Recipe, layer: Layer) -> str:
     """
     shares = any(scheme.number_format.global_scale for scheme in recipe.schemes)
     return layer.name.rpartition(".")[0] if shares else layer.name
-
-
-def observations_of_the_head(block: Block, stream: Stream | None) -> Iterator[Observed]:
-    """Yield the head with the second moments of its inputs; see `observe`. Without a stream there are no moments."""
-    if stream is None:
-        yield Observed(layers=tuple(block.quantized_layers()), moments={})
-        return
-    yield observe(block, [before_the_head(block, stream)], stream).pop()

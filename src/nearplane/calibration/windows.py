@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import Dealt, positions_per_window
-from nearplane.calibration.given import Given, refuse_unrecorded
+from nearplane.calibration.activations import Dealt
+from nearplane.calibration.given import Given
 from nearplane.calibration.mix import Mix
-from nearplane.calibration.text_files import text_to_calibrate_on, texts_of
-from nearplane.calibration.texts import check_start, check_vocabulary, frame_of, read_windows
-from nearplane.errors import CalibrationError, RecipeError
+from nearplane.calibration.text_files import refuse_unrecorded, text_to_calibrate_on, texts_of
+from nearplane.calibration.texts import frame_of, read_windows
+from nearplane.errors import CalibrationError
 from nearplane.lattice.solvers import SOLVERS
 from nearplane.models.experts import by_expert
-from nearplane.models.kinds import InputKind, Spoken, input_kind, is_framed, joined_windows
+from nearplane.models.kinds import InputKind, input_kind, is_framed
 from nearplane.models.model import Model
-from nearplane.models.pretrained import as_model_error
+from nearplane.models.spoken import Spoken
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
 from nearplane.record.record import Source
@@ -128,6 +129,12 @@ def digest_of(tokens: Tensor) -> str:
     return digest.hexdigest()
 
 
+def joined_windows(parts: list[Tensor]) -> Tensor:
+    """Return the windows of all parts in one tensor, with their sound if there is any."""
+    ids, sounds = torch.cat(parts), [part.sound for part in parts if isinstance(part, Spoken)]
+    return Spoken.of(ids, torch.cat(sounds)) if sounds else ids
+
+
 def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None) -> Windows:
     """Read the calibration text: `samples_of` calibration windows, and the extra windows after them, see `extra_windows`.
 
@@ -151,35 +158,38 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
     if not SOLVERS[recipe.scheme.solver].needs_inputs and recipe.allocate != "slope":
         return Windows(seqlen=seqlen)
     kind = input_kind(model.network)
+    if given is None:
+        refuse_unrecorded(options.calibration)
     if kind is not (InputKind.TEXT if given is None else given.kind):
-        if given is None:
-            refuse_unrecorded(options.calibration)
         raise CalibrationError(f"{type(model.network).__name__} {EXPECTED_INPUTS[kind]}")
+    asked, windows = samples_of(model, options), None
     if given is not None:
-        given.check_packed(is_framed(model.network), type(model.network).__name__)
-    asked = samples_of(model, options)
-    windows = None if given is None or given.tokens is None else given.tokens[:asked]  # `tune` takes more
-    if windows is not None and kind is InputKind.IMAGES:
-        seqlen = _images(model, recipe, windows)
-    elif isinstance(windows, Spoken):
-        _check_spoken(model, windows)
+        windows, seqlen = given.windows(model, recipe, asked, seqlen)
     following = extra_windows(asked, seqlen)
     if windows is None:
-        source = options.calibration if given is None else given.texts
-        refuse_unrecorded(source)
-        tokenizer = model.tokenizer()
-        frame = frame_of(tokenizer, options.first_token, encoder=is_framed(model.network))
-        read = partial(read_windows, tokenizer, seqlen=seqlen, seed=options.seed, frame=frame)
+        read = reader_of(model, options, seqlen)
         if given is None and (texts := texts_of(options.calibration)):
             mix = Mix.of(texts, asked, following)
             windows = torch.stack(mix.windows(read, mix.samples + mix.extra))
             sources, fitted = mix.sources(len(windows)), mix.samples
             return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:], sources=sources)
-        windows = read(text_to_calibrate_on(source) or source, samples=asked + following)
+        windows = read(options.calibration if given is None else given.texts, samples=asked + following)
     if len(windows) == 1:
         return Windows(seqlen=seqlen, fitted=windows)
     fitted = min(asked, len(windows) - max(1, min(following, len(windows) // (WINDOWS_PER_EXTRA + 1))))
     return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:])
+
+
+def reader_of(model: Model, options: Calibration, seqlen: int) -> Callable[..., Tensor]:
+    """Return the function that reads windows of a text to calibrate on: `read(text, samples=...)`, see `read_windows`."""
+    tokenizer = model.tokenizer()
+    frame = frame_of(tokenizer, options.first_token, encoder=is_framed(model.network))
+
+    def read(text: Any, *, samples: int) -> Tensor:
+        text = text_to_calibrate_on(text) or text
+        return read_windows(tokenizer, text, samples=samples, seqlen=seqlen, seed=options.seed, frame=frame)
+
+    return read
 
 
 def default_seqlen(model: Model, options: Calibration) -> int:
@@ -205,37 +215,6 @@ def samples_of(model: Model, options: Calibration) -> int:
         widest = max((layer.shape[1] for layers in routed.values() for layer in layers), default=0)
         tokens = max(tokens, ADVISED_TOKENS_PER_INPUT * widest * len(routed) // reached)
     return max(1, -(-min(tokens, MAX_DEFAULT_TOKENS) // default_seqlen(model, options)))
-
-
-def _images(model: Model, recipe: Recipe, images: Tensor) -> int:
-    """Return the number of hidden states of each image: those of patches and of class tokens.
-
-    Raises:
-        ModelError: The network does not take images of this size.
-        RecipeError: The recipe asks for bits per layer, which are not measured on images.
-    """
-    kind = type(model.network).__name__
-    if recipe.allocate == "slope" or recipe.scheme.entropy_coded or recipe.files.block_types:
-        raise RecipeError(
-            f"{kind} takes images, on which the bits of each layer are not measured yet. Use --bits with whole numbers "
-            f"and --allocate uniform."
-        )
-    with as_model_error(f"{kind} does not take images {tuple(images.shape[1:])}, (channels, height, width)"):
-        return positions_per_window(model, images)
-
-
-def _check_spoken(model: Model, windows: Spoken) -> None:
-    """Refuse sound or transcripts that a network does not take.
-
-    Raises:
-        ModelError: The network does not take sound of this size.
-        CalibrationError: Token ids are not in the vocabulary, or all begin with the start token.
-    """
-    kind = type(model.network).__name__
-    check_vocabulary(windows, len(model.network.get_input_embeddings().weight))
-    check_start(windows, model.config.decoder_start_token_id, kind)
-    with as_model_error(f"{kind} does not take sound {tuple(windows.sound.shape[1:])} with {windows.shape[1]} tokens"):
-        positions_per_window(model, windows)
 
 
 def extra_windows(samples: int, seqlen: int) -> int:

@@ -11,18 +11,16 @@ from pathlib import Path
 
 from cyclopts import App, Parameter
 
-from nearplane.cli.checkpoint_commands import card, export, inspect, report, verify
+from nearplane.cli.checkpoint_commands import card, export, inspect, report, tune, verify
 from nearplane.cli.compare_command import compare
 from nearplane.cli.demo_commands import demo, geometry
 from nearplane.cli.evaluate_command import evaluate
 from nearplane.cli.flags import exactly
 from nearplane.cli.generate_command import generate
-from nearplane.cli.quantize_command import quantize
-from nearplane.cli.quantize_flags import refuse_mixed
+from nearplane.cli.quantize_command import quantize, refuse_mixed
 from nearplane.cli.streams import lasting_streams
 from nearplane.cli.suggest_command import suggest
 from nearplane.cli.terminal import attended, errors_as_sentences, stopping
-from nearplane.cli.tune_command import tune
 from nearplane.errors import FormatError
 from nearplane.system.launch import forget_launch, launched
 
@@ -55,10 +53,8 @@ def refuse_deleted_folder() -> None:
     """
     try:
         Path.cwd()
-    except FileNotFoundError as error:
-        raise FormatError(
-            "The current folder was deleted. Change to another folder, and repeat the command."
-        ) from error
+    except FileNotFoundError:
+        raise FormatError("The current folder was deleted. Change to another folder, and repeat the command.") from None
 
 
 def serves_rank_0(command: Sequence[str]) -> bool:

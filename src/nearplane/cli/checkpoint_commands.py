@@ -1,4 +1,4 @@
-"""The commands that read a checkpoint: `nearplane inspect`, `verify`, `report`, `card` and `export`."""
+"""The commands on a checkpoint: `nearplane inspect`, `verify`, `report`, `card`, `export` and `tune`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from nearplane.cli.printing import as_json, opening, say, table
 from nearplane.cli.terminal import bar
 from nearplane.system.progress import Progress
 from nearplane.system.sizes import size_text
-from nearplane.verbs.export_request import DENSE, ExportRequest
-from nearplane.verbs.verify_request import VerifyRequest
+from nearplane.verbs.checkpoint_requests import DENSE, ExportRequest, TuneRequest, VerifyRequest
 
 
 def inspect(out: Path, *, json: Switch = False) -> None:
@@ -67,15 +66,8 @@ def verify(request: Annotated[VerifyFlags, Flat], *, json: Switch = False) -> No
 
     verified = run(replace(request, progress=bar))
     if json:
-        print(
-            as_json(
-                {
-                    "faults": [asdict(fault) for fault in verified.faults],
-                    "asked": verified.asked,
-                    "measured": verified.measured,
-                }
-            )
-        )
+        faults = [asdict(fault) for fault in verified.faults]
+        print(as_json({"faults": faults, "asked": verified.asked, "measured": verified.measured}))
     else:
         for fault in verified.faults:
             print(f"{fault.where}: {fault.what}")
@@ -136,3 +128,39 @@ def export(request: Annotated[ExportFlags, Flat]) -> None:
     dense = request.format == DENSE
     how = f"decoded to {request.dtype or 'bfloat16'}" if dense else f"moved to {request.format} unchanged"
     print(f"weights {how}, {size_text(size)}: {request.out}")
+
+
+class TuneFlags(TuneRequest):
+    """Flags of `nearplane tune`."""
+
+    source: Annotated[Path, Parameter(name="out")]
+    out: Annotated[Path, Parameter(name="new")]
+    against: str
+    calibration: Path | None
+    device: DeviceFlag
+    progress: Annotated[Progress, Hidden]
+
+
+def tune(request: Annotated[TuneFlags, Flat], *, json: Switch = False) -> None:
+    """Train steps, norms and codes of the checkpoint in OUT against the predictions of the original, and write NEW.
+
+    NEW has the format and the widths of OUT, and entropy-coded layers stay within their requested bytes.
+    Codes are trained if they have 2 or 3 bits, are nvfp4 or mxfp4, or are entropy-coded.
+    A fifth of the text's windows is held out. The state that is best on them is written, which may be that of OUT.
+    The command ends with exit code 4 if a layer exceeds the --max-loss of OUT.
+
+    Args:
+        json: Print the run record as JSON instead of a summary.
+    """
+    request.check()
+    opening(request.source, request.against)
+    from nearplane import tune as run
+    from nearplane.record.summary import tuned
+
+    record = run(replace(request, progress=bar))
+    if json:
+        print(record.to_json())
+    else:
+        say(tuned(record, request.out))
+    if record.exceeding:
+        sys.exit(4)

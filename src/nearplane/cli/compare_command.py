@@ -11,11 +11,12 @@ from cyclopts import Parameter
 
 from nearplane.calibration.text_files import check_named
 from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Several, Switch
-from nearplane.cli.printing import as_json, comparison, opening
+from nearplane.cli.printing import as_json, opening, say, table
 from nearplane.cli.terminal import bar
 from nearplane.errors import NearplaneError, RecipeError
 from nearplane.recipe.recipe import Calibration, Way
 from nearplane.system.progress import Progress
+from nearplane.system.sizes import three_places
 from nearplane.verbs.compare_request import WAYS, CompareRequest
 from nearplane.verbs.figure_file import check_page, check_plot
 
@@ -70,7 +71,7 @@ def compare(
     opening(*models)
     from nearplane import compare as run
     from nearplane.verbs.compare_figure import draw
-    from nearplane.verbs.compare_page import write_page
+    from nearplane.verbs.compare_page import HEADS, cells, write_page
 
     rows = []
     try:
@@ -80,7 +81,8 @@ def compare(
         if rows and json:
             print(as_json([asdict(row) for row in rows]))
         elif rows:
-            comparison(rows)
+            table(HEADS, (cells(row, three_places(row.kl), none="-") for row in rows))
+            say(f"{Path(row.model).name}, {row.method} at {row.asked:g} bits: {row.note}" for row in rows if row.note)
     if html is not None:
         write_page(rows, html, prompt=request.prompt)
     if plot is not None:

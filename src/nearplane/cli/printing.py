@@ -7,15 +7,10 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from nearplane.errors import printable
-from nearplane.system.sizes import three_places
-
-if TYPE_CHECKING:
-    from nearplane.verbs.compare import Row
 
 
 def say(lines: Iterable[str]) -> None:
@@ -36,10 +31,8 @@ def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
 
     console = Console(width=None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else 190)
     cells = [[printable(cell) for cell in row] for row in rows]
-    widths = [
-        max(map(len, (*name.split(), *column)))
-        for name, *column in zip(columns, *cells, strict=True)  # headings wrap
-    ]
+    # headings wrap
+    widths = [max(map(len, (*name.split(), *column))) for name, *column in zip(columns, *cells, strict=True)]
     visible = len(columns)
     while visible > 1 and sum(widths[:visible]) + 3 * visible > console.width:
         visible -= 1
@@ -52,14 +45,6 @@ def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
     console.print(grid)
     if visible < len(columns):
         print(f"columns left out: {', '.join(columns[visible:])} (set a larger COLUMNS, or use --json)")
-
-
-def comparison(rows: Sequence[Row]) -> None:
-    """Print the rows of a comparison as a table, and below it the note of every row in full."""
-    from nearplane.verbs.compare_page import HEADS, cells
-
-    table(HEADS, (cells(row, three_places(row.kl), none="-") for row in rows))
-    say(f"{Path(row.model).name}, {row.method} at {row.asked:g} bits: {row.note}" for row in rows if row.note)
 
 
 def opening(*names: object) -> None:

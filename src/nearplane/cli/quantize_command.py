@@ -1,20 +1,92 @@
-"""The command `nearplane quantize`: flags become a request, and the run record is printed as a summary."""
+"""The command `nearplane quantize`: its flags in groups of the help, and its run record as a summary."""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from nearplane.calibration.text_files import check_named
-from nearplane.cli.flags import Switch
+from nearplane.cli.flags import DeviceFlag, Hidden, Switch
 from nearplane.cli.printing import opening, say
-from nearplane.cli.quantize_flags import RUN_GROUP, QuantizeFlags
 from nearplane.cli.terminal import bar
-from nearplane.system.launch import check_processes, started
+from nearplane.errors import RecipeError
+from nearplane.recipe.block_scheme import BlockScheme
+from nearplane.recipe.rate_scheme import RateScheme
+from nearplane.recipe.scheme import names_of
+from nearplane.recipe.schemes import GridScheme
+from nearplane.system.processes import check_processes, started
+from nearplane.verbs.quantize_request import QuantizeRequest
+
+RUN_GROUP = Group("Running", sort_key=7)
+GROUPS = {  # fields that are flags, by their group in the help; other fields are only for Python
+    Group("Everyday", sort_key=1): "bits group_size symmetric grid embeddings format activations",
+    Group("Entropy-coded, instead of --bits", sort_key=2): "size rate",
+    Group("GGUF, for llama.cpp", sort_key=3): "pre like",
+    Group("Calibration text", sort_key=4): "calibration samples seqlen first_token rare_experts",
+    Group("Layer by layer", sort_key=5): "include_head include_embeddings allocate layers ignore max_loss",
+    Group(
+        "Solver: the defaults gave the best results", sort_key=6
+    ): "solver beam polish rounds order damp correct tune",
+    RUN_GROUP: "device compute_dtype overwrite memory device_memory trust_remote_code",
+}
+FLAGS = {name: group for group, names in GROUPS.items() for name in names.split()}
+READ_AS = {  # types of flags that the command line reads otherwise than Python
+    "layers": Annotated[tuple[str, ...], Parameter(name="--layer", negative="")],
+    "ignore": Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")],
+    "device": DeviceFlag,
+    "overwrite": Switch,
+    "memory": str | None,
+    "device_memory": str | None,
+    "trust_remote_code": Switch,
+}
+PURPOSES = {
+    GridScheme: "for weights on a fixed grid",
+    BlockScheme: "for weights on a named grid",
+    RateScheme: "for entropy-coded weights",
+}
+
+
+class QuantizeFlags(QuantizeRequest):
+    """Flags of `nearplane quantize`.
+
+    Args:
+        layers: Options for some layers: REGEX=NAME:VALUE[,...], for example 'down_proj=bits:4,group_size:32'.
+            May be repeated; the first matching pattern counts. A --rate then applies to the other layers.
+    """
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that were given, those of layers by their pattern."""
+        given = super().options()
+        return given | ({"layers": options_of_layers(given["layers"])} if "layers" in given else {})
+
+
+class Unvalidated:
+    """Mark of a type with which pydantic, if it is loaded, does not compare a default that is open."""
+
+    def __get_pydantic_core_schema__(self, *_: Any) -> dict[str, str]:
+        return {"type": "any"}
+
+
+def _annotation(name: str, kind: Any) -> Any:
+    """Return what cyclopts needs to know of a field: its type and its group, or that it is no flag."""
+    if name in ("model", "out"):
+        return {"model": str, "out": Path}[name]
+    if name not in FLAGS:
+        return Annotated[kind, Hidden, Unvalidated()]
+    shown = None if FLAGS[name] is RUN_GROUP else False  # defaults of other flags are in their descriptions
+    return Annotated[READ_AS.get(name, kind), Parameter(group=FLAGS[name], show_default=shown), Unvalidated()]
+
+
+QuantizeFlags.__annotations__ = {
+    name: _annotation(name, kind) for name, kind in get_type_hints(QuantizeRequest).items()
+}
 
 
 def quantize(
@@ -47,3 +119,53 @@ def quantize(
         say(summary(record, Path(request.out)))
     if record.exceeding:
         sys.exit(4)
+
+
+def refuse_mixed(words: Sequence[str]) -> None:
+    """Refuse a command line with flags of two kinds of scheme.
+
+    Raises:
+        RecipeError: The command line has flags of two kinds.
+    """
+    given = [word.split("=")[0].replace("--no-", "--") for word in words]
+    kinds = {kind: {f"--{name.replace('_', '-')}" for name in names_of(kind) & FLAGS.keys()} for kind in PURPOSES}
+    kinds[GridScheme] -= {"--grid"}  # which all kinds accept
+    for first, second in combinations(PURPOSES, 2):
+        one, other = (
+            next((word for word in given if word in alone), None)
+            for alone in (kinds[first] - kinds[second], kinds[second] - kinds[first])
+        )
+        if one is not None and other is not None and not any({one, other} <= kind for kind in kinds.values()):
+            raise RecipeError(f"{one} is {PURPOSES[first]}, {other} is {PURPOSES[second]}. Leave out one of them.")
+
+
+def options_of_layers(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the options of `--layer 'PATTERN=NAME:VALUE,NAME:VALUE'` by pattern.
+
+    Raises:
+        RecipeError: A text does not have this form, or two have the same pattern.
+    """
+    layers: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        pattern, _, changes = text.rpartition("=")
+        pairs = [change.split(":", 1) for change in changes.split(",")]
+        if not pattern or not all(len(pair) == 2 for pair in pairs):
+            raise RecipeError(f"--layer {text!r} is not PATTERN=NAME:VALUE; expected for example 'down_proj=bits:4'.")
+        changed = [name.strip() for name, _ in pairs]
+        if twice := {name for name in changed if changed.count(name) > 1}:
+            raise RecipeError(f"--layer {text!r} gives {min(twice)} twice. Leave out one of them.")
+        if pattern in layers:
+            raise RecipeError(
+                f"--layer gives options of {pattern!r} twice, the second time as {text!r}. Put all options of a pattern into one "
+                f"--layer, as in 'down_proj=bits:4,group_size:32'."
+            )
+        layers[pattern] = {name.strip(): _value(value.strip()) for name, value in pairs}
+    return layers
+
+
+def _value(text: str) -> Any:
+    """Return the number, boolean or None that a text stands for, or else the text."""
+    try:
+        return None if text == "none" else json.loads(text)
+    except ValueError:
+        return text

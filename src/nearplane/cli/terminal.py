@@ -39,15 +39,9 @@ def bar(items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
         TimeRemainingColumn,
     )
 
-    parts = (
-        TextColumn(label),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*parts, console=Console(stderr=True), transient=True) as shown:
+    done = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    left = (TextColumn("left"), TimeRemainingColumn())
+    with Progress(*done, *left, console=Console(stderr=True), transient=True) as shown:
         yield from shown.track(items, total=total)
 
 

@@ -239,3 +239,14 @@ def varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+def read_varint(data: NDArray[np.uint8], at: int) -> tuple[int, int]:
+    """Return the number that `varint` wrote at byte `at`, and the byte after it: -1 if it does not end within five."""
+    value = 0
+    for shift, byte in zip(range(0, 35, 7), data[at : at + 5].tolist(), strict=False):
+        value |= (byte & 127) << shift
+        at += 1
+        if byte < 128:
+            return value, at
+    return 0, -1

@@ -6,45 +6,26 @@ import math
 import os
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nearplane.coding.bit_stream import DAMAGED, BitReader, varint
+from nearplane.coding.bit_stream import varint
 from nearplane.coding.chunk import Patches
 from nearplane.coding.encoder_choices import Choices, choose, payload_bits, tally
 from nearplane.coding.header_bits import read_header, read_shape, write_header
-from nearplane.coding.layout import MAX_EXPONENT, MAX_SIDE, TANS, VERSION, Header, Layout, chunk_edges, frequencies
+from nearplane.coding.layout import MAX_SIDE, TANS, VERSION, Header, Layout, chunk_edges, frequencies
 from nearplane.coding.packed_matrix import PackedMatrix, pack
 from nearplane.coding.payload import Streams, decode_chunks, encode_chunks, read_streams, run
+from nearplane.coding.scales import Scales
 from nearplane.coding.symbols import scatter
-from nearplane.errors import FormatError, NumericalError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 SHAPE_BYTES = 16  # of a blob, from which `shape_of` reads
-
-
-class Ladders(Protocol):
-    """Scales of rows and columns, see `Contents`; `lattice.product_grid.ProductGrid` has them, but is not imported here."""
-
-    @property
-    def base(self) -> float: ...
-
-    @property
-    def columns(self) -> Tensor: ...
-
-    @property
-    def column_resolution(self) -> int: ...
-
-    @property
-    def rows(self) -> Tensor: ...
-
-    @property
-    def row_resolution(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,22 +36,14 @@ class Contents:
 
     Args:
         codes: (out, in) int32.
-        base: Base of the column scales, positive, a fixed point of `stored_base`.
-        columns: (in,) int32 exponents in units of 1/column_resolution octave, at most 32768 in magnitude.
-        column_resolution: Number of exponents per octave, a power of two, 1 ... 64.
-        rows: (out,) int32 exponents; if all are zero they take no bits.
-        row_resolution: Number of exponents per octave, a power of two, 1 ... 64.
+        scales: Scales of `out` rows and `in` columns.
 
     Raises:
-        ValueError: A shape, a dtype or a value is invalid.
+        ValueError: A shape or a dtype is invalid.
     """
 
     codes: NDArray[np.int32]
-    base: float
-    columns: NDArray[np.int32]
-    column_resolution: int
-    rows: NDArray[np.int32]
-    row_resolution: int
+    scales: Scales
 
     def __post_init__(self) -> None:
         if self.codes.ndim != 2 or 0 in self.codes.shape or max(self.codes.shape) > MAX_SIDE:
@@ -78,46 +51,26 @@ class Contents:
         out, width = self.codes.shape
         for name, array, shape in (
             ("codes", self.codes, (out, width)),
-            ("columns", self.columns, (width,)),
-            ("rows", self.rows, (out,)),
+            ("columns", self.scales.columns, (width,)),
+            ("rows", self.scales.rows, (out,)),
         ):
             if array.dtype != np.int32 or array.shape != shape:
                 raise ValueError(f"{name}: expected {shape} of int32, got {array.shape} of {array.dtype}.")
-        for name, array in (("columns", self.columns), ("rows", self.rows)):
-            if max(int(array.max()), -int(array.min())) > MAX_EXPONENT:
-                raise ValueError(f"{name}: exponents reach {np.abs(array).max()}; the limit is {MAX_EXPONENT}.")
-        for resolution in (self.column_resolution, self.row_resolution):
-            if resolution not in (1, 2, 4, 8, 16, 32, 64):
-                raise ValueError(f"The scales have {resolution} steps per octave; expected 1, 2, 4 ... 64.")
-        if not (self.base > 0 and math.isfinite(self.base) and stored_base(self.base) == self.base):
-            raise ValueError(f"The base {self.base} cannot be stored; use stored_base(base).")
 
     @classmethod
-    def of(cls, codes: Tensor, ladders: Ladders) -> Self:
-        """Return the contents of codes (out, in) in a tensor on any device, with their scales."""
+    def of(cls, codes: Tensor, grid: Any) -> Self:
+        """Return the contents of codes (out, in) on any device, and of a grid with the fields of `Scales` as tensors."""
         integers, columns, rows = (
-            np.ascontiguousarray(part.cpu().numpy(), np.int32) for part in (codes, ladders.columns, ladders.rows)
+            np.ascontiguousarray(part.cpu().numpy(), np.int32) for part in (codes, grid.columns, grid.rows)
         )
-        return cls(
-            codes=integers,
-            base=ladders.base,
+        scales = Scales(
+            base=grid.base,
             columns=columns,
-            column_resolution=ladders.column_resolution,
+            column_resolution=grid.column_resolution,
             rows=rows,
-            row_resolution=ladders.row_resolution,
+            row_resolution=grid.row_resolution,
         )
-
-    @property
-    def column_scale(self) -> NDArray[np.float32]:
-        """float32(base * 2 ** (columns / column_resolution)), rounded once: (in,)."""
-        with np.errstate(over="ignore"):
-            return (self.base * np.exp2(self.columns / self.column_resolution)).astype(np.float32)
-
-    @property
-    def row_scale(self) -> NDArray[np.float32]:
-        """float32(2 ** (rows / row_resolution)): (out,)."""
-        with np.errstate(over="ignore"):
-            return np.exp2(self.rows / self.row_resolution).astype(np.float32)
+        return cls(codes=integers, scales=scales)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,29 +89,6 @@ class Size:
     def bytes(self) -> int:
         """Total size in whole bytes."""
         return self.side + math.ceil(self.payload / 8)
-
-
-def stored_base(x: float) -> float:
-    """Return the base nearest to x > 0 that can be stored: float32 of 2 ** (k / 256), k = -32768 ... 32767.
-
-    Raises:
-        NumericalError: x is not a positive finite number.
-    """
-    if not 0 < x < math.inf:
-        raise NumericalError(
-            f"The step is {x}: a weight or sensitivity is NaN, Inf or negative, or the weights leave the range of their dtype."
-        )
-    return _base(_base_exponent(x))
-
-
-def _base_exponent(x: float) -> int:
-    """Return the number 0 ... 65535 that is stored for the base nearest to x."""
-    return min(max(round(256 * math.log2(x)) + 32768, 0), 65535)
-
-
-def _base(exponent: int) -> float:
-    """Return the base for a stored number."""
-    return float(np.float32(2.0 ** ((exponent - 32768) / 256)))
 
 
 def encode(contents: Contents, *, threads: int | None = None) -> NDArray[np.uint8]:
@@ -188,16 +118,8 @@ def _as_kernel_input(codes: NDArray[np.int32]) -> NDArray[np.int32]:
 def _choices(contents: Contents) -> Choices:
     """Return the encoder's choices for a matrix: header, layout and sample."""
     out, width = contents.codes.shape
-    header = Header(
-        shape=(out, width),
-        base=_base_exponent(contents.base),
-        columns=contents.columns,
-        column_resolution=contents.column_resolution,
-        rows=contents.rows,
-        row_resolution=contents.row_resolution,
-        corrections=np.zeros(width, np.int32),
-        row_levels=np.zeros(out, np.int32),
-    )
+    columns, rows = np.zeros(width, np.int32), np.zeros(out, np.int32)
+    header = Header(shape=(out, width), scales=contents.scales, corrections=columns, row_levels=rows)
     return choose(header, _as_kernel_input(contents.codes))
 
 
@@ -221,21 +143,18 @@ def shape_of(blob: NDArray[np.uint8], *, name: str = "matrix") -> tuple[int, int
     return read_shape(blob, name)[0]
 
 
-def decode(
-    blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None, shape: tuple[int, int] | None = None
-) -> Contents:
+def decode(blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None) -> Contents:
     """Return exactly the contents that were encoded.
 
     Args:
         blob: Bytes of the coded matrix.
         name: Name of the matrix for messages.
         threads: Maximum number of threads; None: one per core.
-        shape: Expected (out, in); another shape is refused before memory is allocated.
 
     Raises:
         FormatError: The bytes are damaged, truncated, or of another version of the format.
     """
-    header, arrangement, symbols, (rows, columns, delta) = _symbols(blob, name, threads, shape)
+    header, arrangement, symbols, (rows, columns, delta) = _symbols(blob, name, threads)
     codes = np.empty(header.shape, np.int32)
 
     def scatter_rows(begin: int, end: int) -> None:
@@ -243,40 +162,20 @@ def decode(
 
     run(_thread_count(threads, arrangement), scatter_rows, header.shape[0])
     codes[rows, columns] += delta
-    return _contents(header, codes)
+    return Contents(codes=codes, scales=header.scales)
 
 
-def _contents(header: Header, codes: NDArray[np.int32]) -> Contents:
-    """Return codes with the scales of a header."""
-    return Contents(
-        codes=codes,
-        base=_base(header.base),
-        columns=header.columns,
-        column_resolution=header.column_resolution,
-        rows=header.rows,
-        row_resolution=header.row_resolution,
-    )
-
-
-def scales_of(header: Header) -> Contents:
-    """Return the scales of a header; all codes are 0."""
-    return _contents(header, np.broadcast_to(np.int32(0), header.shape))
-
-
-def decode_packed(
-    blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None, shape: tuple[int, int] | None = None
-) -> PackedMatrix:
+def decode_packed(blob: NDArray[np.uint8], *, name: str = "matrix", threads: int | None = None) -> PackedMatrix:
     """Return the matrix in the form of a runtime: nibbles or int8 by groups of columns, and patches. See `decode`."""
-    header, arrangement, symbols, patches = _symbols(blob, name, threads, shape)
-    scales = scales_of(header)
-    return pack(arrangement, symbols, patches, scales.column_scale, scales.row_scale)
+    header, arrangement, symbols, patches = _symbols(blob, name, threads)
+    return pack(arrangement, symbols, patches, header.scales)
 
 
 def _symbols(
-    blob: NDArray[np.uint8], name: str, threads: int | None, shape: tuple[int, int] | None
+    blob: NDArray[np.uint8], name: str, threads: int | None
 ) -> tuple[Header, Layout, NDArray[np.uint8], Patches]:
     """Decode all symbols, and the patches that are added to escaped codes."""
-    header, arrangement, bits = _read_header(blob, name, shape)
+    header, arrangement, bits = read_header(blob, name)
     return header, arrangement, *decode_chunks(bits, header, arrangement, _thread_count(threads, arrangement))
 
 
@@ -290,16 +189,5 @@ class Coded(NamedTuple):
 
 def streams_of(blob: NDArray[np.uint8], name: str) -> Coded:
     """Read everything but the lanes, and check all checksums. See `decode`."""
-    header, arrangement, bits = _read_header(blob, name, None)
+    header, arrangement, bits = read_header(blob, name)
     return Coded(header, arrangement, read_streams(bits, header, arrangement))
-
-
-def _read_header(blob: NDArray[np.uint8], name: str, shape: tuple[int, int] | None) -> tuple[Header, Layout, BitReader]:
-    """Check the form of a blob, and read its header."""
-    if blob.dtype != np.uint8 or blob.ndim != 1:
-        raise ValueError(f"A coded matrix must be one-dimensional uint8; got {blob.ndim} dimensions of {blob.dtype}.")
-    blob = np.require(blob, requirements=["C", "W"])  # kernels are compiled for writable memory only
-    stored = shape_of(blob, name=name)
-    if shape is not None and tuple(shape) != stored:
-        raise FormatError(f"{name} has {stored[0]} x {stored[1]} weights, expected {shape[0]} x {shape[1]}. {DAMAGED}")
-    return read_header(blob, name)

@@ -25,8 +25,8 @@ from nearplane.coding.layout import (
     Header,
     Layout,
     chunk_edges,
+    clipped,
     lay_out,
-    predict,
 )
 from nearplane.compiled import compiled
 
@@ -153,7 +153,7 @@ def _choose_column_levels(header: Header, counts: Counts) -> tuple[Header, float
     width = header.shape[1]
     row_step = SPREADS_PER_OCTAVE // header.row_level_resolution
     pick = sampled_columns(width)
-    slopes = (0,) if header.columns.min() == header.columns.max() else CANDIDATE_SLOPES
+    slopes = (0,) if np.ptp(header.scales.columns) == 0 else CANDIDATE_SLOPES
     header, spread = member(header, counts, pick, slopes, row_step)
     cost = counts.costs(header.mixture, row_step)
     header, bits = _correct(header, cost, spread, counts.min_gain)
@@ -181,19 +181,15 @@ def member(
     cheapest = cost.argmin(1)
     candidates = []
     for slope in slopes:
-        levels = _predicted_levels(header, slope)[pick]  # at 8 levels per octave
+        levels = clipped(header.predicted(slope, 8))[pick]
         center = int(np.median(cheapest - 2 * levels))
         totals = _total_bits(cost, levels, 2, center - SLOPE_REACH, 2 * SLOPE_REACH + 1)
         best = int(totals.argmin())
         candidates.append((float(totals[best]), slope, center - SLOPE_REACH + best))
     _, slope, spread = min(candidates, key=itemgetter(0))  # ties: the first
-    levels = 2 * _predicted_levels(header, slope)[pick]
+    levels = 2 * clipped(header.predicted(slope, 8))[pick]
     mixture, shift = _best_mixture(counts, pick, row_step, spread + levels, range(frequency_tables.SHAPES))
     return replace(header, mixture=mixture, slope=slope), spread + shift
-
-
-def _predicted_levels(header: Header, slope: int) -> NDArray[np.int64]:
-    return np.clip(predict(header.columns, header.column_resolution, slope, 8), -MAX_COLUMN_LEVEL, MAX_COLUMN_LEVEL)
 
 
 def _best_mixture(
@@ -228,8 +224,8 @@ def _correct(header: Header, cost: NDArray[np.float32], spread: int, min_gain: f
     options: list[tuple[float, Header]] = []
     for resolution in CANDIDATE_RESOLUTIONS:
         step = SPREADS_PER_OCTAVE // resolution
-        predicted = predict(header.columns, header.column_resolution, header.slope, resolution)
-        levels = np.clip(predicted, -MAX_COLUMN_LEVEL, MAX_COLUMN_LEVEL)
+        predicted = header.predicted(header.slope, resolution)
+        levels = clipped(predicted)
         totals = _total_bits(cost, levels, step, spread - SPREAD_REACH, 2 * SPREAD_REACH + 1)
         shift = int(np.clip(spread - SPREAD_REACH + int(totals.argmin()), 0, frequency_tables.SPREADS - 1))
         bits = float(_total_bits(cost, levels, step, shift, 1)[0]) + 4
@@ -301,7 +297,7 @@ def _choose_pairs(header: Header, counts: Counts) -> Header:
         if outside[members].sum() > MAX_ESCAPE_SHARE_IN_PAIRS * total[members].sum():
             break
         pairs += 1
-    predicted = predict(header.columns, header.column_resolution, header.slope, header.level_resolution)
+    predicted = header.predicted(header.slope, header.level_resolution)
     corrections = header.corrections.copy()
     for level, above in itertools.pairwise(distinct_levels[: pairs + 1]):
         members = np.flatnonzero(levels == level)

@@ -6,9 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearplane.coding import frequency_tables
-from nearplane.coding.bit_stream import DAMAGED, BitReader, BitWriter, array_bits, best_rice, zigzag
+from nearplane.coding.bit_stream import DAMAGED, BitReader, BitWriter, array_bits, best_rice, read_varint, zigzag
 from nearplane.coding.layout import (
-    MAX_EXPONENT,
     MAX_ROW_LEVEL,
     MAX_SIDE,
     MAX_WEIGHTS_PER_BYTE,
@@ -18,17 +17,19 @@ from nearplane.coding.layout import (
     Layout,
     lay_out,
 )
+from nearplane.coding.scales import MAX_EXPONENT, Scales, base_exponent, base_of
 from nearplane.errors import FormatError
 
 
 def write_header(header: Header, layout: Layout) -> tuple[BitWriter, int]:
     """Return the header's bits after the tag and the shape, and the number of bits that grow with the rows."""
     out = BitWriter()
-    out.put(header.base, 16)
-    out.put(header.column_resolution.bit_length() - 1, 3)
-    out.put(header.row_resolution.bit_length() - 1, 3)
-    out.array(header.columns)
-    out.optional(header.rows)
+    scales = header.scales
+    out.put(base_exponent(scales.base), 16)
+    out.put(scales.column_resolution.bit_length() - 1, 3)
+    out.put(scales.row_resolution.bit_length() - 1, 3)
+    out.array(scales.columns)
+    out.optional(scales.rows)
     out.put(header.spread, 8)
     out.put(header.mixture, 4)
     out.put(header.slope, 3)
@@ -43,7 +44,7 @@ def write_header(header: Header, layout: Layout) -> tuple[BitWriter, int]:
         out.put(spread in header.stored, 1)
         if spread in header.stored:
             write_table(out, header.stored[spread], frequency_tables.parametric(spread, header.mixture))
-    return out, array_bits(header.rows) + array_bits(header.row_levels)
+    return out, array_bits(scales.rows) + array_bits(header.row_levels)
 
 
 def write_table(out: BitWriter, table: NDArray[np.uint16], reference: NDArray[np.uint16]) -> None:
@@ -65,8 +66,12 @@ def read_header(blob: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
         The header, its layout, and the reader positioned after its last bit.
 
     Raises:
+        ValueError: The blob is no array of bytes.
         FormatError: The bytes are not a header of this version, or end too early.
     """
+    if blob.dtype != np.uint8 or blob.ndim != 1:
+        raise ValueError(f"A coded matrix must be one-dimensional uint8; got {blob.ndim} dimensions of {blob.dtype}.")
+    blob = np.require(blob, requirements=["C", "W"])  # kernels are compiled for writable memory only
     shape, at = read_shape(blob, name)
     out, width = shape
     if out * width > MAX_WEIGHTS_PER_BYTE * len(blob):
@@ -77,8 +82,13 @@ def read_header(blob: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
     base, column_resolution, row_resolution = bits.take(16), 1 << bits.take(3), 1 << bits.take(3)
     if max(column_resolution, row_resolution) > 64:
         raise FormatError(f"{name}: the scales have 128 steps per octave; the limit is 64. {DAMAGED}")
-    columns = bits.array(width, "column exponents", MAX_EXPONENT)
-    rows = bits.optional(out, "row exponents", MAX_EXPONENT)
+    scales = Scales(
+        base=base_of(base),
+        columns=bits.array(width, "column exponents", MAX_EXPONENT),
+        column_resolution=column_resolution,
+        rows=bits.optional(out, "row exponents", MAX_EXPONENT),
+        row_resolution=row_resolution,
+    )
     spread, mixture, slope, level_resolution = bits.take(8), bits.take(4), bits.take(3), 1 << bits.take(2)
     if spread >= frequency_tables.SPREADS:
         raise FormatError(f"{name}: the spread is {spread}; the limit is {frequency_tables.SPREADS - 1}. {DAMAGED}")
@@ -87,11 +97,7 @@ def read_header(blob: NDArray[np.uint8], name: str) -> tuple[Header, Layout, Bit
     row_level_resolution = 1 << bits.take(2) if row_levels.any() else 1
     header = Header(
         shape=shape,
-        base=base,
-        column_resolution=column_resolution,
-        row_resolution=row_resolution,
-        columns=columns,
-        rows=rows,
+        scales=scales,
         spread=spread,
         mixture=mixture,
         slope=slope,
@@ -137,16 +143,9 @@ def read_shape(blob: NDArray[np.uint8], name: str) -> tuple[tuple[int, int], int
         raise FormatError(f"{name}: coder {tag} is unknown; expected 0 (tans). A newer nearplane may read the file.")
     sides, at = [], 1
     for _ in range(2):
-        value, shift = 0, 0
-        while True:
-            if at >= len(blob) or shift > 28:
-                raise FormatError(f"{name}: the shape does not end. {DAMAGED}")
-            byte = int(blob[at])
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                break
+        value, at = read_varint(blob, at)
+        if at < 0:
+            raise FormatError(f"{name}: the shape does not end. {DAMAGED}")
         if not 1 <= value <= MAX_SIDE:
             raise FormatError(f"{name}: a side has length {value}; expected 1 ... {MAX_SIDE}. {DAMAGED}")
         sides.append(value)

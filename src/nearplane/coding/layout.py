@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nearplane.coding import frequency_tables
+from nearplane.coding.bit_stream import centre_of
+from nearplane.coding.scales import Scales
 
 VERSION = 2
 TANS = 0  # number of the coder
 MAX_WEIGHTS_PER_BYTE = 1 << 14  # no encoder reaches this, so blobs that claim more are refused
 MAX_COLUMN_LEVEL = 40  # a column's level is clamped to -40 ... 40
 MAX_ROW_LEVEL = 8  # a row's level lies within -8 ... 8
-MAX_EXPONENT = 1 << 15  # bound on the exponents of scales
 MAX_SIDE = 1 << 28  # bound on rows and on columns
 SPREADS_PER_OCTAVE = 16  # tables for each doubling of the codes
 CHUNK_SYMBOLS = 1 << 17  # approximate number of symbols per chunk
@@ -29,11 +30,7 @@ class Header:
     """
 
     shape: tuple[int, int]
-    base: int  # u16, stands for 2 ** ((base - 32768) / 256)
-    column_resolution: int
-    row_resolution: int
-    columns: NDArray[np.int32]  # (in,)
-    rows: NDArray[np.int32]  # (out,)
+    scales: Scales
     spread: int = 0
     mixture: int = 0  # shape of the family
     slope: int = 0  # quarters of an octave of spread that a column's exponent predicts per octave
@@ -46,9 +43,13 @@ class Header:
 
     def column_levels(self) -> NDArray[np.int64]:
         """Return the level of every column (in,)."""
-        predicted = predict(self.columns, self.column_resolution, self.slope, self.level_resolution)
-        levels: NDArray[np.int64] = np.clip(predicted + self.corrections, -MAX_COLUMN_LEVEL, MAX_COLUMN_LEVEL)
-        return levels
+        return clipped(self.predicted(self.slope, self.level_resolution) + self.corrections)
+
+    def predicted(self, slope: int, level_resolution: int) -> NDArray[np.int64]:
+        """Return the levels (in,) that exponents predict: -(exponent - centre) * slope/4 octaves, rounded half up."""
+        columns, resolution = self.scales.columns, self.scales.column_resolution
+        doubled = -2 * (columns.astype(np.int64) - centre_of(columns)) * slope * level_resolution
+        return (doubled + 4 * resolution) // (8 * resolution)
 
     def table(self, spread: int) -> NDArray[np.uint16]:
         """Return the frequencies (256,) of single codes of a spread: the stored ones, or the family's."""
@@ -62,11 +63,9 @@ class Header:
         return spreads.clip(0, frequency_tables.SPREADS - 1)
 
 
-def predict(columns: NDArray[np.int32], resolution: int, slope: int, level_resolution: int) -> NDArray[np.int64]:
-    """Return the levels (in,) that exponents predict: -(exponent - centre) * slope/4 octaves, rounded half up."""
-    center = np.partition(columns, (len(columns) - 1) // 2)[(len(columns) - 1) // 2]
-    doubled = -2 * (columns.astype(np.int64) - int(center)) * slope * level_resolution
-    return (doubled + 4 * resolution) // (8 * resolution)
+def clipped(levels: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return levels of columns, those out of range replaced by the nearest in it."""
+    return levels.clip(-MAX_COLUMN_LEVEL, MAX_COLUMN_LEVEL)
 
 
 class Groups(NamedTuple):

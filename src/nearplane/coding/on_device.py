@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nearplane.coding.blob import Coded, scales_of, streams_of
+from nearplane.coding.blob import Coded, streams_of
 from nearplane.coding.chunk import ESCAPE_COUNT_WRONG, STREAM_END_WRONG, Patches
 from nearplane.coding.layout import Header, Layout
 from nearplane.coding.packed_matrix import PackedMatrix, column_groups, column_table
@@ -93,16 +93,8 @@ class Decoded:
         )
         codes = self.symbols.new_empty(int(table[:, 4].sum()))
         self.decoder.pack(self.symbols, torch.from_numpy(table).to(codes.device), int(table[:, 4].max()), codes)
-        scales = scales_of(self.header)
-        return PackedMatrix(
-            shape=self.header.shape,
-            orders=self.layout.orders,
-            codes=codes,
-            groups=groups,
-            patches=self.patches,
-            column_scale=scales.column_scale,
-            row_scale=scales.row_scale,
-        )
+        orders, scales = self.layout.orders, self.header.scales
+        return PackedMatrix(orders=orders, codes=codes, groups=groups, patches=self.patches, scales=scales)
 
     def codes(self) -> Tensor:
         """Return (out, in) int32 codes on the device: those that `blob.decode` returns."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from nearplane.coding.chunk import Patches
 from nearplane.coding.layout import Layout, Orders
+from nearplane.coding.scales import Scales
 from nearplane.compiled import compiled
 
 if TYPE_CHECKING:
@@ -40,22 +41,23 @@ class PackedMatrix:
     Rows and columns of scales and patches are those of the matrix.
 
     Args:
-        shape: (out, in) of the matrix.
         orders: Row and column at each position.
         codes: (bytes,) uint8 on the CPU or a device: row after row of each group, rows in the row order.
         groups: Groups that cover the column order.
         patches: Places of single codes, and numbers to add there.
-        column_scale: (in,) float32 scales of the columns.
-        row_scale: (out,) float32 scales of the rows.
+        scales: Scales of the rows and columns.
     """
 
-    shape: tuple[int, int]
     orders: Orders
     codes: NDArray[np.uint8] | Tensor
     groups: tuple[ColumnGroup, ...]
     patches: Patches
-    column_scale: NDArray[np.float32]
-    row_scale: NDArray[np.float32]
+    scales: Scales
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of the matrix."""
+        return len(self.orders.rows), len(self.orders.columns)
 
 
 class PackedCodes(NamedTuple):
@@ -98,8 +100,7 @@ def pack(
     layout: Layout,
     symbols: NDArray[np.uint8],
     patches: Patches,
-    column_scale: NDArray[np.float32],
-    row_scale: NDArray[np.float32],
+    scales: Scales,
 ) -> PackedMatrix:
     """Return a packed matrix that shares the decoder's symbols unless a group of bytes is packed to nibbles."""
     out = len(layout.orders.rows)
@@ -111,15 +112,7 @@ def pack(
         _nibbles(parts[g].reshape(out, -1), array)
         parts[g] = array.reshape(-1)
     codes = np.concatenate(parts) if any(repacked) else symbols
-    return PackedMatrix(
-        shape=(out, len(layout.orders.columns)),
-        orders=layout.orders,
-        codes=codes,
-        groups=groups,
-        patches=patches,
-        column_scale=column_scale,
-        row_scale=row_scale,
-    )
+    return PackedMatrix(orders=layout.orders, codes=codes, groups=groups, patches=patches, scales=scales)
 
 
 def column_groups(layout: Layout, repacked: NDArray[np.bool_]) -> tuple[ColumnGroup, ...]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from nearplane.coding import chunk as kernels
 from nearplane.coding import tans
-from nearplane.coding.bit_stream import DAMAGED, BitReader
+from nearplane.coding.bit_stream import DAMAGED, BitReader, read_varint
 from nearplane.coding.chunk import Heads, Patches
 from nearplane.coding.layout import Header, Layout, chunk_edges, frequencies
 from nearplane.coding.symbols import write_symbols
@@ -131,21 +131,15 @@ def _check(bits: BitReader, starts: list[int], checksums: list[int], chunks: ran
 def _directory(bits: BitReader, chunks: int) -> tuple[list[int], list[int]]:
     """Return the starts of the chunks and the end, and the checksums of the chunks."""
     blob, name = bits.data, bits.name
-    bits.at = (bits.at + 7) // 8 * 8
-    lengths, checksums = [], []
-    directory, at = blob[bits.at // 8 : bits.at // 8 + 9 * chunks].tobytes(), 0
+    lengths, checksums, header_end = [], [], (bits.at + 7) // 8
     for _ in range(chunks):
-        length = shift = 0
-        while at < len(directory) and directory[at] > 127 and shift < 28:
-            length |= (directory[at] & 127) << shift
-            shift, at = shift + 7, at + 1
-        if at + 5 > len(directory):
+        length, bits.at = read_varint(blob, header_end)
+        if bits.at < 0:
             raise bits.truncated("directory")
-        lengths.append(length | (directory[at] & 127) << shift)
-        checksums.append(int.from_bytes(directory[at + 1 : at + 5], "little"))
-        at += 5
-    bits.at += 8 * at
-    header_end = bits.at // 8
+        bits.at *= 8
+        lengths.append(length)
+        checksums.append(bits.take(32, "directory"))
+        header_end = bits.at // 8
     if zlib.crc32(blob[:header_end].data) != bits.take(32, "directory"):
         raise FormatError(f"{name}: the checksum of its header is wrong. {DAMAGED}")
     starts = [header_end + 4]

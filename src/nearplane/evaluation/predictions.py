@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nearplane.calibration.activations import readout, skeleton
-from nearplane.calibration.given import check_model, model_label
+from nearplane.calibration.activations import skeleton
+from nearplane.calibration.network_ends import readout
 from nearplane.calibration.recorder import Stop
 from nearplane.errors import ModelError
 from nearplane.formats.layer_format import read_config
@@ -35,7 +35,6 @@ from nearplane.loading.rounded_layers import RoundedLayers, round_inputs
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import (
     InputKind,
-    Spoken,
     call_kwargs,
     has_head,
     has_two_stacks,
@@ -45,13 +44,16 @@ from nearplane.models.kinds import (
     read_out,
 )
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model, open_model, positions_of
+from nearplane.models.model_objects import check_model
 from nearplane.models.pretrained import empty_network
+from nearplane.models.spoken import Spoken
 from nearplane.system.device import Device
-from nearplane.system.files import check_hashes
-from nearplane.system.fp8_mxfp4 import method_of
 from nearplane.system.memory import return_large_blocks
+from nearplane.system.paths import name_of
 from nearplane.system.ranks import Ranks
+from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.sizes import size_text
+from nearplane.system.source_storage import method_of
 
 BATCH_TOKENS, OTHER_BATCH = 2048, 8  # tokens of text in a batch, and windows of other inputs
 MAX_MEMORY_SHARE = 0.4  # of the free memory, which one network may use in float32
@@ -107,7 +109,7 @@ class Outline:
             network = check_model(model)
         takes = input_kind(network)
         return cls(
-            name=model_label(model),
+            name=name_of(model),
             network=network,
             folder=folder,
             takes=takes,
@@ -195,7 +197,7 @@ class Held(Network):
             outputs.append(output)
             raise Stop
 
-        with forward_hook(body, capture), suppress(Stop):
+        with body.register_forward_hook(capture), suppress(Stop):
             _outputs(self.network, tokens)
         (output,) = outputs
         if isinstance(output, tuple):
@@ -365,16 +367,6 @@ def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def _outputs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Return the logits of a network, or its last hidden states if it has no head."""
     return read_out(model, model(main_input(model, tokens), **call_kwargs(model, tokens)))
-
-
-@contextmanager
-def forward_hook(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
-    """Call a function with the outputs of a module within the context."""
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from nearplane.evaluation.protocol_names import PLAIN_WINDOWS, Protocol
 from nearplane.evaluation.statistics import TokenScores
 from nearplane.models.pretrained import as_model_error, tokens_before
 
+Text = str | Path | Sequence[str]  # see `read_windows`
 NOT_SCORED = -1  # in targets
 PAPERS_SEQLEN, LLAMA_CPP_SEQLEN, UNLIMITED_SEQLEN = 2048, 512, 2048  # default tokens per window
 MIN_LLAMA_CPP_WINDOWS = 2  # llama-perplexity refuses a shorter text
@@ -102,7 +103,7 @@ def default_seqlen(protocol: Protocol, positions: int | None) -> int:
 def scored_text(
     protocol: Protocol,
     tokenizer: PreTrainedTokenizerBase,
-    text: str | Path | Sequence[str],
+    text: Text,
     *,
     seqlen: int,
     samples: int | None,
@@ -130,9 +131,7 @@ def scored_text(
     return read(tokenizer, text, seqlen, samples)
 
 
-def _llama_cpp(
-    tokenizer: PreTrainedTokenizerBase, text: str | Path | Sequence[str], seqlen: int, samples: int
-) -> ScoredText:
+def _llama_cpp(tokenizer: PreTrainedTokenizerBase, text: Text, seqlen: int, samples: int) -> ScoredText:
     """Return windows as `llama-perplexity` cuts them.
 
     BOS stands before the text, and replaces the first token of every window. Of the tokens 0 to n - 1 of a window, those
@@ -142,9 +141,8 @@ def _llama_cpp(
     beginning = before[0] if before and before[0] == tokenizer.bos_token_id else None
     start = [] if beginning is None else [torch.tensor([beginning])]
     needed = min(samples, sys.maxsize // seqlen) * seqlen
-    ids = torch.cat(
-        [*start, read_windows(tokenizer, text, samples=max(needed, 2 * seqlen), seqlen=1, frame=Frame())[:, 0]]
-    )
+    read = read_windows(tokenizer, text, samples=max(needed, 2 * seqlen), seqlen=1, frame=Frame())
+    ids = torch.cat([*start, read[:, 0]])
     if len(ids) < MIN_LLAMA_CPP_WINDOWS * seqlen:
         raise CalibrationError(
             f"{_named(text)} has {len(ids)} tokens, but --protocol llama.cpp needs two windows of {seqlen}, as "
@@ -158,9 +156,7 @@ def _llama_cpp(
     return ScoredText(tokens=tokens, targets=targets)
 
 
-def _lm_eval(
-    tokenizer: PreTrainedTokenizerBase, text: str | Path | Sequence[str], seqlen: int, samples: int
-) -> ScoredText:
+def _lm_eval(tokenizer: PreTrainedTokenizerBase, text: Text, seqlen: int, samples: int) -> ScoredText:
     """Return windows as lm-eval's `loglikelihood_rolling` cuts them, padded at the end to equal length.
 
     The first window of a document begins with a prefix token, BOS or else EOS, from which its first token is predicted.

@@ -16,17 +16,15 @@ from nearplane.errors import ModelError
 from nearplane.evaluation.predictions import Network, Readout, batches_here, opened, predictions
 from nearplane.evaluation.protocols import NOT_SCORED, ScoredText
 from nearplane.evaluation.statistics import TokenScores, score_tokens
-from nearplane.models.kinds import predicts_always_the_same
+from nearplane.models.divergence import predicts_always_the_same
 from nearplane.models.pretrained import as_model_error
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library
 from nearplane.system.progress import Progress, shown
 from nearplane.system.ranks import ONE_PROCESS, Ranks
 
-LOGITS, POSITIONS = (
-    1 << 20,
-    64,
-)  # of one network that are computed at a time, whichever is more; blocks of 16 MB are slow
+# of one network that are computed at a time, whichever is more; blocks of 16 MB are slow
+LOGITS, POSITIONS = 1 << 20, 64
 FLOOR_TOKENS = 4096  # of the first text, on which the floor is measured
 COMPARED_ROWS = 8  # of a part, whose predictions are compared with the first ones
 

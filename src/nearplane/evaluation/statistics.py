@@ -226,10 +226,8 @@ class _Means:
             size = max(1, COUNTS // count)
             for begin in range(0, RESAMPLES, size):
                 shape = min(size, RESAMPLES - begin), count
-                drawn = torch.randint(count, shape, generator=generator)
-                times = torch.zeros(shape, dtype=torch.float64).scatter_add_(
-                    1, drawn, torch.ones(shape, dtype=torch.float64)
-                )
+                drawn, once = torch.randint(count, shape, generator=generator), torch.ones(shape, dtype=torch.float64)
+                times = torch.zeros_like(once).scatter_add_(1, drawn, once)
                 parts.append(times @ sums)
             self.resampled = self._divided(columns, torch.cat(parts))
 

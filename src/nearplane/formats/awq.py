@@ -20,7 +20,7 @@ from nearplane.coding.packed_words import pack, unpack
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Format
 from nearplane.formats.integers import Integers, consecutive, expect, group_size_of
-from nearplane.formats.layer_format import ConfigFile, GridFormat, Held, Quantized
+from nearplane.formats.layer_format import GridFormat, Held, Quantized, check_groups, check_kind
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import NumberFormat, integers
 from nearplane.recipe.file_formats import AWQ_BITS, FILE_FORMATS
@@ -36,14 +36,9 @@ class AWQ(GridFormat):
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse layers that readers of AWQ do not load."""
-        if kind != "Linear":
-            raise RecipeError(f"{name} is a {kind}; AWQ stores Linear layers only. Leave it unquantized with --ignore.")
+        check_kind(name, kind, ("Linear",), "AWQ stores Linear layers only")
         FILE_FORMATS["awq"].check(name, format)
-        if format.group is not None and shape[1] % format.group:
-            raise RecipeError(
-                f"{name} has {shape[1]} inputs, not a multiple of the group size {format.group}. Use another --group-size, or "
-                f"leave the layer unquantized with --ignore."
-            )
+        check_groups(name, shape[1], format)
         if shape[0] % len(ORDER):
             raise RecipeError(
                 f"{name} has {shape[0]} outputs; AWQ stores multiples of {len(ORDER)}. Leave it unquantized with --ignore."
@@ -100,10 +95,6 @@ class AWQ(GridFormat):
             format=format,
         ).matrix()
 
-
-class Config(ConfigFile):
-    """The config, which has one group size for all layers."""
-
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return a config that names all unquantized modules.
 
@@ -136,7 +127,7 @@ class Config(ConfigFile):
         return integers(AWQ_BITS, size, symmetric=False)
 
 
-FORMAT = Format(AWQ(), Config())
+FORMAT = Format(AWQ())
 
 
 def _words(numbers: Tensor) -> Tensor:

@@ -12,16 +12,15 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nearplane.errors import ModelError, first_few, printable
-from nearplane.record.model_card import Origin, front_matter, is_unchanged, model_card
-from nearplane.record.record import RunRecord
-from nearplane.system.files import read_object, write_whole
+from nearplane.record.model_card import Origin, front_matter, is_unchanged
+from nearplane.system.files import read_object
 from nearplane.system.paths import (
     CARD,
     CODE,
@@ -166,29 +165,6 @@ def fault_of(path: Path, folder: Path) -> str:
         in_cache = root.parent.name == "snapshots" and repository.name.startswith("models--")
         return "" if in_cache and target.parent == repository / "blobs" else "a link out of the folder"
     return ""
-
-
-def write_card(
-    folder: Path,
-    record: RunRecord,
-    source: Path,
-    *,
-    dense: str | None = None,
-    evaluations: Sequence[Mapping[str, Any]] = (),
-) -> Path:
-    """Write the model card of a checkpoint into its folder, replacing any other, and return its path.
-
-    Args:
-        folder: The checkpoint; its record and its other files stay as they are.
-        record, dense, evaluations: Arguments of `model_card`.
-        source: Folder of the original, or a checkpoint with a card, whose metadata and config.json are read.
-
-    Raises:
-        FormatError: The card cannot be written.
-    """
-    text = model_card(record, origin_of(source), dense=dense, evaluations=evaluations)
-    write_whole(folder / CARD, text.encode())
-    return folder / CARD
 
 
 def origin_of(source: Path) -> Origin:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nearplane.errors import FormatError
 from nearplane.formats.beside import Beside, changed_card, origin_of
-from nearplane.formats.layer_format import INPUT_SCALE, ConfigFile, LayerFormat, config_text
+from nearplane.formats.layer_format import INPUT_SCALE, LayerFormat, config_text
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.record.model_card import model_card
 from nearplane.record.record import RunRecord
@@ -85,7 +85,7 @@ class Container(ABC):
     def __init__(
         self, place: Place, format: Format, config: Mapping[str, Any], *, dtype: torch.dtype, shards: int
     ) -> None:
-        self.place, self.layers, self.config_file, self.config = place, format.layers, format.config, dict(config)
+        self.place, self.layers, self.config = place, format.layers, dict(config)
         self.shards = shards
         self.record_json: str | None = None
         self._origin, self._card = origin_of(place.source), ""
@@ -132,7 +132,7 @@ class Container(ABC):
 
     def texts(self) -> dict[str, str]:
         """Return the files that describe the quantization, config.json last."""
-        return self.config_file.files(self.config) | {
+        return self.layers.files(self.config) | {
             CONFIG: config_text(self.place.source, self.config, self.place.network)
         }
 
@@ -255,7 +255,7 @@ class Container(ABC):
         self._first = self._first or name  # also where a layer is added again
         if name == self._first:
             tensors |= self.layers.beside_the_first(name)
-        if not matrix.same_as(self.layers.unpack(name, tensors, self.config_file.grid_of(self.config, name))):
+        if not matrix.same_as(self.layers.unpack(name, tensors, self.layers.grid_of(self.config, name))):
             raise FormatError(f"{name}: the packed layer reads back differently: the config describes another grid.")
         tensors = {full_name: tensor.cpu() for full_name, tensor in tensors.items()}
         if input_scale is not None:
@@ -337,10 +337,9 @@ class Folder(Container):
 
 
 class Format(NamedTuple):
-    """A container format: the tensors of a layer, their config, the files, and the reader of the tensors."""
+    """A container format: the tensors of a layer with their config, the files, and the reader of the tensors."""
 
     layers: LayerFormat
-    config: ConfigFile
     container: Callable[..., Container] = Folder
     reader: Callable[..., TensorReader] = ShardReader
 

@@ -9,8 +9,9 @@ from nearplane.formats.gguf.gguf_header import FILE, MAGIC, NUMBER, RECORD_KEY, 
 from nearplane.number_formats import TYPES
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import parsed_record, read_record
-from nearplane.system.files import check_digest, check_hashes, digest_of
+from nearplane.system.files import digest_of
 from nearplane.system.paths import RECORD, is_gguf
+from nearplane.system.recorded_hashes import check_digest, check_hashes
 
 
 def find_record(out: Path) -> RunRecord:

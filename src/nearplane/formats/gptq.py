@@ -24,7 +24,7 @@ from nearplane.coding.packed_words import pack, unpack, words_of
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.container import Format
 from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, object_of, of_kind
-from nearplane.formats.layer_format import ConfigFile, GridFormat, Quantized, json_text, matches
+from nearplane.formats.layer_format import GridFormat, Quantized, check_groups, check_kind, json_text, matches
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import NumberFormat, integers
 from nearplane.recipe.file_formats import FILE_FORMATS, GPTQ_BITS
@@ -46,7 +46,7 @@ GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)  # group sizes of gptqmodel's ke
 
 @dataclass(frozen=True, slots=True)
 class GPTQ(GridFormat):
-    """The tensors of a layer in one version of the format.
+    """The tensors of a layer in one version of the format, and their config; quantize_config.json holds the same object.
 
     Args:
         less: The number subtracted from a zero point when it is stored.
@@ -60,6 +60,11 @@ class GPTQ(GridFormat):
     SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
     ON_DEVICE = True
 
+    @property
+    def version(self) -> str:
+        """Name of the version in config.json."""
+        return "gptq" if self.less else "gptq_v2"
+
     def configured(self, config: Mapping[str, Any]) -> Self:
         """Return the format with `permuted` as the config sets it."""
         return replace(self, permuted=bool(config.get("desc_act")))
@@ -67,19 +72,12 @@ class GPTQ(GridFormat):
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse layers that gptqmodel's kernels do not support, and asymmetric weights in version 1."""
         bits, group_size = format.bits, format.group
-        if kind not in ("Linear", "Conv1D", "Expert"):
-            raise RecipeError(
-                f"{name} is a {kind}; GPTQ stores Linear and Conv1D layers only. Leave it unquantized with --ignore."
-            )
-        FILE_FORMATS["gptq" if self.less else "gptq_v2"].check(name, format)
+        check_kind(name, kind, ("Linear", "Conv1D", "Expert"), "GPTQ stores Linear and Conv1D layers only")
+        FILE_FORMATS[self.version].check(name, format)
         if group_size is not None and group_size not in GROUP_SIZES and group_size != shape[1]:
             sizes = ", ".join(map(str, GROUP_SIZES))
             raise RecipeError(f"{name} has groups of {group_size}; readers of GPTQ need --group-size {sizes} or none.")
-        if group_size is not None and shape[1] % group_size:
-            raise RecipeError(
-                f"{name} has {shape[1]} inputs, not a multiple of the group size {group_size}. Use another --group-size (none: "
-                f"one step per row), or leave the layer unquantized with --ignore."
-            )
+        check_groups(name, shape[1], format, " (none: one step per row)")
         for size, side in zip(shape, ("outputs", "inputs"), strict=True):
             if bits == 3 and size % 32:
                 raise RecipeError(
@@ -143,13 +141,6 @@ class GPTQ(GridFormat):
         codes, zeros = unpack(words.T.contiguous(), bits, columns), (zeros + self.less).T
         return Integers(codes=codes, zeros=zeros, scale=scale.T, group=group, format=format).matrix()
 
-
-@dataclass(frozen=True, slots=True)
-class Config(ConfigFile):
-    """The config of one version of the format; quantize_config.json holds the same object."""
-
-    version: str
-
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return a config with the most frequent grid as the default and the other grids in `dynamic`.
 
@@ -208,8 +199,8 @@ class Config(ConfigFile):
         return integers(bits, size, symmetric=symmetric)
 
 
-FORMAT = Format(GPTQ(less=1), Config("gptq"))
-FORMAT_V2 = Format(GPTQ(less=0), Config("gptq_v2"))
+FORMAT = Format(GPTQ(less=1))
+FORMAT_V2 = Format(GPTQ(less=0))
 
 
 def _list_of(name: str) -> str:

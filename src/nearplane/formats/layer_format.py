@@ -1,7 +1,7 @@
 """Base classes of the formats in `FORMATS`: the tensors of a layer, and the config that describes them.
 
-A layer format turns a matrix into tensors and back. A config file writes and reads the `quantization_config` of
-config.json for one kind of reader. The files of a checkpoint are the subject of `Container`.
+A layer format turns a matrix into tensors and back, and writes and reads the `quantization_config` of config.json. The
+files of a checkpoint are the subject of `Container`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,40 @@ class Held(NamedTuple):
     format: NumberFormat
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantized:
+    """Description of a quantized network, from which a `quantization_config` is made.
+
+    Args:
+        scheme: The scheme of all layers that `grids` does not name.
+        quantized: Names of all quantized modules.
+        ignore: Names of *all* unquantized modules that are Linear or a subclass of it, in blocks or not ("lm_head"),
+            and patterns "re:..." of parts of names.
+        grids: The number format of every layer by name; empty if all layers have the same one.
+        experts: Names of unquantized modules that transformers assembles from one tensor per expert.
+        routed: Names of quantized experts that share one parameter, so that no reader has modules for them.
+        layers: The number format of every quantized layer, by its name in the checkpoint.
+        embeddings: Type of embeddings and head in a GGUF; None: unchanged.
+        pre: Name of the pre-tokenizer in a GGUF; None: derived from the tokenizer's structure.
+        activations: Numbers to which runtimes round the inputs of quantized layers; "none": they do not.
+        version: Version of nearplane.
+    """
+
+    scheme: Scheme
+    quantized: Sequence[str]
+    ignore: Sequence[str] = ()
+    grids: Mapping[str, NumberFormat] = field(default_factory=dict)
+    experts: Sequence[str] = ()
+    routed: Collection[str] = ()
+    layers: Mapping[str, NumberFormat] = field(default_factory=dict)
+    embeddings: str | None = None
+    pre: str | None = None
+    activations: str = "none"
+    version: str
+
+
 class LayerFormat(ABC):
-    """Storage of one layer as tensors.
+    """Storage of one layer as tensors, and its description in the `quantization_config` of config.json.
 
     Attributes:
         KEY: Suffix of the name of the one tensor that every quantized layer has.
@@ -175,60 +207,13 @@ class LayerFormat(ABC):
         """Return tensors beside the first layer of a folder that stop programs which do not know the format."""
         return {}
 
-
-class GridFormat(LayerFormat):
-    """A format of fixed grids that transformers reads; the shapes of its tensors are known before the solve.
-
-    Therefore a run can load an empty copy first, see `planning/rehearsal.py`; other formats have no rehearsal.
-    """
-
-    @abstractmethod
-    def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors of one layer as `pack` makes them, on the meta device; `dtype` is the model's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantized:
-    """Description of a quantized network, from which a `quantization_config` is made.
-
-    Args:
-        scheme: The scheme of all layers that `grids` does not name.
-        quantized: Names of all quantized modules.
-        ignore: Names of *all* unquantized modules that are Linear or a subclass of it, in blocks or not ("lm_head"),
-            and patterns "re:..." of parts of names.
-        grids: The number format of every layer by name; empty if all layers have the same one.
-        experts: Names of unquantized modules that transformers assembles from one tensor per expert.
-        routed: Names of quantized experts that share one parameter, so that no reader has modules for them.
-        layers: The number format of every quantized layer, by its name in the checkpoint.
-        embeddings: Type of embeddings and head in a GGUF; None: unchanged.
-        pre: Name of the pre-tokenizer in a GGUF; None: derived from the tokenizer's structure.
-        activations: Numbers to which runtimes round the inputs of quantized layers; "none": they do not.
-        version: Version of nearplane.
-    """
-
-    scheme: Scheme
-    quantized: Sequence[str]
-    ignore: Sequence[str] = ()
-    grids: Mapping[str, NumberFormat] = field(default_factory=dict)
-    experts: Sequence[str] = ()
-    routed: Collection[str] = ()
-    layers: Mapping[str, NumberFormat] = field(default_factory=dict)
-    embeddings: str | None = None
-    pre: str | None = None
-    activations: str = "none"
-    version: str
-
-
-class ConfigFile(ABC):
-    """Writer and reader of a `quantization_config`."""
-
     @abstractmethod
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return the `quantization_config` of a network."""
 
     @abstractmethod
     def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
-        """Return the number format of a layer in a config.
+        """Return the number format of a layer in a quantization_config.
 
         Raises:
             FormatError: The config does not describe the layer, or in a way that nearplane does not read.
@@ -245,6 +230,40 @@ class ConfigFile(ABC):
     def files(self, config: Mapping[str, Any]) -> dict[str, str]:
         """Return the texts of further files with the same contents, by file name."""
         return {}
+
+
+class GridFormat(LayerFormat):
+    """A format of fixed grids that transformers reads; the shapes of its tensors are known before the solve.
+
+    Therefore a run can load an empty copy first, see `planning/rehearsal.py`; other formats have no rehearsal.
+    """
+
+    @abstractmethod
+    def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of one layer as `pack` makes them, on the meta device; `dtype` is the model's."""
+
+
+def check_kind(name: str, kind: str, kinds: Collection[str], stores: str) -> None:
+    """Refuse a layer of another class of modules than `kinds`; `stores` is what a format stores, for the error.
+
+    Raises:
+        RecipeError: The layer is of another class.
+    """
+    if kind not in kinds:
+        raise RecipeError(f"{name} is a {kind}; {stores}. Leave it unquantized with --ignore.")
+
+
+def check_groups(name: str, columns: int, format: NumberFormat, hint: str = "") -> None:
+    """Refuse a layer whose rows are no whole number of groups; `hint` stands behind --group-size in the error.
+
+    Raises:
+        RecipeError: The number of inputs is no multiple of the group size.
+    """
+    if columns % format.run:
+        raise RecipeError(
+            f"{name} has {columns} inputs, not a multiple of the group size {format.group}. Use another --group-size{hint}, or "
+            f"leave the layer unquantized with --ignore."
+        )
 
 
 def json_text(content: Mapping[str, Any]) -> str:

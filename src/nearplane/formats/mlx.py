@@ -19,19 +19,17 @@ import torch
 from torch import Tensor
 
 from nearplane.coding.packed_words import pack, unpack, words_of
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import FormatError
 from nearplane.formats.compressed_tensors.packing import SCALES
 from nearplane.formats.container import Format
 from nearplane.formats.integers import consecutive, expect, group_size_of, object_of
 from nearplane.formats.layer_format import MLX as METHOD
-from nearplane.formats.layer_format import ConfigFile, Held, LayerFormat, Quantized
+from nearplane.formats.layer_format import Held, LayerFormat, Quantized, check_groups, check_kind
 from nearplane.formats.mlx_experts import MLXFolder, MLXReader, stack_of
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.number_formats import NumberFormat, integers
 from nearplane.recipe.file_formats import FILE_FORMATS, MLX_BITS
-
-KINDS = ("Linear", "Embedding", "Expert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +52,9 @@ class MLX(LayerFormat):
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse layers that MLX does not load."""
-        if kind not in KINDS:
-            raise RecipeError(f"{name} is a {kind}; MLX stores Linear layers only. Leave it unquantized with --ignore.")
+        check_kind(name, kind, ("Linear", "Embedding", "Expert"), "MLX stores Linear layers only")
         FILE_FORMATS["mlx"].check(name, format)
-        if shape[1] % format.run:
-            raise RecipeError(
-                f"{name} has {shape[1]} inputs, not a multiple of the group size {format.group}. Use another --group-size, or "
-                f"leave the layer unquantized with --ignore."
-            )
+        check_groups(name, shape[1], format)
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return the model's dtype, in which MLX multiplies; float32 for dtypes that MLX does not have."""
@@ -99,7 +92,7 @@ class MLX(LayerFormat):
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return (out, in) from the shape of scales and the group size."""
         out, groups = expect(name, tensors, "scales", (None, None), SCALES).shape
-        return out, groups * (grid_of(self.config, name).group or 1)
+        return out, groups * (self.grid_of(self.config, name).group or 1)
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer."""
@@ -120,10 +113,6 @@ class MLX(LayerFormat):
         codes = unpack(words.view(torch.int32), format.bits, columns).to(torch.int32)
         return QuantizedMatrix(codes=codes, grid=grid)
 
-
-class Config(ConfigFile):
-    """The config: bits and group size of most layers, and those of each other layer under its name."""
-
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return the config of a network. MLX takes a layer for quantized if its file has scales."""
         usual = network.scheme.number_format
@@ -133,24 +122,15 @@ class Config(ConfigFile):
         return {"quant_method": METHOD, **_fields(usual), "mode": "affine", **others}
 
     def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
-        """Return the number format of a layer in the config."""
-        return grid_of(config, name)
-
-
-def grid_of(config: Mapping[str, Any], name: str) -> NumberFormat:
-    """Return the number format of a layer in a config.
-
-    Raises:
-        FormatError: The layer is not of integers with a minimum, or has unknown bits or group size.
-    """
-    key = next((key for key in (name, stack_of(name), stack_of(name, "experts")) if key in config), name)
-    entry = dict(config) | object_of(f"MLX: {name}", config.get(key))
-    bits, mode = entry.get("bits"), entry.get("mode", "affine")
-    if mode != "affine":
-        raise FormatError(f"MLX: {name} has mode {mode!r}; nearplane reads only affine.")
-    if type(bits) is not int or bits not in MLX_BITS:
-        raise FormatError(f"MLX: {name} has bits {bits!r}, expected {', '.join(map(str, MLX_BITS))}.")
-    return integers(bits, group_size_of(f"MLX: group_size of {name}", entry.get("group_size"), ()), minimum=True)
+        """Return the number format of a layer: integers with a minimum."""
+        key = next((key for key in (name, stack_of(name), stack_of(name, "experts")) if key in config), name)
+        entry = dict(config) | object_of(f"MLX: {name}", config.get(key))
+        bits, mode = entry.get("bits"), entry.get("mode", "affine")
+        if mode != "affine":
+            raise FormatError(f"MLX: {name} has mode {mode!r}; nearplane reads only affine.")
+        if type(bits) is not int or bits not in MLX_BITS:
+            raise FormatError(f"MLX: {name} has bits {bits!r}, expected {', '.join(map(str, MLX_BITS))}.")
+        return integers(bits, group_size_of(f"MLX: group_size of {name}", entry.get("group_size"), ()), minimum=True)
 
 
 def _fields(format: NumberFormat) -> dict[str, Any]:
@@ -158,4 +138,4 @@ def _fields(format: NumberFormat) -> dict[str, Any]:
     return {"group_size": format.group, "bits": format.bits}
 
 
-FORMAT = Format(MLX(), Config(), MLXFolder, MLXReader)
+FORMAT = Format(MLX(), MLXFolder, MLXReader)

@@ -17,12 +17,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nearplane.coding.blob import Contents, decode, encode, scales_of, shape_of
+from nearplane.coding.blob import Contents, decode, encode, shape_of
 from nearplane.coding.on_device import Blob, Decoded, decode_all, decoder_of
-from nearplane.errors import FormatError, RecipeError
+from nearplane.coding.scales import Scales
+from nearplane.errors import FormatError
 from nearplane.formats.container import Format
 from nearplane.formats.integers import expect
-from nearplane.formats.layer_format import METHOD, ConfigFile, LayerFormat, Quantized
+from nearplane.formats.layer_format import METHOD, LayerFormat, Quantized, check_kind
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.product_grid import ProductGrid
 from nearplane.number_formats import ENTROPY_CODED_FORMAT, NumberFormat
@@ -53,10 +54,7 @@ class Native(LayerFormat):
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse modules that `nearplane.load` does not build; the format stores any shape and any codes."""
-        if kind not in KINDS:
-            raise RecipeError(
-                f"{name} is a {kind}; the nearplane format stores {', '.join(KINDS)}. Leave it unquantized with --ignore."
-            )
+        check_kind(name, kind, KINDS, f"the nearplane format stores {', '.join(KINDS)}")
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return float32 in every model: the file stores exponents, which decode to float32 scales."""
@@ -102,13 +100,6 @@ class Native(LayerFormat):
             expect(name, tensors, self.STOP, (0,), {torch.uint8})
         return expect(name, tensors, self.KEY, (None,), {torch.uint8})
 
-
-DEFAULT = Native()
-
-
-class Config(ConfigFile):
-    """The config of the format, which lists the quantized modules."""
-
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return a config that lists the quantized modules; each tensor describes its own grid."""
         return {
@@ -125,26 +116,27 @@ class Config(ConfigFile):
         return ENTROPY_CODED_FORMAT
 
 
-FORMAT = Format(DEFAULT, Config())
+DEFAULT = Native()
+FORMAT = Format(DEFAULT)
 
 
 def matrix_of(contents: Contents) -> QuantizedMatrix[ProductGrid]:
     """Return the contents of a blob as a matrix without copying: the inverse of `Contents.of`."""
-    return QuantizedMatrix(codes=torch.from_numpy(contents.codes), grid=_grid_of(contents))
+    return QuantizedMatrix(codes=torch.from_numpy(contents.codes), grid=_grid_of(contents.scales))
 
 
 def matrix_on_device(decoded: Decoded) -> QuantizedMatrix[ProductGrid]:
     """Return a decoded matrix: its codes on the device, and its grid on the CPU, so that scales are the same everywhere."""
-    return QuantizedMatrix(codes=decoded.codes(), grid=_grid_of(scales_of(decoded.header)))
+    return QuantizedMatrix(codes=decoded.codes(), grid=_grid_of(decoded.header.scales))
 
 
-def _grid_of(contents: Contents) -> ProductGrid:
+def _grid_of(scales: Scales) -> ProductGrid:
     return ProductGrid(
-        base=contents.base,
-        columns=torch.from_numpy(contents.columns),
-        column_resolution=contents.column_resolution,
-        rows=torch.from_numpy(contents.rows),
-        row_resolution=contents.row_resolution,
+        base=scales.base,
+        columns=torch.from_numpy(scales.columns),
+        column_resolution=scales.column_resolution,
+        rows=torch.from_numpy(scales.rows),
+        row_resolution=scales.row_resolution,
     )
 
 

@@ -22,9 +22,9 @@ from nearplane.formats.layer_format import INPUT_SCALE, MLX, QUANTIZATION, read_
 from nearplane.formats.table import FORMATS, format_of
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.number_formats import InputRounding, NumberFormat
-from nearplane.system.fp8_mxfp4 import method_of, source_reader
 from nearplane.system.paths import CONFIG, INCOMPLETE
-from nearplane.system.safetensors_files import ShardReader, TensorReader
+from nearplane.system.safetensors_files import ShardReader, TensorInfo, TensorReader
+from nearplane.system.source_storage import method_of, source_reader
 
 CPU = torch.device("cpu")
 
@@ -92,7 +92,7 @@ class Stored:
         if config is None:
             raise FormatError(f"{folder / CONFIG} has no quantization_config: expected a folder that nearplane wrote.")
         format = format_of(config)
-        self.config, self.layers, self._config_file = config, format.layers, format.config
+        self.config, self.layers = config, format.layers
         self.reader = format.reader(folder, unfinished=unfinished is not None)
         if unfinished is None and self.layers.CHECKSUMS and isinstance(self.reader, ShardReader):
             self.reader.check_complete()
@@ -117,11 +117,11 @@ class Stored:
 
     def repeated_files(self) -> dict[str, str]:
         """Return the expected texts of the files that repeat the quantization_config, by file name."""
-        return self._config_file.files(self.config)
+        return self.layers.files(self.config)
 
     def number_format(self, name: str) -> NumberFormat:
         """Return the number format of one layer in the config."""
-        return self._config_file.grid_of(self.config, name)
+        return self.layers.grid_of(self.config, name)
 
     def matrix(self, name: str, tensors: Mapping[str, Tensor], device: torch.device = CPU) -> QuantizedMatrix:
         """Return the quantized matrix of one layer on a device, from its tensors."""
@@ -145,7 +145,7 @@ class Stored:
         Raises:
             FormatError: The global scale is missing or no positive number.
         """
-        how = self._config_file.inputs_of(self.config, name)
+        how = self.layers.inputs_of(self.config, name)
         if how is None or not how.global_scale:
             return None if how is None else (how, None)
         scale = float(expect(name, self.tensors(name), INPUT_SCALE, (1,), {torch.float32}))
@@ -292,7 +292,7 @@ class DecodedReader(TensorReader):
         transposed: Collection[str],
         stacks: Mapping[str, Stack],
     ) -> None:
-        self.folder, self.checksums = folder, None
+        self.folder = folder
         self._stored, self._shapes = Stored(folder), dict(shapes)
         separate = set(self._stored.names())
         stacks = {name: stack for name, stack in stacks.items() if separate.issuperset(stack.names)}
@@ -307,26 +307,10 @@ class DecodedReader(TensorReader):
                 places = ((..., slice(None), turned),)
                 self._dense[weight] = Stack(shape=shape[::-1] if turned else shape, names=(layer,), places=places)
         self._dense |= stacks
-
-    def names(self) -> list[str]:
-        """Return the names of all tensors."""
-        return [*self._stored.rest(), *self._dense]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor in its module."""
-        return self._dense[name].shape if name in self._dense else self._stored.reader.shape(name)
-
-    def dtype(self, name: str) -> str:
-        """Return the safetensors dtype of a tensor that `read` returns."""
-        return "F32" if name in self._dense else self._stored.reader.dtype(name)
-
-    def nbytes(self, name: str) -> int:
-        """Return the bytes of a tensor that `read` returns."""
-        return 4 * math.prod(self.shape(name)) if name in self._dense else self._stored.reader.nbytes(name)
-
-    def file(self, name: str) -> Path:
-        """Return the file that holds a tensor, or the first tensor of a layer."""
-        return self._stored.file(self._dense[name].names[0]) if name in self._dense else self._stored.reader.file(name)
+        self.infos = {name: self._stored.reader.infos[name] for name in self._stored.rest()}
+        for name, stack in self._dense.items():
+            file = self._stored.file(stack.names[0])
+            self.infos[name] = TensorInfo("F32", stack.shape, 4 * math.prod(stack.shape), file)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors; layers are decoded to float32.
@@ -336,16 +320,15 @@ class DecodedReader(TensorReader):
         """
         names = list(names)
         stored = self._stored.reader.read([name for name in names if name not in self._dense])
-        return {name: stored[name] if name in stored else self._decoded(self._dense[name]) for name in names}
+        for name in (name for name in names if name in self._dense):
+            stored[name] = self._dense[name].joined(map(self._values, self._dense[name].names))
+        return stored
 
     def _shape_of(self, layer: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return (out, in) of a layer, after checking that the network has a weight of that shape."""
         shape, file = self._stored.layers.shape_of(layer, tensors), self._stored.file(layer)
         check_shape(f"{file}: {layer}", f"{layer}.weight", shape, self._shapes)
         return shape
-
-    def _decoded(self, stack: Stack) -> Tensor:
-        return stack.joined(self._values(layer) for layer in stack.names)
 
     def _values(self, layer: str) -> Tensor:
         tensors = self._stored.tensors(layer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,21 +33,6 @@ class PlaceBuffers(NamedTuple):
     at: Integers
     chosen: Floats
     parent: Integers
-
-
-class BeamBlock(NamedTuple):
-    """Inputs of the compiled sweep of a block, and its outputs `cost`, `chosen` and `parent`; see `beam_block`."""
-
-    target: Floats
-    W: Floats
-    scale: Floats
-    zero: Floats
-    table: Table
-    U: Floats
-    d: Floats
-    cost: Floats
-    chosen: Floats
-    parent: Indices
 
 
 def beam_paths(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,8 +68,8 @@ def beam_block(target: Tensor, weights: Weights, U: Tensor, d: Tensor, cost: Ten
     chosen, parent = target.new_empty(width, out, beam), torch.empty(width, out, beam, dtype=torch.int64)
     t, W, s, z = (x.contiguous().numpy() for x in (target, weights.W, weights.scale, weights.zero))
     table = weights.codebook.table(target.dtype)
-    work = BeamBlock(t, W, s, z, table, U.contiguous().numpy(), d.numpy(), cost.numpy(), chosen.numpy(), parent.numpy())
-    in_threads(lambda start, stop: _sweep_rows(start, stop, work), out, run=LANES)
+    block = t, W, s, z, table, U.contiguous().numpy(), d.numpy(), cost.numpy(), chosen.numpy(), parent.numpy()
+    in_threads(partial(_sweep_rows, block), out, run=LANES)
     return chosen, parent
 
 
@@ -199,7 +185,7 @@ def _reorder_targets(target: Floats, parent: Integers, E: Floats, u: Floats, fir
 
 
 @compiled(error_model="numpy")
-def _sweep_rows(start: int, stop: int, block: BeamBlock) -> None:
+def _sweep_rows(block: Any, start: int, stop: int) -> None:
     """Sweep the rows from `start` to `stop`, `LANES` at a time; targets go back and forth between two arrays."""
     target, W, scale, zero, table, U, d, cost, chosen, parent = block
     beam, width = target.shape[1:]

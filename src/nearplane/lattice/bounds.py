@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -33,8 +32,7 @@ CONSTANT_INPUTS = 1 - 1e-5  # share of the inputs' energy in one direction from 
 ONE_WEIGHT = 0.99  # share of the energy of the weights from which one of them counts as the only one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Certificate:
+class Certificate(NamedTuple):
     """Losses of one quantized matrix against its target.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from subprocess import CalledProcessError
 
@@ -88,13 +88,15 @@ def tiling_of(device: torch.device) -> Tiling:
 
 @cache
 def _numba() -> Kernels:
-    from nearplane.lattice import beam_cpu, kernels_cpu, superblocks_cpu
+    from nearplane.lattice import beam_cpu, kernels_cpu, superblocks_cpu, superblocks_torch
 
     return Kernels(
         sweep=kernels_cpu.sweep_block,
         search=kernels_cpu.best_candidate,
         beam=beam_cpu.beam_paths,
-        blocks=superblocks_cpu.search,
+        blocks=partial(
+            superblocks_torch.search, search_groups=superblocks_cpu.groups_of, search_blocks=superblocks_cpu.blocks_of
+        ),
         add_exactly=kernels_cpu.add_exactly,
         beam_bytes=beam_cpu.BEAM_BYTES,
         lanes=beam_cpu.LANES,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,35 +33,6 @@ MIN_ADDED = 1 << 16  # numbers per thread: fewer are not worth a thread
 LOW_UNITS = 2.0**LOW
 # The last bits of float64(n + SHIFT) are those of the integer n, if |n| < 2^51. Processors convert no vectors otherwise.
 SHIFT, SHIFT_BITS, SHIFTED = 1.5 * 2.0**52, 0x4338 << 48, 2.0**51
-
-
-class SweepBlock(NamedTuple):
-    """Inputs and outputs of the compiled sweep of a block of columns; see `sweep_block` and `Tally`."""
-
-    target: Floats
-    W: Floats
-    scale: Floats
-    zero: Floats
-    group: Indices
-    table: Table
-    UT: Floats
-    codes: Integers
-    E: Floats
-    d: Floats
-    loss: Floats
-    outside: Integers
-    moves: bool
-    limits: tuple[float, float]
-
-
-class SearchGroups(NamedTuple):
-    """Inputs and output of the compiled search; see `best_candidate`."""
-
-    weights: Floats
-    scale: Floats
-    zero: Floats
-    table: Table
-    best: Indices
 
 
 def in_threads(kernel: Callable[[int, int], Any], count: int, *, run: int = 1) -> None:
@@ -100,8 +72,8 @@ def sweep_block(target: Tensor, columns: Columns, U: Tensor, codes: Tensor, E: T
     t, w, s, z, group = (x.contiguous().numpy() for x in (target, *columns[:4]))
     book, d = columns.codebook, tally.d.to(torch.float32).contiguous().numpy()
     tallies = d, tally.loss.numpy(), tally.outside.numpy(), tally.moves, book.limits
-    work = SweepBlock(t, w, s, z, group, book.table(torch.float32), UT.numpy(), codes.numpy(), E.numpy(), *tallies)
-    in_threads(lambda start, stop: _sweep_rows(start, stop, work), out, run=16)  # whole cache lines
+    block = t, w, s, z, group, book.table(torch.float32), UT.numpy(), codes.numpy(), E.numpy(), *tallies
+    in_threads(partial(_sweep_rows, block), out, run=16)  # whole cache lines
 
 
 def best_candidate(weights: Tensor, scale: Tensor, zero: Tensor, codebook: Codebook) -> Tensor:
@@ -119,8 +91,8 @@ def best_candidate(weights: Tensor, scale: Tensor, zero: Tensor, codebook: Codeb
     n, size = weights.shape
     best = torch.empty(n, dtype=torch.int64)
     w, s, z = (x.contiguous().numpy() for x in (weights, scale.T, zero.T))
-    groups = SearchGroups(w, s, z, codebook.table(weights.dtype), best.numpy())
-    in_threads(lambda start, stop: _search_groups(start, stop, groups), n, run=-(-MIN_SEARCHED_WEIGHTS // size))
+    search = partial(_search_groups, w, s, z, codebook.table(weights.dtype), best.numpy())
+    in_threads(search, n, run=-(-MIN_SEARCHED_WEIGHTS // size))
     return best
 
 
@@ -132,12 +104,8 @@ def add_exactly(product: Tensor, high: Tensor, low: Tensor, unit: Tensor) -> Ten
     bits, peaks = values.view(integer), np.empty(rows, integer)
     with np.errstate(over="ignore"):  # then all that is finite can be shifted
         limit = np.array([SHIFTED / scale]).astype(values.dtype).view(integer)[0]
-    flat, strides = (_flat(high), _flat(low)), (high.stride(0), low.stride(0))
-
-    def run(start: int, stop: int) -> None:
-        _add_rows(start, stop, values, bits, *flat, *strides, scale, limit, peaks)
-
-    in_threads(run, rows, run=-(-MIN_ADDED // columns))
+    integers = _flat(high), _flat(low), high.stride(0), low.stride(0)
+    in_threads(partial(_add_rows, values, bits, *integers, scale, limit, peaks), rows, run=-(-MIN_ADDED // columns))
     return torch.from_numpy(peaks.max(keepdims=True).view(values.dtype)).double()
 
 
@@ -234,8 +202,8 @@ def _count(t: Floats, scale: Floats, zero: Floats, low: Any, high: Any, outside:
 
 
 @compiled(error_model="numpy")
-def _sweep_rows(start: int, stop: int, block: SweepBlock) -> None:
-    """Sweep the rows from `start` to `stop`, strip by strip."""
+def _sweep_rows(block: Any, start: int, stop: int) -> None:
+    """Sweep the rows from `start` to `stop`, strip by strip; see `sweep_block` and `Tally`."""
     target, W, scale, zero, group, table, UT, codes, E, d, loss, outside, moves, limits = block
     low, high = np.float32(limits[0]), np.float32(limits[1])
     width = min(STRIP_ROWS, stop - start)
@@ -279,9 +247,10 @@ def _error_on_levels(w: Floats, s: float, z: float, table: Table) -> np.float32:
 
 
 @compiled(error_model="numpy")
-def _search_groups(start: int, stop: int, groups: SearchGroups) -> None:
-    """Search the groups from `start` to `stop`."""
-    weights, scale, zero, table, best = groups
+def _search_groups(
+    weights: Floats, scale: Floats, zero: Floats, table: Table, best: Indices, start: int, stop: int
+) -> None:
+    """Search the groups from `start` to `stop`; see `best_candidate`."""
     for i in range(start, stop):
         least = np.float32(np.inf)
         best[i] = 0
@@ -298,8 +267,6 @@ def _search_groups(start: int, stop: int, groups: SearchGroups) -> None:
 
 @compiled(error_model="numpy")
 def _add_rows(
-    start: int,
-    stop: int,
     product: npt.NDArray[Any],
     bits: npt.NDArray[Any],
     high: Indices,
@@ -309,16 +276,18 @@ def _add_rows(
     unit: float,
     limit: Any,
     peaks: npt.NDArray[Any],
+    start: int,
+    stop: int,
 ) -> None:
     """Add the rows from `start` to `stop`.
 
     Args:
-        start, stop: First row, and the one after the last.
         product, bits: (rows, columns) numbers, and their bits as integers.
         high, low: Integers; rows begin `high_stride` and `low_stride` numbers apart.
         unit: Unit of the sum.
         limit: Bits of the first magnitude that cannot be shifted.
         peaks: (rows,) largest bits without the sign of each row, written; they are ordered as magnitudes, NaN last.
+        start, stop: First row, and the one after the last.
     """
     columns = product.shape[1]
     unsigned = np.iinfo(bits.dtype).max

@@ -92,14 +92,19 @@ def device_of(tensor: Tensor) -> Any:
 
 
 @triton.jit
+def nearest_whole(x):
+    """Return the nearest whole numbers in floating point, ties to even."""
+    below = tl.floor(x)
+    rest = x - below  # exact
+    odd = below - 2.0 * tl.floor(below * 0.5) != 0.0
+    return tl.where((rest > 0.5) | ((rest == 0.5) & odd), below + 1.0, below)
+
+
+@triton.jit
 def nearest_code(position, levels, middles, last, low, high, BITS: tl.constexpr):
     """Return the nearest codes and their positions, in the dtype of `position`."""
     if BITS == 0:  # codes are integers
-        below = tl.floor(position)
-        rest = position - below  # exact
-        odd = below - 2.0 * tl.floor(below * 0.5) != 0.0
-        code = tl.where((rest > 0.5) | ((rest == 0.5) & odd), below + 1.0, below)  # ties to even
-        code = tl.minimum(tl.maximum(code, low), high).to(position.dtype)
+        code = tl.minimum(tl.maximum(nearest_whole(position), low), high).to(position.dtype)
         return code.to(tl.int32), code
     count = tl.zeros(position.shape, tl.int32)  # of midpoints below the position, by bisection
     for bit in tl.static_range(BITS):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nearplane.lattice.exact_sum import ExactSum, unit_of
-from nearplane.lattice.factor import Factor, read, strips, total
+from nearplane.lattice.factor import read, strips, total
 from nearplane.lattice.kernels import tiling_of
 
 
@@ -225,32 +225,17 @@ class ExtraRows:
         return extra
 
 
-def mismatch(W: Tensor, H: Tensor, C: Tensor, S: Tensor | None) -> Tensor:
-    """Return (out, in) `W (C - H) + S`: the error of the output due to quantized inputs, correlated with these inputs.
-
-    Differences are formed in the dtype of the moments, products in that of `W`.
-
-    Args:
-        W: (out, in) weights.
-        H: (in, in) `X_hat^T X_hat / tokens`, undamped.
-        C: (in, in) `X^T X_hat / tokens`.
-        S: (out, in) `E[(r - r_hat) x_hat^T]` of the residual stream that the output is added to, or None.
-    """
-    lost = W @ moment_difference(H, C, W.dtype)
-    return lost if S is None else lost.add_(S)
-
-
 def moment_difference(H: Tensor, C: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (in, in) `C - H` in a dtype, computed in that of the moments; see `mismatch`."""
+    """Return (in, in) `C - H` in a dtype, computed in that of the moments.
+
+    `lost = W (C - H)`, and the correlation of the residual stream's error with the inputs if the output is added to it,
+    is the error of the output due to quantized inputs, correlated with these inputs; `lost (H + lambda I)^-1` is the
+    full correction of the weights.
+    """
     difference = torch.empty(H.shape, dtype=dtype, device=H.device)
     for rows in strips(H, 512):
         difference[rows] = C[rows] - H[rows]
     return difference
-
-
-def correction(lost: Tensor, factor: Factor) -> Tensor:
-    """Return (out, in) `Delta = lost (H + lambda I)^-1`, the full correction of the weights."""
-    return factor.solve(lost)
 
 
 def trust(lost_held_out: Tensor, H_held_out: Tensor, Delta: Tensor) -> float:
@@ -259,7 +244,7 @@ def trust(lost_held_out: Tensor, H_held_out: Tensor, Delta: Tensor) -> float:
         rho = <lost_v, Delta> / tr(Delta H_v Delta^T)
 
     Args:
-        lost_held_out: (out, in) `mismatch` of the held-out windows.
+        lost_held_out: (out, in) error of the held-out windows, see `moment_difference`.
         H_held_out: (in, in) Hessian of the held-out windows.
         Delta: (out, in) correction fitted on the other windows.
     """

@@ -35,21 +35,15 @@ def octaves(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Cal
 
     The error of a weight counts as much as the squared importance of its column, the diagonal of the Hessian.
     """
-    book, size = steps.codebook, steps.format.group
-    assert book.levels is not None, "only formats with levels name this fit"
-    assert size is not None, "only formats with groups name this fit"
-    levels = book.levels.to(target)
-    groups = target.reshape(len(target), -1, size)
+    groups, levels = steps.groups(target), steps.codebook.levels
+    assert levels is not None, "only formats with levels name this fit"
+    levels = levels.to(target)
     peak = groups.abs().amax(-1)
     cover = torch.where(peak > 0, peak / levels[-1], 1).log2().ceil()
     exponents = ((cover + offset).clamp_(*LIMITS) for offset in WINDOW)
     best = least_error(groups, importance, levels, ((exponent, exponent.exp2()) for exponent in exponents))
     scale = torch.where(peak > 0, best, 0).exp2()
-    group = torch.arange(target.shape[1], device=target.device) // size
-    grid = OctaveGrid(
-        scale=scale, zero=torch.zeros_like(scale), group=group, low=book.low, high=book.high, levels=book.levels
-    )
-    return grid, lambda _: OctaveFit()
+    return OctaveGrid(scale=scale, zero=torch.zeros_like(scale), **steps.columns(target)), lambda _: OctaveFit()
 
 
 class OctaveFit:

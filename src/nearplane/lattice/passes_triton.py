@@ -262,9 +262,10 @@ def _fitted(old, energy, product, least, divisor, largest, MANTISSA: tl.constexp
 
 @triton.jit
 def _updated(
-    EH, H, E, before, columns, inside, start, end, r, here, out, H_stride, E_stride, K: tl.constexpr, OFFSET: tl.constexpr
+    sums, H, E, before, columns, inside, start, end, r, here, out, H_stride, E_stride, K: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
-    """Add to (E H)^T of some columns what changed in E of the columns from `start` to `end` since the span began."""
+    """Return (E H)^T of some columns: the sums of when the span began, and what changed in E from `start` to `end` since."""
+    EH = tl.load(sums + (columns - start)[:, None] * out + r[None, :], mask=inside[:, None] & here[None, :], other=0.0)
     for other in range(start, end, K):
         k = (other + tl.arange(0, K)).to(OFFSET)
         mask = (k < end)[:, None] & here[None, :]
@@ -374,10 +375,8 @@ def _descend(
                 if MANTISSA == 0:
                     columns = (a + c).to(OFFSET)
                     inside = columns < b
-                    tile = inside[:, None] & here[None, :]
-                    EH = tl.load(sums + (columns - start)[:, None] * out + r[None, :], mask=tile, other=0.0)
                     EH = _updated(
-                        EH, H, E, before, columns, inside, start, a, r, here, out, H_stride, E_stride, K, OFFSET
+                        sums, H, E, before, columns, inside, start, a, r, here, out, H_stride, E_stride, K, OFFSET
                     )
                     squares = tl.load(diagonal + columns, mask=inside, other=1.0)
                     misses = quotient(EH, tl.broadcast_to(squares[:, None], (T, R)))
@@ -402,11 +401,9 @@ def _descend(
                     product = tl.zeros((R,), W.dtype.element_ty)
                     for first in range(a, b, T):
                         inside = first + c < b
-                        tile = inside[:, None] & here[None, :]
                         columns = (first + c).to(OFFSET)
-                        EH = tl.load(sums + (columns - start)[:, None] * out + r[None, :], mask=tile, other=0.0)
                         EH = _updated(
-                            EH, H, E, before, columns, inside, start, a, r, here, out, H_stride, E_stride, K, OFFSET
+                            sums, H, E, before, columns, inside, start, a, r, here, out, H_stride, E_stride, K, OFFSET
                         )
                         vH = tl.zeros((T, R), W.dtype.element_ty)
                         for other in range(a, b, K):
@@ -436,13 +433,11 @@ def _descend(
                 tl.debug_barrier()
         for first in range(start, end, T):
             inside = first + c < end
-            tile = inside[:, None] & here[None, :]
             columns = (first + c).to(OFFSET)
-            EH = tl.load(sums + (columns - start)[:, None] * out + r[None, :], mask=tile, other=0.0)
+            known = end if fits else first
             EH = _updated(
-                EH, H, E, before, columns, inside, start, end if fits else first, r, here, out, H_stride, E_stride,
-                K, OFFSET,
-            )  # fmt: skip
+                sums, H, E, before, columns, inside, start, known, r, here, out, H_stride, E_stride, K, OFFSET
+            )
             squares = tl.load(diagonal + columns, mask=inside, other=1.0)
             misses = quotient(EH, tl.broadcast_to(squares[:, None], (T, R)))  # targets minus values
             won_here, moves = _moved(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,14 +63,20 @@ class Steps:
         levels = None if self.format.levels is None else torch.tensor(self.format.levels, dtype=torch.float64)
         return Codebook(low=self.format.low, high=self.format.high, levels=levels)
 
+    def groups(self, W: Tensor) -> Tensor:
+        """Return (out, groups, g) the groups of every row of `W` (out, in)."""
+        groups: Tensor = W.unflatten(1, (-1, self.format.group or W.shape[1]))
+        return groups
+
+    def columns(self, W: Tensor) -> dict[str, Any]:
+        """Return what a grid of `W` (out, in) has besides its steps: the group of every column, and the codebook."""
+        book, group = self.codebook, torch.arange(W.shape[1], device=W.device) // (self.format.group or W.shape[1])
+        return {"group": group, "low": book.low, "high": book.high, "levels": book.levels}
+
     def grid(self, W: Tensor) -> Grid:
         """Fit every group of `W` (out, in)."""
-        n, book = W.shape[1], self.codebook
-        size = self.format.group or n
-        groups = W.reshape(len(W), n // size, size)
-        scale, zero = self.fit(groups)
-        group = torch.arange(n, device=W.device) // size
-        return Grid(scale=scale, zero=zero, group=group, low=book.low, high=book.high, levels=book.levels)
+        scale, zero = self.fit(self.groups(W))
+        return Grid(scale=scale, zero=zero, **self.columns(W))
 
     def fit(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return scale and zero (...) for weights (..., g)."""

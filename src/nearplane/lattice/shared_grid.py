@@ -92,26 +92,17 @@ def shared(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Call
 
     The error of a weight counts as much as the squared importance of its column, the diagonal of the Hessian.
     """
-    book, size = steps.codebook, steps.format.group
-    assert book.levels is not None, "only formats with levels name this fit"
-    assert size is not None, "only formats with groups name this fit"
-    levels = book.levels.to(target)
+    groups, levels = steps.groups(target), steps.codebook.levels
+    assert levels is not None, "only formats with levels name this fit"
+    levels = levels.to(target)
     peak = float(target.abs().max()) if steps.peak is None else steps.peak
     divisor = divisor_of(peak, float(levels[-1]))
     values = E4M3.to(target)
     scales = divided(values, divisor)
-    groups = target.reshape(len(target), -1, size)
     place = torch.bucketize(groups.abs().amax(-1) / levels[-1], scales)
     places = ((place + offset).clamp_(0, len(values) - 1) for offset in WINDOW)
     best = least_error(groups, importance, levels, ((each, scales[each]) for each in places))
-    grid = SharedGrid(
-        block=values[best],
-        divisor=divisor,
-        group=torch.arange(target.shape[1], device=target.device) // size,
-        low=book.low,
-        high=book.high,
-        levels=book.levels,
-    )
+    grid = SharedGrid(block=values[best], divisor=divisor, **steps.columns(target))
     return grid, lambda _: SharedFit(divisor)
 
 

@@ -11,18 +11,12 @@ import torch
 from torch import Tensor
 
 from nearplane.compiled import compiled
-from nearplane.lattice import superblocks_torch
 from nearplane.lattice.kernels_cpu import in_threads
 from nearplane.lattice.superblocks_torch import RADIUS, RANGE_FRACTIONS
 from nearplane.number_formats import BlockFormat
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int32]
-
-
-def search(kind: BlockFormat, W: Tensor, h: Tensor, storage: torch.dtype) -> dict[str, Tensor]:
-    """Return the stored numbers of all blocks by name, as the torch form does."""
-    return superblocks_torch.search(kind, W, h, storage, groups_of, blocks_of)
 
 
 def groups_of(kind: BlockFormat, W: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,40 +19,6 @@ SC_FRACTIONS = (1.0, 0.97, 0.94, 0.9, 0.86, 0.8)  # the largest step of a block 
 RADIUS = 2  # integers tried on each side of the nearest one
 
 
-def search(
-    kind: BlockFormat,
-    W: Tensor,
-    h: Tensor,
-    storage: torch.dtype,
-    search_groups: Callable[..., tuple[Tensor, Tensor]] | None = None,
-    search_blocks: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None,
-) -> dict[str, Tensor]:
-    """Return the stored numbers of all blocks by name, as in `SuperGrid`, one after another.
-
-    Args:
-        kind: Type of the blocks.
-        W: (n, g) weights of the groups, float32; the groups of a block follow each other.
-        h: (groups of a row, g) weights of errors.
-        storage: Dtype in which steps and offsets of blocks are stored.
-        search_groups, search_blocks: Compiled forms of the functions below.
-    """
-    step, offset = (search_groups or groups_in_torch)(kind, W, h)
-    if kind.single:
-        one = torch.ones_like(step, dtype=torch.int32)
-        parts = {"d": rounded(step, storage), "sc": one}
-        return parts | ({"dmin": offset.to(storage).float(), "m": one} if kind.m else {})
-    groups = kind.columns // kind.group
-    step, offset = step.view(-1, groups), offset.view(-1, groups)
-    fractions = torch.tensor(SC_FRACTIONS, device=W.device)
-    ds = rounded(step.abs().amax(1, keepdim=True) / (max(kind.sc) * fractions).round(), storage)  # (blocks, candidates)
-    dmins = ds[:, :1].clone()
-    if kind.m:
-        dmins = rounded(offset.amax(1, keepdim=True) / (kind.m * fractions).round(), storage)
-    inputs = W.view(-1, groups, kind.group), h.view(-1, groups, kind.group), step, offset, ds, dmins
-    d, dmin, sc, m = (search_blocks or blocks_in_torch)(kind, *inputs)
-    return {"d": d, "sc": sc} | ({"dmin": dmin, "m": m} if kind.m else {})
-
-
 def error_of(kind: BlockFormat, W: Tensor, h: Tensor, s: Tensor, o: Tensor) -> Tensor:
     """Return the errors of (..., g) weights with steps `s` (...) and offsets `o` (...), in float64; NaN where a step is 0."""
     s, o = s[..., None], o[..., None]
@@ -149,3 +115,38 @@ def blocks_in_torch(
             for kept, each in ((sc, one), (m, other), (best, found)):
                 kept.copy_(torch.where(better, each, kept))
     return d.flatten(), dmin.flatten(), sc.int().flatten(), m.int().flatten()
+
+
+def search(
+    kind: BlockFormat,
+    W: Tensor,
+    h: Tensor,
+    storage: torch.dtype,
+    *,
+    search_groups: Callable[..., tuple[Tensor, Tensor]] = groups_in_torch,
+    search_blocks: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = blocks_in_torch,
+) -> dict[str, Tensor]:
+    """Return the stored numbers of all blocks by name, as in `SuperGrid`, one after another.
+
+    Args:
+        kind: Type of the blocks.
+        W: (n, g) weights of the groups, float32; the groups of a block follow each other.
+        h: (groups of a row, g) weights of errors.
+        storage: Dtype in which steps and offsets of blocks are stored.
+        search_groups, search_blocks: The functions above, or their compiled forms.
+    """
+    step, offset = search_groups(kind, W, h)
+    if kind.single:
+        one = torch.ones_like(step, dtype=torch.int32)
+        parts = {"d": rounded(step, storage), "sc": one}
+        return parts | ({"dmin": offset.to(storage).float(), "m": one} if kind.m else {})
+    groups = kind.columns // kind.group
+    step, offset = step.view(-1, groups), offset.view(-1, groups)
+    fractions = torch.tensor(SC_FRACTIONS, device=W.device)
+    ds = rounded(step.abs().amax(1, keepdim=True) / (max(kind.sc) * fractions).round(), storage)  # (blocks, candidates)
+    dmins = ds[:, :1].clone()
+    if kind.m:
+        dmins = rounded(offset.amax(1, keepdim=True) / (kind.m * fractions).round(), storage)
+    inputs = W.view(-1, groups, kind.group), h.view(-1, groups, kind.group), step, offset, ds, dmins
+    d, dmin, sc, m = search_blocks(kind, *inputs)
+    return {"d": d, "sc": sc} | ({"dmin": dmin, "m": m} if kind.m else {})

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearplane.lattice.kernels_torch import State
-from nearplane.lattice.kernels_triton import device_of, quotient
+from nearplane.lattice.kernels_triton import device_of, nearest_whole, quotient
 from nearplane.lattice.superblocks_triton import STORED, short_float, stored_step
 from nearplane.number_formats import BlockFormat
 
@@ -66,15 +66,6 @@ def constants(kind: BlockFormat, width: int) -> dict[str, Any]:
 def stepwise(kind: BlockFormat, storage: torch.dtype) -> dict[str, Any]:
     """Return the further constants for which the fit of steps is compiled."""
     return {"SINGLE": kind.single, "STORAGE": STORED[storage], "B": triton.next_power_of_2(kind.columns // kind.group)}
-
-
-@triton.jit
-def _round(x):
-    """Return the nearest whole numbers, ties to even."""
-    below = tl.floor(x)
-    rest = x - below  # exact
-    odd = below - 2.0 * tl.floor(below * 0.5) != 0.0
-    return tl.where((rest > 0.5) | ((rest == 0.5) & odd), below + 1.0, below)
 
 
 @triton.jit
@@ -224,7 +215,7 @@ def _fit_integers(
             r1 = tl.sum(tl.where(in_group, eh, 0.0), 0)
             determinant = qq * total - q1 * q1
             x = tl.where(determinant > 1e-5 * qq * total, quotient(qr * total - q1 * r1, determinant), x)
-        middle = _round(multiple + quotient(tl.where(qq > 0, x, 0.0), step))
+        middle = nearest_whole(multiple + quotient(tl.where(qq > 0, x, 0.0), step))
         least, best, best_share = tl.zeros((R,), kind), multiple, share
         for j in tl.range(0, 4, disable_licm=True):  # the present integer, and three around the best real number
             one = _clamp(middle + (j - 2), sc_low, sc_high)
@@ -234,7 +225,7 @@ def _fit_integers(
             other = share
             if MINIMA:
                 shift = quotient(quotient(q1 * x - r1, total), offset)
-                other = _clamp(_round(share + tl.where(offset > 0, shift, 0.0)), 0.0, m_limit)
+                other = _clamp(nearest_whole(share + tl.where(offset > 0, shift, 0.0)), 0.0, m_limit)
                 y = offset * (other - share)
                 change += y * (y * total - 2 * x * q1 + 2 * r1)
             better = change < least

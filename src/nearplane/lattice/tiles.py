@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from nearplane.lattice.grid import Grid
@@ -27,10 +26,8 @@ class TileGrid(Grid):
 def tiles(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Callable[[Grid], Fit | None]]:
     """Fit one step to every tile of rows and columns; `importance` is ignored. See `fits.GridFit`."""
     del importance
-    book, (out, columns), rows, size = steps.codebook, target.shape, steps.format.rows, steps.format.group
+    (out, columns), rows, size = target.shape, steps.format.rows, steps.format.group
     assert size is not None, "only formats with groups name this fit"
     weights = target.reshape(out // rows, rows, columns // size, size).transpose(1, 2).flatten(2)
     scale, zero = (part.repeat_interleave(rows, 0) for part in steps.fit(weights))
-    group = torch.arange(columns, device=target.device) // size
-    grid = TileGrid(scale=scale, zero=zero, group=group, low=book.low, high=book.high, levels=book.levels)
-    return grid, lambda _: None
+    return TileGrid(scale=scale, zero=zero, **steps.columns(target)), lambda _: None

@@ -66,14 +66,16 @@ class CodedLinear(WordsLinear):
             used = np.flatnonzero(chosen)
             used = np.append(used, np.full(-len(used) % (32 // bits), -1))
             columns = np.where(used < 0, 0, packed.orders.columns[used])
-            scale = np.where(used < 0, np.float32(0), packed.column_scale[columns]).astype(np.float32)
+            scale = np.where(used < 0, np.float32(0), packed.scales.column_scale[columns]).astype(np.float32)
             self.register_buffer(f"words_{bits}", product_cpu.pack(codes, bits, used), persistent=False)
             self._keep({f"columns_{bits}": columns, f"scale_{bits}": scale.view(np.int32)})
         by_row = np.argsort(rows, kind="stable")
         rows, columns = rows[by_row], packed.orders.columns[at[by_row]]
-        values = patched[by_row].astype(np.float32) * packed.row_scale[rows] * packed.column_scale[columns]
+        values = (
+            patched[by_row].astype(np.float32) * packed.scales.row_scale[rows] * packed.scales.column_scale[columns]
+        )
         self._keep({"patch_rows": rows, "patch_columns": columns, "patch_bits": values.view(np.int32)})
-        self.register_buffer("steps", by_block(torch.from_numpy(packed.row_scale)[:, None]), persistent=False)
+        self.register_buffer("steps", by_block(torch.from_numpy(packed.scales.row_scale)[:, None]), persistent=False)
 
     def product(self, x: Tensor) -> Tensor:
         """Return the product (rows, outputs) with the codes."""

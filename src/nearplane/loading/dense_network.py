@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +29,15 @@ from nearplane.errors import FormatError
 from nearplane.formats.native import Native, matrix_of, matrix_on_device
 from nearplane.formats.stored import Stack, Stored, quantization_of, read_dense, reader_of
 from nearplane.loading.coded_linear import CodedLinear
+from nearplane.loading.loaded_network import CPU, network_of
 from nearplane.loading.packed_grids import PackedGrids
 from nearplane.loading.packed_linear import PackedLinear
-from nearplane.models.conversion import Names, names_apart, patterns_apart
+from nearplane.models.expert_names import Names, names_apart, patterns_apart
 from nearplane.models.experts import ExpertLayer, stacked_layers
 from nearplane.models.layers import is_linear, is_stack
-from nearplane.models.pretrained import CPU, empty_network, network_of
-from nearplane.system.files import check_hashes
+from nearplane.models.pretrained import empty_network
 from nearplane.system.fp8_mxfp4 import WidenedReader
+from nearplane.system.recorded_hashes import check_hashes
 
 KEY = Native.KEY
 LENGTH = torch.int64  # dtype of the lengths of blobs that share one tensor
@@ -169,40 +171,28 @@ def dense_network(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Place of one blob in the network.
+    """Place in the network of one blob, or of the blobs of all matrices in one stacked parameter.
 
     Args:
         name: Name of the module in the network.
-        label: File and tensor, for error messages.
-        shape: (out, in) of the matrix.
-        module: The original module, without weights.
-        tensor: Name of the module's tensor that receives the blob; "weight" if the module is kept and decoded.
-    """
-
-    name: str
-    label: str
-    shape: tuple[int, int]
-    module: nn.Module
-    tensor: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackPlace:
-    """Place of the blobs of all matrices in one stacked parameter.
-
-    Args:
-        name: Name of the module in the network.
-        tensor: Name of the parameter, which receives all blobs as one tensor.
+        tensor: Name of the module's tensor that receives the blobs, several as one tensor.
         labels: File and tensor of each matrix, for error messages.
-        layers: The matrices, as views of the module.
-        shape: Shape of the parameter.
+        shape: Shape of the matrix (out, in), or of the parameter.
+        module: The original module, without weights.
+        layers: The matrices of a parameter, as views of the module; none where it is one matrix.
     """
 
     name: str
     tensor: str
     labels: tuple[str, ...]
-    layers: tuple[ExpertLayer, ...]
     shape: tuple[int, ...]
+    module: nn.Module
+    layers: tuple[ExpertLayer, ...] = ()
+
+    @property
+    def decoded(self) -> bool:
+        """Whether the module is kept and its weight decoded."""
+        return self.tensor == "weight" and not self.layers
 
     @property
     def words(self) -> list[str]:
@@ -239,7 +229,7 @@ def split_blobs(joined: Tensor) -> list[Tensor]:
 
 def make_places(
     model: PreTrainedModel, names: Sequence[str], labels: Iterable[str], dtype: torch.dtype
-) -> dict[str, Place | StackPlace]:
+) -> dict[str, Place]:
     """Find the places of all blobs, and replace linear modules by packed layers.
 
     Args:
@@ -258,7 +248,7 @@ def make_places(
     views = {layer.name: layer for layers in stacks.values() for layer in layers}
     if not any(name.startswith(prefix) for name in views):
         views |= {prefix + name: layer for name, layer in views.items()}
-    places: dict[str, Place | StackPlace] = {}
+    places: dict[str, Place] = {}
     experts: dict[str, dict[str, str]] = {}  # {parameter: {matrix: label}}
     for name, label in zip(names, labels, strict=True):
         if name in views:
@@ -272,9 +262,14 @@ def make_places(
             raise FormatError(
                 f"config.json names other experts of {parameter} as quantized, not {absent[0]}. Fetch config.json again."
             )
-        ordered = tuple(label_of[layer.name] for layer in layers)
-        shape = tuple(layers[0].weight.shape)
-        places[parameter] = StackPlace(name=module, tensor=tensor, labels=ordered, layers=tuple(layers), shape=shape)
+        places[parameter] = Place(
+            name=module,
+            tensor=tensor,
+            labels=tuple(label_of[layer.name] for layer in layers),
+            shape=tuple(layers[0].weight.shape),
+            module=model.get_submodule(module),
+            layers=tuple(layers),
+        )
     return places
 
 
@@ -300,83 +295,72 @@ def make_place(model: PreTrainedModel, name: str, label: str, dtype: torch.dtype
         layer = PackedLinear(columns, out, bias=module.bias is not None, dtype=dtype, device="meta")
         layer.register_buffer(KEY, torch.empty(1, dtype=torch.uint8, device="meta"))
         model.set_submodule(path, layer)
-    return Place(name=path, label=label, shape=(out, columns), module=module, tensor=KEY if packed else "weight")
+    return Place(name=path, tensor=KEY if packed else "weight", labels=(label,), shape=(out, columns), module=module)
 
 
-class Matrix(Protocol):
-    """A coded matrix, decoded when it is asked for."""
+class Matrix(NamedTuple):
+    """A coded matrix, decoded when it is asked for.
 
-    def packed(self) -> PackedMatrix: ...
+    Args:
+        packed: Returns it in the form of a runtime; on a device that decodes, with its codes there.
+        values: Returns its (out, in) values, float32, there as well.
+    """
 
-    def values(self) -> Tensor: ...
-
-
-class OnCpu(NamedTuple):
-    """A matrix that the CPU decodes in `threads` threads."""
-
-    blob: Blob
-    threads: int | None
-
-    def packed(self) -> PackedMatrix:
-        """Return the matrix in the form of a runtime."""
-        return decode_packed(self.blob.coded.cpu().numpy(), name=self.blob.name, threads=self.threads)
-
-    def values(self) -> Tensor:
-        """Return the (out, in) values, float32."""
-        return matrix_of(decode(self.blob.coded.cpu().numpy(), name=self.blob.name, threads=self.threads)).decode()
+    packed: Callable[[], PackedMatrix]
+    values: Callable[[], Tensor]
 
 
-class OnDevice(NamedTuple):
-    """A matrix that a device has decoded."""
-
-    decoded: Decoded
-
-    def packed(self) -> PackedMatrix:
-        """Return the matrix in the form of a runtime, its codes on the device."""
-        return self.decoded.packed()
-
-    def values(self) -> Tensor:
-        """Return the (out, in) values, float32, on the device."""
-        return matrix_on_device(self.decoded).decode()
+def on_cpu(blob: Blob, threads: int | None) -> Matrix:
+    """Return a matrix that the CPU decodes in so many threads."""
+    coded = blob.coded.cpu().numpy()
+    return Matrix(
+        partial(decode_packed, coded, name=blob.name, threads=threads),
+        lambda: matrix_of(decode(coded, name=blob.name, threads=threads)).decode(),
+    )
 
 
-def fill_all(model: nn.Module, places: Iterable[Place | StackPlace], dtype: torch.dtype) -> None:
+def on_device(decoded: Decoded) -> Matrix:
+    """Return a matrix that a device has decoded."""
+    return Matrix(decoded.packed, lambda: matrix_on_device(decoded).decode())
+
+
+def fill_all(model: nn.Module, places: Iterable[Place], dtype: torch.dtype) -> None:
     """Decode the bytes that were loaded into all places: on their device if it has a decoder, else on all cores.
 
     Raises:
         FormatError: The bytes of a place are missing or damaged, or a matrix has another shape.
     """
-    work: dict[torch.device, list[tuple[Place | StackPlace, nn.Module]]] = defaultdict(list)
+    work: dict[torch.device, list[tuple[Place, nn.Module]]] = defaultdict(list)
     for place in places:
         module = model.get_submodule(place.name)
         device = getattr(module, place.tensor).device
         work[CPU if decoder_of(device) is None else device].append((place, module))
-    on_cpu = sorted(work.pop(CPU, []), key=lambda entry: -getattr(entry[1], entry[0].tensor).numel())
+    left = sorted(work.pop(CPU, []), key=lambda entry: -getattr(entry[1], entry[0].tensor).numel())
     for device, entries in work.items():
-        matrices = map(OnDevice, decoded((blob for entry in entries for blob in blobs_in(*entry)), device))
+        matrices = map(on_device, decoded((blob for entry in entries for blob in blobs_in(*entry)), device))
         for place, _ in entries:
             fill(model, place, dtype, matrices)
-    parallel = len(on_cpu) >= 2 * (cores := os.cpu_count() or 1)
+    parallel = len(left) >= 2 * (cores := os.cpu_count() or 1)
 
-    def decode_on_cpu(place: Place | StackPlace, module: nn.Module) -> None:
-        fill(model, place, dtype, (OnCpu(blob, 1 if parallel else None) for blob in blobs_in(place, module)))
+    def decode_on_cpu(place: Place, module: nn.Module) -> None:
+        fill(model, place, dtype, (on_cpu(blob, 1 if parallel else None) for blob in blobs_in(place, module)))
 
     with ThreadPoolExecutor(cores if parallel else 1) as pool:
-        for part in [pool.submit(decode_on_cpu, *entry) for entry in on_cpu]:
+        for part in [pool.submit(decode_on_cpu, *entry) for entry in left]:
             part.result()
 
 
-def blobs_in(place: Place | StackPlace, module: nn.Module) -> list[Blob]:
+def blobs_in(place: Place, module: nn.Module) -> list[Blob]:
     """Return the blobs that were loaded into a place: one, or those of all matrices of a stack in order.
 
     Raises:
         FormatError: The bytes are missing, or a matrix has another shape.
     """
     loaded: Tensor = getattr(module, place.tensor).detach()
-    labels = (place.label,) if isinstance(place, Place) else place.labels
+    labels = place.labels
     if loaded.is_meta or loaded.dtype != torch.uint8 or loaded.dim() != 1 or loaded.numel() < 2:
         raise FormatError(f"{labels[0]} was not loaded. Fetch the folder again, and map its layers to a device.")
-    if isinstance(place, Place):
+    if not place.layers:
         coded, shapes = [loaded], [place.shape]
     else:
         blobs, words = split_blobs(loaded), place.words
@@ -392,7 +376,7 @@ def blobs_in(place: Place | StackPlace, module: nn.Module) -> list[Blob]:
     return [Blob(blob, label) for blob, label in zip(coded, labels, strict=True)]
 
 
-def fill(model: nn.Module, place: Place | StackPlace, dtype: torch.dtype, matrices: Iterator[Matrix]) -> None:
+def fill(model: nn.Module, place: Place, dtype: torch.dtype, matrices: Iterator[Matrix]) -> None:
     """Put the next matrix, or the next matrices of a stack, into a place instead of the bytes that were loaded.
 
     Raises:
@@ -400,7 +384,7 @@ def fill(model: nn.Module, place: Place | StackPlace, dtype: torch.dtype, matric
     """
     module = model.get_submodule(place.name)
     device = getattr(module, place.tensor).device
-    if isinstance(place, StackPlace):
+    if place.layers:
         whole: Tensor | None = None
         for layer, matrix in zip(place.layers, matrices):  # noqa: B905 (more follow)
             values = matrix.values()
@@ -441,7 +425,7 @@ def check_stored_floats(label: str, weight: Tensor) -> None:
         raise FormatError(f"{label} is stored as {kind}, expected a weight. Fetch the folder again.")
 
 
-def check_stored_shape(label: str, shape: tuple[int, ...], expected: tuple[int, int]) -> None:
+def check_stored_shape(label: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     """Refuse a stored matrix whose shape is not that in config.json.
 
     Raises:

@@ -11,6 +11,7 @@ are decoded.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,25 +40,24 @@ from nearplane.formats.table import FORMATS
 from nearplane.loading.coded_linear import CodedLinear
 from nearplane.loading.dense_network import (
     JoinedBlobs,
-    Place,
     SingleBlob,
-    StackPlace,
     check_stored_floats,
     check_stored_shape,
     dense_network,
     fill_all,
     make_places,
 )
+from nearplane.loading.loaded_network import network_of
 from nearplane.loading.packed_grids import round_head
 from nearplane.loading.packed_linear import PackedLinear
 from nearplane.loading.rounded_layers import round_inputs, rounded_layers
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.conversion import renamed
-from nearplane.models.pretrained import empty_network, network_of
+from nearplane.models.pretrained import empty_network
 from nearplane.system.arguments import checked
 from nearplane.system.device import WITHOUT_FLOAT64, Device
-from nearplane.system.files import check_hashes
 from nearplane.system.fp8_mxfp4 import WidenedReader
+from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.safetensors_files import ShardReader
 
 KEY, STOP = Native.KEY, Native.STOP
@@ -230,26 +230,21 @@ class NearplaneQuantizer(HfQuantizer):
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Return bytes per element, for device_map="auto"; a placeholder of coded weights counts as packed weights."""
         place = self._places.get(param_name)
-        if not isinstance(place, Place) or place.tensor == "weight":
-            return param.element_size()
-        return place.shape[0] * place.shape[1] / 2
+        return param.element_size() if place is None or place.tensor != KEY else math.prod(place.shape) / 2
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        """Return the conversions by which transformers loads blobs into the weights of modules that are decoded."""
-        dense = [place.name for place in self._places.values() if isinstance(place, Place) and place.tensor == "weight"]
-        dense += [
-            name.removeprefix(self._prefix) for name in dense if name.startswith(self._prefix)
-        ]  # some files have no prefix
-        self._conversions = [
-            WeightConverter([rf"^{re.escape(name)}\.{part}" for part in (KEY, STOP)], f"{name}.weight", [SingleBlob()])
-            for name in dense
-        ]
-        stacks = {name: place for name, place in self._places.items() if isinstance(place, StackPlace)}
-        for parameter, place in stacks.items():
+        """Return the conversions by which transformers loads blobs into weights that are decoded."""
+        self._conversions = []
+        for parameter, place in self._places.items():
+            if place.tensor == KEY:
+                continue
+            matrices = [rf"\.[0-9]+\.{word}" for word in place.words] or [""]
+            step = JoinedBlobs() if place.layers else SingleBlob()
+            # some files have no prefix
             for start in dict.fromkeys(("", self._prefix if place.name.startswith(self._prefix) else "")):
                 head = re.escape(place.name.removeprefix(start))
-                parts = [rf"^{head}\.[0-9]+\.{word}\.{part}" for word in place.words for part in (KEY, STOP)]
-                self._conversions.append(WeightConverter(parts, parameter.removeprefix(start), [JoinedBlobs()]))
+                parts = [rf"^{head}{matrix}\.{part}" for matrix in matrices for part in (KEY, STOP)]
+                self._conversions.append(WeightConverter(parts, parameter.removeprefix(start), [step]))
         return self._conversions
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
@@ -314,7 +309,7 @@ class NearplaneQuantizer(HfQuantizer):
         """Decode all blobs; see `fill_all`."""
         model._weight_conversions = [step for step in model._weight_conversions if step not in self._conversions]
         fill_all(model, self._places.values(), self._dtype)
-        if any(isinstance(place, Place) and place.tensor == "weight" for place in self._places.values()):
+        if any(place.decoded for place in self._places.values()):
             model.tie_weights(recompute_mapping=False)
         return model
 
@@ -322,7 +317,7 @@ class NearplaneQuantizer(HfQuantizer):
         """Replace packed layers by ordinary layers with decoded weights."""
         for place in self._places.values():
             module = model.get_submodule(place.name)
-            if not isinstance(place, Place) or not isinstance(module, CodedLinear | PackedLinear):
+            if not isinstance(module, CodedLinear | PackedLinear):
                 continue
             values = module.weight if dtype is None else module.weight.to(dtype)
             values = values.T.contiguous() if type(place.module) is Conv1D else values

@@ -121,8 +121,8 @@ class PackedLinear(nn.Module):
         buffers = {
             "column_order": packed.orders.columns,
             "row_place": row_place,
-            "column_bits": packed.column_scale[packed.orders.columns].view(np.int32),
-            "row_bits": packed.row_scale[packed.orders.rows].view(np.int32),
+            "column_bits": packed.scales.column_scale[packed.orders.columns].view(np.int32),
+            "row_bits": packed.scales.row_scale[packed.orders.rows].view(np.int32),
             "patch_start": patch_start,
             "patch_at": column_place[packed.patches.columns[by_row]],
             "patch_delta": packed.patches.delta[by_row],

@@ -6,7 +6,7 @@ Needs the weights, the codes and the statistics of the inputs, but not the histo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
@@ -186,16 +186,13 @@ def record_of(
     row_losses, found = others[: len(groups)], iter(others[len(groups) :])
     none: tuple[float | None, ...] = (None, None, None)
     extra, *by_source = [none if part is None else (next(found), next(found), next(found)) for part in parts] or [none]
-    fields_of_figures = {
-        field.name: getattr(figures, field.name) for field in fields(figures) if field.name != "row_losses"
-    }
+    groups_of_losses = {"row_losses": tuple(float(f"{each:.9g}") for each in row_losses)}
     return LayerRecord(
         name=name,
         out_features=out,
         in_features=columns,
-        **fields_of_figures,
+        **figures._asdict() | groups_of_losses,
         format=scheme.number_format.name,
-        row_losses=tuple(float(f"{each:.9g}") for each in row_losses),
         limit=None
         if columns > MAX_CERTIFIED_INPUTS
         else limit_under(inputs.shared, loss, energy, least, mean_log_energy),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nearplane.errors import NumericalError
 from nearplane.lattice.factor import Factor, factorize, one_thread, read, solved_strips
-from nearplane.lattice.moments import Moments, correction, moment_difference, trust, weighted_difference
+from nearplane.lattice.moments import Moments, moment_difference, trust, weighted_difference
 from nearplane.recipe.scheme import Order, Scheme
 
 TRIED_ROWS = 256  # rows on which the correction is tried to choose its weight, which is one number for all rows
@@ -192,27 +192,20 @@ def corrected(W: Tensor, inputs: LayerInput, scheme: Scheme, rows: slice = slice
     if scheme.correct and moments.corrects and moments.held_out is not None and moments.held_out.corrects:
         rho = _correction_weight(W, inputs, scheme)
         if rho != 0.0:
-            first, difference = rows.start or 0, _difference(W, moments)
+            first, lost_outputs = rows.start or 0, _lost_outputs(W, moments)
             for part in solved_strips(len(target), target.device):
-                lost = _lost(weights[part], moments, difference, slice(first + part.start, first + part.stop))
-                target[part].add_(correction(lost, factor), alpha=rho)
+                lost = lost_outputs(weights[part], slice(first + part.start, first + part.stop))
+                target[part].add_(factor.solve(lost), alpha=rho)
     return Target(target.masked_fill_(factor.dead, 0), rho, factor.damp, factor.dead, began)
 
 
-def _difference(W: Tensor, moments: Moments) -> Tensor | None:
-    """Return (in, in) `C - H` in the dtype of `W`; None where lost outputs were summed instead."""
-    if moments.lost is not None:
-        return None
-    assert moments.C is not None, "these moments hold no statistics of the original model"
-    return moment_difference(moments.H, moments.C, W.dtype)
-
-
-def _lost(W: Tensor, moments: Moments, difference: Tensor | None, rows: Tensor | slice) -> Tensor:
-    """Return (rows, in) `Moments.lost` of the rows of weights `W` (rows, in), or the same from C and H."""
-    if difference is not None:
-        return W @ difference
-    assert moments.lost is not None, "moments have C or lost outputs"
-    return moments.lost[rows].to(W.dtype)
+def _lost_outputs(W: Tensor, moments: Moments) -> Callable[[Tensor, Tensor | slice], Tensor]:
+    """Return a function of some rows of the weights and their places: `Moments.lost` of them, or the same from C and H."""
+    if (lost := moments.lost) is not None:
+        return lambda weights, rows: lost[rows].to(weights.dtype)
+    assert moments.C is not None, "moments have C or lost outputs"
+    difference = moment_difference(moments.H, moments.C, W.dtype)
+    return lambda weights, rows: weights @ difference
 
 
 def _correction_weight(W: Tensor, inputs: LayerInput, scheme: Scheme) -> float:
@@ -220,8 +213,8 @@ def _correction_weight(W: Tensor, inputs: LayerInput, scheme: Scheme) -> float:
     moments, held_out = inputs.moments, inputs.moments.held_out
     assert held_out is not None
     rows = torch.linspace(0, len(W) - 1, min(TRIED_ROWS, len(W)), dtype=torch.float64).round().long().to(W.device)
-    lost = _lost(W[rows], moments, _difference(W, moments), rows)
-    lost_held_out = _lost(W[rows], held_out, _difference(W, held_out), rows)
+    lost = _lost_outputs(W, moments)(W[rows], rows)
+    lost_held_out = _lost_outputs(W, held_out)(W[rows], rows)
     lost_fitting = weighted_difference(lost, moments.tokens, lost_held_out, held_out.tokens)
-    trial = correction(lost_fitting, inputs.factor_of_the_correction(scheme, fitting=True))
+    trial = inputs.factor_of_the_correction(scheme, fitting=True).solve(lost_fitting)
     return trust(lost_held_out, held_out.H, trial)

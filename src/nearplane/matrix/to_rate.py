@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nearplane.coding.blob import Contents, encode, size, stored_base
+from nearplane.coding.blob import Contents, encode, size
 from nearplane.coding.cost import geometric_bits
+from nearplane.coding.scales import stored_base
 from nearplane.errors import NumericalError, RecipeError
 from nearplane.lattice.bounds import MEASURED_ROWS, folded, times_triangle
 from nearplane.lattice.factor import Factor, read, strips

@@ -1,7 +1,7 @@
 """Mapping from the tensors of a model's files to the parameters of its network, by transformers' own renaming rules.
 
-Only this file uses transformers' loading internals: the conversion of keys, and the initialisation of buffers that are
-not stored.
+Only this file and `expert_names.py` use transformers' loading internals: the conversion of keys, and the initialisation
+of buffers that are not stored.
 """
 
 from __future__ import annotations
@@ -21,12 +21,6 @@ from transformers.initialization import guard_torch_init_functions
 from nearplane.errors import ModelError, NumericalError
 from nearplane.system.safetensors_files import TensorReader
 
-PARTS = ("gate_proj", "up_proj")  # names for the two matrices of one parameter, where the files have no names for them
-STACKING_STEPS = [
-    core_model_loading.MergeModulelist,
-    core_model_loading.Concatenate,
-]  # transformers' conversions that merge the matrices of all experts into one parameter
-
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -35,21 +29,6 @@ class Load:
     targets: list[str]
     sources: list[tuple[str, str]] = field(default_factory=list)  # (name in the files, pattern that matched)
     converter: core_model_loading.WeightConverter | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
-    """Names of the matrices in a 3-D parameter, by part (gate, up) and expert.
-
-    Args:
-        layers: Layer names in the network, where these matrices are not modules.
-        stored: Names in a checkpoint of the quantized model.
-        sources: Names of the original model's tensors that hold each matrix.
-    """
-
-    layers: tuple[tuple[str, ...], ...]
-    stored: tuple[tuple[str, ...], ...]
-    sources: tuple[tuple[tuple[str, ...], ...], ...]
 
 
 class Weights:
@@ -65,11 +44,11 @@ class Weights:
     def __init__(self, network: PreTrainedModel, reader: TensorReader) -> None:
         self.network, self.reader = network, reader
         self._aliases = _aliases(network)
-        self._conversions = get_model_conversion_mapping(network)
-        self._loads, self.unused = _plan(network, reader, self._conversions)
+        self.conversions = get_model_conversion_mapping(network)
+        self._loads, self.unused = _plan(network, reader, self.conversions)
         self._known = {*network.state_dict()}
         names = [name for name, _ in network.named_parameters(remove_duplicate=False)]
-        missing = [name for name in names if self._find(name) is None]
+        missing = [name for name in names if self.find(name) is None]
         self._computed = {name for name in missing if name in (network._keys_to_ignore_on_save or ())}
         if missing := [name for name in missing if name not in self._computed]:
             raise ModelError(
@@ -83,7 +62,7 @@ class Weights:
         Raises:
             ModelError: The parameter is not stored as a tensor of its own.
         """
-        load = self._find(parameter)
+        load = self.find(parameter)
         if load is None or load.converter is not None:
             how = "not stored" if load is None else f"made of {len(load.sources)} tensors"
             raise ModelError(f"{parameter} is {how} in {self.reader.folder}, where it has no name of its own.")
@@ -91,7 +70,7 @@ class Weights:
 
     def stored_alone(self, parameter: str) -> bool:
         """Return whether a parameter is stored as one tensor of its own."""
-        load = self._find(parameter)
+        load = self.find(parameter)
         return load is not None and load.converter is None
 
     def written_name(self, parameter: str) -> str:
@@ -114,35 +93,9 @@ class Weights:
         """Return {parameter: stored names} of all parameters that are converted from one or several tensors."""
         return {name: [source for source, _ in load.sources] for name, load in self._loads.items() if load.converter}
 
-    def stacked(self, parameter: str, parts: int, experts: int) -> Names:
-        """Return the names of the matrices in a 3-D parameter, as usual in files of this type of model.
-
-        If transformers has no such names, they are made from the name of the module: "mlp.experts.3.gate_proj".
-
-        Args:
-            parameter: Name of a parameter (experts, ..) of the network.
-            parts: Number of matrices of each expert in the parameter.
-            experts: Number of experts.
-        """
-        load = self._find(parameter)
-        assert load is not None, "the files have every parameter"
-        names = [name for name, _ in load.sources]
-        layers = names_apart(self._conversions, parameter, parts, experts)
-        if load.converter is None or not any("*" in pattern for pattern in load.converter.source_patterns):
-            return Names(layers=layers, stored=layers, sources=((tuple(names),) * experts,) * parts)
-        by_part = [[name for name, pattern in load.sources if pattern == p] for p in load.converter.source_patterns]
-        if any(len(part) != experts for part in by_part):
-            counts = " and ".join(str(len(part)) for part in by_part)
-            raise ModelError(
-                f"{self.reader.folder}: {parameter} has {experts} experts, but the files have {counts} tensors for it. These "
-                f"files do not belong together. Fetch the folder again."
-            )
-        stored = tuple(tuple(name.removesuffix(".weight") for name in part) for part in by_part)
-        return Names(layers=layers, stored=stored, sources=tuple(tuple((name,) for name in part) for part in by_part))
-
     def lacks(self, name: str) -> bool:
         """Return whether the network has a parameter or buffer of this name that is not stored."""
-        return name in self._known and self._find(name) is None
+        return name in self._known and self.find(name) is None
 
     def names_below(self, prefix: str) -> list[str]:
         """Return the stored names of all tensors of a submodule, whether it uses them or not."""
@@ -207,7 +160,7 @@ class Weights:
         for name in self._stored(root, prefix, without):
             if name in done or name in self._computed:
                 continue
-            load = self._find(name)
+            load = self.find(name)
             assert load is not None, name
             done.update(place for target in load.targets for place in self._aliases.get(target, (target,)))
             tensors = self._read(load)
@@ -227,7 +180,7 @@ class Weights:
             if empty.is_floating_point():
                 _put(part, [name], nothing.expand(empty.shape))
 
-    def _find(self, parameter: str) -> Load | None:
+    def find(self, parameter: str) -> Load | None:
         """Return the source of a parameter, or of one tied to it; None if it is not stored."""
         names = (parameter, *self._aliases.get(parameter, ()))
         return next((self._loads[name] for name in names if name in self._loads), None)
@@ -283,34 +236,6 @@ def as_saved(network: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str
     """
     saved: dict[str, Tensor] = core_model_loading.revert_weight_conversion(network, dict(values))
     return saved
-
-
-def patterns_apart(conversions: Iterable[core_model_loading.WeightTransform], parameter: str) -> list[str] | None:
-    """Return the stored names of the matrices in a 3-D parameter: "experts.*.gate_proj" for each part.
-
-    None if transformers does not merge this parameter from several tensors.
-    """
-    for converter in conversions:
-        if not isinstance(converter, core_model_loading.WeightConverter) or len(converter.target_patterns) != 1:
-            continue
-        target, sources = converter.target_patterns[0], converter.source_patterns
-        plain = all(name.count("*") == 1 and name.endswith(".weight") for name in sources)
-        steps = [type(step) for step in converter.operations]
-        if plain and parameter.endswith(target) and steps and steps == STACKING_STEPS[: len(steps)]:
-            head = parameter.removesuffix(target)
-            return [head + name.removesuffix(".weight").replace("\\.", ".") for name in sources]  # regular expressions
-    return None
-
-
-def names_apart(
-    conversions: Iterable[core_model_loading.WeightTransform], parameter: str, parts: int, experts: int
-) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the matrices in a 3-D parameter, by part and expert; see `Weights.stacked`."""
-    module, _, last = parameter.rpartition(".")
-    patterns = patterns_apart(conversions, parameter)
-    if patterns is None or len(patterns) != parts:
-        patterns = [f"{module}.*.{word}" for word in (PARTS if parts > 1 else (last,))]
-    return tuple(tuple(pattern.replace("*", str(expert)) for expert in range(experts)) for pattern in patterns)
 
 
 def _aliases(network: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from nearplane.errors import ModelError
 from nearplane.models.conversion import as_saved
 from nearplane.models.model import Model, open_model, refuse_quantized
-from nearplane.models.pretrained import ONLY_CONFIG, described_network, find_folder
+from nearplane.models.pretrained import ONLY_CONFIG, built, find_folder
 from nearplane.system.files import read_object
 from nearplane.system.paths import folder_named
 from nearplane.system.safetensors_files import DTYPE_NAMES, TensorInfo, TensorReader
@@ -65,5 +65,5 @@ def open_described(source: str, *, trust_remote_code: bool = False) -> Model:
     folder = find_folder(source, trust_remote_code=trust_remote_code, patterns=ONLY_CONFIG)
     plain = read_object(folder / "config.json", expected="Pass what save_pretrained wrote", error=ModelError)
     refuse_quantized(source, folder, plain)
-    network = described_network(folder, trust_remote_code=trust_remote_code).eval()
+    network = built(folder, plain, None, trust_remote_code=trust_remote_code).eval()
     return Model(folder, network, DescribedTensors(folder, network), trust_remote_code=trust_remote_code)

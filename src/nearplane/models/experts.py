@@ -8,7 +8,8 @@ all rows and their routing: before gate and up of all experts, and before down o
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import re
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -22,7 +23,9 @@ from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
 from transformers.integrations.moe import ExpertsInterface
 
-from nearplane.models.conversion import Names, Weights
+from nearplane.errors import RecipeError
+from nearplane.models.conversion import Weights
+from nearplane.models.expert_names import Names
 from nearplane.models.layers import Layer, Layout, layout_of
 from nearplane.system.matmul_library import repeatable_threads
 
@@ -342,6 +345,26 @@ def stacked_layers(name: str, module: nn.Module, names: Callable[[str, int, int]
                     outputs=half if parts == 1 or layout.halves else slice(part, None, parts),
                     transposed=layout.transposed,
                 )
+
+
+def refuse_parts(stacked: Sequence[Layer], kept: Sequence[Layer]) -> None:
+    """Refuse to quantize only some of the matrices in one parameter.
+
+    Args:
+        stacked: All layers of a module.
+        kept: The layers to quantize.
+
+    Raises:
+        RecipeError: Only some of the matrices are to be quantized; the message names the parameter.
+    """
+    whole, counts = (Counter(layer.parameter for layer in some) for some in (stacked, kept))
+    for parameter, count in counts.items():
+        if count < whole[parameter]:
+            raise RecipeError(
+                f"--ignore leaves out {whole[parameter] - count} of the {whole[parameter]} matrices in {parameter}, which can "
+                f"only be quantized together. Leave all of them unquantized with --ignore "
+                f"'{re.escape(parameter.rpartition('.')[0])}'."
+            )
 
 
 def by_expert(group: Sequence[Layer]) -> dict[int, tuple[Layer, ...]]:

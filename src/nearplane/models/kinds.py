@@ -1,4 +1,4 @@
-"""Kinds of networks by their inputs and outputs, and the divergence between the outputs of two networks.
+"""Kinds of networks by their inputs and outputs.
 
 A network has a vocabulary head or none (an encoder, which returns hidden states), perhaps towers for images or sound,
 and takes text, images, or sound with its transcript. All is read off transformers' configs and networks.
@@ -7,8 +7,6 @@ and takes text, images, or sound with its transcript. All is read off transforme
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -17,13 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from nearplane.models.spoken import Spoken
+
 SPEECH_TYPES = "whisper", "moonshine", "speech_to_text", "speecht5"  # types of speech-to-text models that were tried
-SAME_PREDICTIONS = 1e-5  # largest difference of log-probabilities that counts as rounding
-COMPARED_TOKENS = 64  # tokens whose predictions are compared with each other
-NOTHING_TO_MEASURE = (
-    "The model predicts the same for every token of the calibration text, so the effect of errors on its predictions "
-    "cannot be measured. Check the checkpoint and the text."
-)
 
 
 class InputKind(StrEnum):
@@ -171,104 +165,3 @@ def read_out(network: PreTrainedModel, output: Any) -> Tensor:
     """
     outputs: Tensor = output.logits if has_head(network) else output.last_hidden_state
     return outputs.roll(-1, 1) if has_two_stacks(network) else outputs
-
-
-class Spoken(Tensor):
-    """Transcripts, (windows, seqlen) int64 token ids, with their sound.
-
-    Most operations treat it as a tensor of token ids and return a plain tensor. Indexing, splitting, iteration and `to`
-    keep the sound of each window.
-
-    Attributes:
-        sound: (windows, ..) float32 output of the model's feature extractor; for Whisper (windows, mel bins, frames).
-    """
-
-    sound: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as of Parameter
-
-    @classmethod
-    def of(cls, tokens: Tensor, sound: Tensor) -> Spoken:
-        """Combine token ids with the sound of the same windows; no memory is copied."""
-        spoken = tokens.as_subclass(cls)
-        spoken.sound = sound
-        return spoken
-
-    def __getitem__(self, which: Any) -> Tensor:
-        """Return some windows with their sound; for two indices, plain token ids."""
-        ids = super().__getitem__(which)
-        return ids if isinstance(which, tuple) else Spoken.of(ids, self.sound[which])
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yield the windows, (seqlen,) each."""
-        return (self[i] for i in range(len(self)))
-
-    def split(self, size: Any, dim: int = 0) -> tuple[Tensor, ...]:
-        """Return the windows in parts, with their sound."""
-        assert dim == 0, "windows are not cut"
-        return tuple(map(Spoken.of, torch.split(self.as_subclass(Tensor), size), torch.split(self.sound, size)))
-
-    def to(self, *place: Any, **how: Any) -> Tensor:
-        """Return the windows on another device; the sound stays float32."""
-        ids = super().to(*place, **how)
-        return Spoken.of(ids, self.sound.to(ids.device))
-
-
-def joined_windows(parts: list[Tensor]) -> Tensor:
-    """Return the windows of all parts in one tensor, with their sound if there is any."""
-    ids, sounds = torch.cat(parts), [part.sound for part in parts if isinstance(part, Spoken)]
-    return Spoken.of(ids, torch.cat(sounds)) if sounds else ids
-
-
-def cut_windows(windows: Tensor, seqlen: int) -> Tensor:
-    """Return windows cut into shorter ones of at most `seqlen` tokens; transcripts with sound are not cut."""
-    if isinstance(windows, Spoken) or windows.shape[1] <= seqlen:
-        return windows
-    return windows[:, : windows.shape[1] // seqlen * seqlen].reshape(-1, seqlen)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Divergence:
-    """Divergence between two networks as sums over tokens, so that batches can be added.
-
-    Args:
-        kl: Sum of KL(original || quantized) in nats.
-        agreed: Number of tokens at which both networks predict the same token as most likely.
-        tokens: Number of tokens compared.
-    """
-
-    kl: float = 0.0
-    agreed: int = 0
-    tokens: int = 0
-
-    def __add__(self, other: Divergence) -> Divergence:
-        return Divergence(kl=self.kl + other.kl, agreed=self.agreed + other.agreed, tokens=self.tokens + other.tokens)
-
-
-def predicts_always_the_same(predicted: Tensor) -> bool:
-    """Return whether log-probabilities (..., vocabulary) at several evenly spaced tokens are equal up to rounding."""
-    rows = predicted.flatten(0, -2)
-    rows = rows[:: -(-len(rows) // COMPARED_TOKENS)]
-    return len(rows) > 1 and float((rows - rows[0]).abs().max()) < SAME_PREDICTIONS
-
-
-def divergence(original: Tensor, quantized: Tensor) -> Divergence:
-    """Compare the predictions of two networks at the same positions.
-
-    Args:
-        original, quantized: (..., vocabulary) log-probabilities in float32.
-    """
-    kl = (original.exp() * (original - quantized)).sum(-1).double().sum()
-    agreed = (original.argmax(-1) == quantized.argmax(-1)).sum()
-    sums = torch.stack([kl, agreed.double()]).tolist()  # a device is waited for once
-    return Divergence(kl=sums[0], agreed=int(sums[1]), tokens=original[..., 0].numel())
-
-
-def distance(original: Tensor, quantized: Tensor) -> Divergence:
-    """Compare the last hidden states (..., hidden) of two networks, each taken as the mean of a normal distribution.
-
-    Its standard deviation s is the root mean square of the original hidden state: `KL = |x - y|^2 / (2 s^2)`.
-    """
-    original, quantized = original.float(), quantized.float()
-    variance = original.square().mean(-1).clamp(min=1e-30)
-    kl = ((original - quantized).square().sum(-1) / (2 * variance)).double().sum()
-    return Divergence(kl=float(kl), tokens=original[..., 0].numel())

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +19,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from nearplane.errors import ModelError
 from nearplane.models.conversion import Load, Weights
+from nearplane.models.expert_names import stacked_names
 from nearplane.models.experts import make_observable
 from nearplane.models.kinds import padded_positions, towers
 from nearplane.models.layers import Layer, is_stack
 from nearplane.models.pretrained import (
     empty_network,
     find_folder,
-    has_other_tokenizer,
-    save_tokenizer,
     tokenizer_of,
     vocabulary_of,
 )
@@ -43,17 +39,10 @@ from nearplane.models.structure import (
     unbuilt_parts,
 )
 from nearplane.system.files import read_object
-from nearplane.system.fp8_mxfp4 import (
-    METHODS,
-    WidenedReader,
-    form_of,
-    method_of,
-    refuse_leftover,
-    section_of,
-    source_reader,
-)
+from nearplane.system.fp8_mxfp4 import WidenedReader, form_of
 from nearplane.system.memory import working_on
 from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE, ShardReader, TensorReader
+from nearplane.system.source_storage import METHODS, method_of, refuse_leftover, section_of, source_reader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_target_positions")
@@ -186,7 +175,7 @@ class Model:
         skipped: list[tuple[str, str]] = []
         self.tuned: dict[str, torch.Tensor] = {}
         for name, module in ((f"{stack}.{i}", block) for stack, blocks in stacks for i, block in enumerate(blocks)):
-            layers, unhandled = find_layers(module, name, ignore, self.weights.stacked)
+            layers, unhandled = find_layers(module, name, ignore, partial(stacked_names, self.weights))
             self.blocks.append(Block(self, name, module, layers))
             skipped += unhandled
         first, last, unhandled = find_ends(network, ignore, embeddings=ends[0], head=ends[1])
@@ -223,21 +212,6 @@ class Model:
             ModelError: The folder holds no usable tokenizer.
         """
         return tokenizer_of(self.folder, trust_remote_code=self.trust_remote_code)
-
-    def tokenizer_folder(self) -> Path:
-        """Return `folder`, or if its tokenizer has no tokenizer.json, a temporary folder with a converted tokenizer.
-
-        The temporary folder lasts as long as this object.
-
-        Raises:
-            ModelError: A tokenizer in other files cannot be loaded.
-        """
-        if not has_other_tokenizer(self.folder):
-            return self.folder
-        place = Path(tempfile.mkdtemp())
-        weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
-        save_tokenizer(self.folder, place, trust_remote_code=self.trust_remote_code)
-        return place
 
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:
@@ -351,7 +325,8 @@ class Block:
     def on(self, device: torch.device | str, dtype: torch.dtype, *, original: bool = True) -> Iterator[Block]:
         """Load the block's weights as `quantized`, and a second copy as `original` if requested."""
         shared = {id(config): config for config in self._model.configs()}
-        with working_on(self.name), self._freed():
+        with working_on(self.name), ExitStack() as ends:
+            ends.callback(self._free)
             self.quantized = deepcopy(self.empty, dict(shared)).eval().requires_grad_(False)
             coming, self.coming = self.coming, None
             loaded = None if coming is None else coming.result()
@@ -365,16 +340,12 @@ class Block:
                     self.quantized.get_parameter(name[len(self.name) + 1 :]).copy_(values)
             yield self
 
-    @contextmanager
-    def _freed(self) -> Iterator[None]:
-        """Free the weights of both modules at the end."""
-        try:
-            yield
-        finally:
-            self.free_original()
-            if self.quantized is not None:
-                self.quantized.to("meta")  # frees memory even if a layer of the block is still referenced
-            self.quantized = None
+    def _free(self) -> None:
+        """Free the weights of both modules."""
+        self.free_original()
+        if self.quantized is not None:
+            self.quantized.to("meta")  # frees memory even if a layer of the block is still referenced
+        self.quantized = None
 
     def free_original(self) -> None:
         """Free the weights of `original`, which may be done once its stream has passed the block."""

@@ -1,13 +1,12 @@
-"""Networks and tokenizers that transformers builds from a folder: an empty network, a loaded one, a tokenizer.
+"""Empty networks and tokenizers that transformers builds from a folder.
 
-All loading of configs, weights and tokenizers by transformers goes through this file. Folders that would take minutes
+All reading of configs and tokenizers by transformers goes through this file. Folders that would take minutes
 or all memory are refused beforehand, and every error that transformers raises becomes one sentence.
 """
 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -18,7 +17,6 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
@@ -26,7 +24,7 @@ from nearplane.errors import ModelError, NearplaneError, first_line, is_of_calle
 from nearplane.models.config_checks import BuildBudget, believe_tensors, check_config, check_sizes
 from nearplane.models.kinds import SPEECH_TYPES, hears_alone, is_headless, is_multimodal, is_seq2seq
 from nearplane.system.files import read_object
-from nearplane.system.fp8_mxfp4 import WidenedReader, refuse_leftover
+from nearplane.system.fp8_mxfp4 import WidenedReader
 from nearplane.system.memory import is_out_of_memory, is_refused
 from nearplane.system.paths import (
     ADAPTER_CONFIG,
@@ -37,7 +35,8 @@ from nearplane.system.paths import (
     refuse_adapter,
     refuse_unfinished,
 )
-from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE, ShardReader, TensorReader
+from nearplane.system.safetensors_files import ShardReader, TensorReader
+from nearplane.system.source_storage import refuse_leftover
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +45,8 @@ LETTERS = "aA1の"  # one of them is a token in every vocabulary; others may be 
 MAX_QUOTED_LETTERS = 400  # letters of a message of transformers that an error quotes
 TOKENIZER, PIECES = "tokenizer.json", "tokenizer.model"
 GENERATION = "generation_config.json"  # tokens that end a text, among other settings
-# those of its settings that belong to the model; others are for sampling, or stop a text early
-TOKEN_SETTINGS = (
-    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id",
-    "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
-)  # fmt: skip
 OTHER_TOKENIZERS = (PIECES, "tokenizer_config.json", "vocab.json", "vocab.txt")  # alternatives to tokenizer.json
 READERS = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # {package to read PIECES: its module}
-CPU = torch.device("cpu")
-GPTQ_READERS = "pip install optimum gptqmodel"  # packages with which transformers loads GPTQ
 
 
 @contextmanager
@@ -132,7 +124,7 @@ def empty_network(
     reader = reader or ShardReader(folder)
     if not isinstance(reader, WidenedReader):
         refuse_leftover(folder, plain.get("quantization_config"), reader.infos.values())
-    network = _built(folder, plain, reader, dtype=dtype, trust_remote_code=trust_remote_code, quantized=quantized)
+    network = built(folder, plain, reader, dtype=dtype, trust_remote_code=trust_remote_code, quantized=quantized)
     if (folder / GENERATION).is_file():
         with as_model_error(f"transformers cannot read {folder / GENERATION}, which you may correct or remove"):
             transformers.GenerationConfig.from_pretrained(folder)
@@ -142,17 +134,7 @@ def empty_network(
     return network
 
 
-def described_network(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Build the network that a folder's config.json describes on the meta device, in its dtype, whatever weights there are.
-
-    Raises:
-        ModelError: There is no config.json, or transformers cannot build the network.
-    """
-    plain = read_object(folder / "config.json", expected="Pass what save_pretrained wrote", error=ModelError)
-    return _built(folder, plain, None, trust_remote_code=trust_remote_code)
-
-
-def _built(
+def built(
     folder: Path,
     plain: Mapping[str, Any],
     reader: TensorReader | None,
@@ -171,10 +153,10 @@ def _built(
         config.return_dict = True  # else outputs have no names
         options = {} if dtype is None else {"dtype": dtype}
         with torch.device("meta"), BuildBudget(folder, reader):
-            return _builder(config).from_config(config, trust_remote_code=trust_remote_code, **options)
+            return builder_of(config).from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
-def _builder(config: Any) -> Any:
+def builder_of(config: Any) -> Any:
     """Return the Auto class of transformers that builds the network of a config with all of its parts.
 
     Raises:
@@ -194,80 +176,6 @@ def _builder(config: Any) -> Any:
     return transformers.AutoModelForImageTextToText if is_multimodal(config) else transformers.AutoModelForCausalLM
 
 
-def network_of(
-    folder: Path,
-    *,
-    dtype: torch.dtype | str,
-    device: torch.device = CPU,
-    weights: dict[str, Tensor] | None = None,
-    empty: PreTrainedModel | None = None,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """Load the language model of a folder, or the encoder, with all weights.
-
-    On another device than the CPU each weight is sent as it is read, if accelerate is installed, which transformers needs
-    for that; else the whole network is read first, and then sent.
-
-    Args:
-        folder: The folder of the model.
-        dtype: Dtype of the loaded weights; "auto" is the dtype in config.json.
-        device: Device of the loaded weights.
-        weights: {name: tensor} in place of the weights in the folder; None: transformers reads the folder.
-        empty: The network from `empty_network`, if it was built already.
-        trust_remote_code: Whether code that comes with the model may run.
-
-    Raises:
-        ModelError: transformers cannot load the network, or would fill missing weights with random numbers.
-    """
-    empty = empty or empty_network(folder, trust_remote_code=trust_remote_code)
-    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
-    if device.type != "cpu" and _is_installed("accelerate"):
-        options["device_map"] = {"": device}
-    elif device.type != "cpu":
-        logger.warning(
-            "%s is read into main memory before it is sent to %s. To send each weight as it is read, run pip install accelerate",
-            folder,
-            device,
-        )
-    with as_model_error(f"transformers cannot load a language model from {folder}{_needs(folder)}"):
-        if weights is None:
-            options["trust_remote_code"] = trust_remote_code
-            if (name := _other_name(folder)) is not None:  # which a reader of the tensors takes, too
-                options["config"] = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-                options["config"].transformers_weights = name
-            model, report = _builder(empty.config).from_pretrained(folder, **options)
-        else:
-            model, report = type(empty).from_pretrained(None, config=empty.config, state_dict=weights, **options)
-            if model.can_generate() and (folder / GENERATION).is_file():  # transformers looks beside weight files alone
-                model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    missing = sorted({*report["missing_keys"], *(str(name) for name, *_ in report["mismatched_keys"])})
-    if missing:
-        raise ModelError(
-            f"{folder}: the weight files lack {len(missing)} of the weights that config.json describes, first "
-            f"{missing[0]}; they would be random numbers. These files do not belong together. Fetch the folder again."
-        )
-    model.config.return_dict = True  # as in `_built`
-    return model.to(device).eval()
-
-
-def _other_name(folder: Path) -> str | None:
-    """Return the name of the only weight file of a folder, if it is not the usual one; see `ShardReader`."""
-    names = [path.name for path in folder.glob("*.safetensors")]
-    return names[0] if len(names) == 1 and names[0] != WEIGHTS_FILE and not (folder / INDEX).exists() else None
-
-
-@contextmanager
-def only_token_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Let `model.generate` take nothing but `TOKEN_SETTINGS` from generation_config.json within the context, as llama.cpp does."""
-    before = model.generation_config
-    kept = {name: value for name in TOKEN_SETTINGS if (value := getattr(before, name, None)) is not None}
-    model.generation_config = transformers.GenerationConfig(**kept)
-    try:
-        yield
-    finally:
-        model.generation_config = before
-
-
 def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder, without the dropout of merges that some were trained with: it draws other tokens each time.
 
@@ -275,7 +183,7 @@ def tokenizer_of(folder: Path, *, trust_remote_code: bool = False) -> PreTrained
         ModelError: The folder holds no tokenizer, or it is damaged or needs packages that are not installed.
     """
     only_pieces = (folder / PIECES).is_file() and not (folder / TOKENIZER).is_file()
-    if only_pieces and (missing := [name for name, package in READERS.items() if not _is_installed(package)]):
+    if only_pieces and (missing := [name for name, package in READERS.items() if not is_installed(package)]):
         raise ModelError(
             f"{folder} has its tokenizer as {PIECES}, for which transformers needs further packages. Run pip install "
             f"{' '.join(missing)}"
@@ -320,34 +228,8 @@ def vocabulary_of(folder: Path) -> tuple[str, ...]:
     return ()
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Return whether a package can be imported."""
     with suppress(ModuleNotFoundError, ValueError):  # its parent package is missing, or disabled
         return find_spec(package) is not None
     return False
-
-
-def has_other_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has a tokenizer, but no tokenizer.json."""
-    return not (folder / TOKENIZER).is_file() and any((folder / name).is_file() for name in OTHER_TOKENIZERS)
-
-
-def save_tokenizer(folder: Path, place: Path, *, trust_remote_code: bool = False) -> None:
-    """Save the tokenizer of a model, and its config (which may name special tokens), into another folder.
-
-    Raises:
-        ModelError: The tokenizer cannot be loaded or saved.
-    """
-    tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
-    with as_model_error(f"{folder} has a tokenizer that transformers cannot save"):
-        tokenizer.save_pretrained(place)
-    shutil.copyfile(folder / "config.json", place / "config.json")
-
-
-def _needs(folder: Path) -> str:
-    """Return the packages that transformers needs to load the quantized weights, as part of a sentence."""
-    plain = read_object(folder / "config.json", expected="Every model's folder has one", error=ModelError)
-    config = plain.get("quantization_config")
-    if isinstance(config, dict) and config.get("quant_method") == "gptq":
-        return f"; to load its gptq weights packed, run {GPTQ_READERS}"
-    return ""

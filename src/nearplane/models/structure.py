@@ -6,7 +6,6 @@ blocks (the vision tower of a multimodal model). Both are copied into the checkp
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -15,9 +14,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from nearplane.errors import ModelError, RecipeError
-from nearplane.models.conversion import Names
-from nearplane.models.experts import stacked_layers
+from nearplane.errors import ModelError
+from nearplane.models.expert_names import Names
+from nearplane.models.experts import refuse_parts, stacked_layers
 from nearplane.models.kinds import has_two_stacks, towers
 from nearplane.models.layers import EmbeddingLayer, Layer, as_layer, is_stack
 from nearplane.system.patterns import has_match
@@ -38,7 +37,7 @@ def find_layers(
         block: The block.
         prefix: Name of the block in the whole model.
         ignore: Regular expressions; a module whose full name contains a match (`re.search`) stays unquantized.
-        names: Function for the names of the matrices in a stacked parameter, see `Weights.stacked`; None: experts in
+        names: Function for the names of the matrices in a stacked parameter, see `stacked_names`; None: experts in
             stacked parameters are not supported.
 
     Returns:
@@ -89,26 +88,6 @@ def gate_reason(outputs: int, inputs: int) -> str:
     if outputs > 1 and (outputs > MAX_GATE_OUTPUTS or inputs < MIN_INPUTS_BY_OUTPUT * outputs):
         return ""
     return f"{outputs} output{'s' * (outputs > 1)} of {inputs} inputs: a gate"
-
-
-def refuse_parts(stacked: Sequence[Layer], kept: Sequence[Layer]) -> None:
-    """Refuse to quantize only some of the matrices in one parameter.
-
-    Args:
-        stacked: All layers of a module.
-        kept: The layers to quantize.
-
-    Raises:
-        RecipeError: Only some of the matrices are to be quantized; the message names the parameter.
-    """
-    whole, counts = (Counter(layer.parameter for layer in some) for some in (stacked, kept))
-    for parameter, count in counts.items():
-        if count < whole[parameter]:
-            raise RecipeError(
-                f"--ignore leaves out {whole[parameter] - count} of the {whole[parameter]} matrices in {parameter}, which can "
-                f"only be quantized together. Leave all of them unquantized with --ignore "
-                f"'{re.escape(parameter.rpartition('.')[0])}'."
-            )
 
 
 def find_ends(

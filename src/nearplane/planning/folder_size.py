@@ -24,13 +24,7 @@ from nearplane.number_formats import BlockType
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import AnyScheme
-from nearplane.record.record import (
-    LEFT_OUT_OF_LAYERS,
-    LayerRecord,
-    RunRecord,
-    one_line,
-    row_groups,
-)
+from nearplane.record.record import LEFT_OUT_OF_LAYERS, LayerRecord, RunRecord, one_line, row_groups
 from nearplane.system.paths import MAX_FILE
 from nearplane.system.safetensors_files import index_text
 from nearplane.system.shard_writer import file_names

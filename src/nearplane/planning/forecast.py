@@ -30,15 +30,7 @@ from nearplane.models.experts import by_expert
 from nearplane.models.kinds import InputKind, input_kind
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
-from nearplane.planning.memory_bound import (
-    Blocks,
-    Bound,
-    Group,
-    Place,
-    Shapes,
-    bound,
-    multiplications,
-)
+from nearplane.planning.memory_bound import Blocks, Bound, Group, Place, Shapes, bound, multiplications
 from nearplane.planning.memory_limits import choose, settings, too_small
 from nearplane.planning.plan import expected_work
 from nearplane.planning.request import rehearse

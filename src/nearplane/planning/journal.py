@@ -24,9 +24,8 @@ from nearplane.calibration.activations import Stream
 from nearplane.calibration.walk import Stage
 from nearplane.errors import FormatError
 from nearplane.formats.container import Container
-from nearplane.formats.journal_pages import REMEDY, JournalPages
+from nearplane.formats.journal_pages import REMEDY, JournalPages, RunInputs
 from nearplane.planning.plan import restored, state_of, tensors_of
-from nearplane.planning.start import Job, StoppedRun
 from nearplane.recipe.layer_plan import Plan
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.record_file import parsed_record
@@ -39,12 +38,30 @@ PAGE = 256 << 20  # bytes of hidden states on a page; writing it needs so much a
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppedRun:
+    """State of a stopped run that is resumed.
+
+    Args:
+        blocks: Number of finished blocks.
+        record: The run record with their layers and with the entries from before the first block.
+        plan: The plan with what was measured.
+        seconds: Duration of the stopped run.
+    """
+
+    blocks: int
+    record: RunRecord
+    plan: Plan
+    seconds: float
+
+
 class Journal:
     """The journal of one run.
 
     Args:
         container: Container that the run writes, just entered.
-        job: Run inputs.
+        inputs: All that the output depends on.
+        settled: The plan before anything is measured.
 
     Attributes:
         before: Progress of a stopped run with the same inputs; None if there is none, or if it had written all layers.
@@ -54,9 +71,8 @@ class Journal:
         FormatError: The journal cannot be read or a part has changed, and the folder may not be replaced.
     """
 
-    def __init__(self, container: Container, job: Job) -> None:
-        self._pages = JournalPages(container, job.run_inputs())
-        self._settled = job.plan
+    def __init__(self, container: Container, inputs: RunInputs, settled: Plan) -> None:
+        self._pages, self._settled = JournalPages(container, inputs), settled
         self.before = self._pages.progress(self._understood)
         if self.before is not None:
             log.info(

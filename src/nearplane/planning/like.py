@@ -64,18 +64,14 @@ def _sources(model: Model, layers: dict[str, Layer]) -> dict[str, Source]:
         for name in layer.copies(model.weights):
             sources.pop(name, None)
     for name, layer in layers.items():
-        sources[name] = Source(layer.shape, _reading(layer, layer.copies(model.weights)[0], read))
+        sources[name] = Source(layer.shape, partial(_matrix, layer, layer.copies(model.weights)[0], read))
     return sources
 
 
-def _reading(layer: Layer, stored: str, read: Callable[[str], Tensor]) -> Callable[[], Tensor]:
-    """Return a function that reads the (out, in) matrix of a layer from the stored tensor."""
-
-    def matrix() -> Tensor:
-        tensor = read(stored)
-        if isinstance(layer, ExpertLayer) and tensor.dim() > 2:  # of all experts
-            tensor = tensor[layer.expert]
-            return (tensor.T if layer.transposed else tensor)[layer.outputs]
-        return tensor.T if isinstance(layer, Conv1DLayer) else tensor.reshape(layer.shape)
-
-    return matrix
+def _matrix(layer: Layer, stored: str, read: Callable[[str], Tensor]) -> Tensor:
+    """Return the (out, in) matrix of a layer from the stored tensor."""
+    tensor = read(stored)
+    if isinstance(layer, ExpertLayer) and tensor.dim() > 2:  # of all experts
+        tensor = tensor[layer.expert]
+        return (tensor.T if layer.transposed else tensor)[layer.outputs]
+    return tensor.T if isinstance(layer, Conv1DLayer) else tensor.reshape(layer.shape)

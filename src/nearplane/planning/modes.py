@@ -90,11 +90,7 @@ MODES = (
         packed_bits=6.3,
     ),
     Mode(
-        setting="2.125",
-        options={"rate": 2.125},
-        runtimes=("nearplane",),
-        loss=Loss(3.8, 3.2, 4.8, 4),
-        packed_bits=4.5,
+        setting="2.125", options={"rate": 2.125}, runtimes=("nearplane",), loss=Loss(3.8, 3.2, 4.8, 4), packed_bits=4.5
     ),
     Mode(setting="1.5", options={"rate": 1.5}, runtimes=("nearplane",), loss=Loss(11, 8.7, 17, 4), packed_bits=4.4),
 )

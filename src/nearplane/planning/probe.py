@@ -12,25 +12,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nearplane.calibration.activations import Stream, positions_per_window, readout, skeleton
-from nearplane.calibration.rows import RoutedRows, Rows
-from nearplane.calibration.second_moments import observe, sum_moments
-from nearplane.calibration.stages import rows_by_batch, stages
+from nearplane.calibration.activations import Stream, positions_per_window, skeleton
+from nearplane.calibration.expert_rows import RoutedRows
+from nearplane.calibration.network_ends import readout
+from nearplane.calibration.rows import Rows
+from nearplane.calibration.second_moments import sum_moments
+from nearplane.calibration.separate_passes import observe, rows_by_batch
+from nearplane.calibration.stages import stages
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.walk import Followed
 from nearplane.errors import CalibrationError
 from nearplane.matrix.inputs import LayerInput
-from nearplane.models.kinds import (
-    NOTHING_TO_MEASURE,
-    Divergence,
-    cut_windows,
-    distance,
-    divergence,
-    has_head,
-    predicts_always_the_same,
-)
+from nearplane.models.divergence import NOTHING_TO_MEASURE, Divergence, distance, divergence, predicts_always_the_same
+from nearplane.models.kinds import has_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
+from nearplane.models.spoken import cut_windows
 from nearplane.planning.allocate import Curve, sum_of
 from nearplane.planning.perturb import (
     Change,
@@ -99,27 +96,6 @@ class _Traveller:
     loss: float | None = None
 
 
-class _Regime(NamedTuple):
-    """Which perturbations are propagated to the logits, and how the losses of all others are estimated.
-
-    A network with few layers has all of them propagated. Of a deep one it is one per layer, from some blocks; losses are
-    then estimated from sensitivities, or without these from the relative change of the hidden states after the block.
-
-    Args:
-        blocks: Numbers of the blocks whose perturbations are propagated.
-        point: Number of the perturbation of each layer that is propagated; None: all.
-        by_change: Whether losses are estimated from the change of the hidden states.
-    """
-
-    blocks: frozenset[int]
-    point: int | None = None
-    by_change: bool = False
-
-    def propagates(self, block: int, point: int) -> bool:
-        """Return whether a perturbation of a block is propagated."""
-        return block in self.blocks and self.point in (None, point)
-
-
 class _Turns:
     """Deals perturbations to ranks, each to the rank that perturbed the fewest weights so far. All ranks deal alike."""
 
@@ -182,8 +158,8 @@ def probe(
     layers = {layer.name for block in model.blocks for layer in block.layers}
     if not (deep and perturbations.sensitivity.keys() >= layers):
         perturbations = replace(perturbations, sensitivity={})
-    middle = perturbations.points // 2
-    regime = _Regime(measured, middle, by_change=not perturbations.sensitivity) if deep else _Regime(measured)
+    middle = perturbations.points // 2  # of a deep network, the perturbation of each layer that is propagated
+    by_change = deep and not perturbations.sensitivity
     stream = skeleton(model, windows.split(min(BATCH, size)), device=device, dtype=dtype, keep=keep)
     batches = size // min(BATCH, size)
     travellers: list[_Traveller | None] = []  # None: of another rank
@@ -201,10 +177,10 @@ def probe(
                 travellers.append(born)
                 if born is None:
                     continue
-                born.block, propagates = number, regime.propagates(number, born.point)
-                if propagates or regime.by_change:
+                born.block, propagates = number, number in measured and (not deep or born.point == middle)
+                if propagates or by_change:
                     difference = [onward(i, torch.zeros(())) for i in range(batches)]
-                if regime.by_change:
+                if by_change:
                     born.expected = relative_energy(difference, after)
                 if propagates:
                     born.place = len(differences)

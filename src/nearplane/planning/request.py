@@ -12,7 +12,6 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from nearplane.calibration.given import with_calibration_path
 from nearplane.calibration.stages import FirstLook, try_blocks
 from nearplane.calibration.windows import Windows, samples_of
 from nearplane.errors import RecipeError
@@ -34,6 +33,7 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import is_integer
 from nearplane.record.record import RunRecord
 from nearplane.system.device import Device
+from nearplane.system.paths import path_in
 
 logger = logging.getLogger("nearplane")
 FUSED_BY_VLLM = {  # layers of one module that it loads as one, besides those of `FUSED_NAMES`
@@ -54,6 +54,18 @@ def open_original(source: str | Path, recipe: Recipe, *, trust_remote_code: bool
     )
 
 
+def open_resolved(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Model, Plan]:
+    """Open the model that a recipe quantizes; return it and what is decided of its layers.
+
+    Raises:
+        NearplaneError: The model cannot be quantized by this recipe.
+    """
+    model = open_original(source, recipe, trust_remote_code=trust_remote_code)
+    settled = resolved(model, recipe)
+    check_request(model, settled)
+    return model, settled
+
+
 def resolved(model: Model, recipe: Recipe) -> Plan:
     """Return what is decided of a run before anything is measured: group sizes, `samples` and the scheme of every layer.
 
@@ -69,7 +81,9 @@ def resolved(model: Model, recipe: Recipe) -> Plan:
 def recorded(record: RunRecord, calibration: object = None) -> Plan:
     """Return what was decided of the layers of a checkpoint; its text may be at another path now."""
     recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
-    plan = Plan.of(with_calibration_path(recipe, calibration), [layer.name for layer in record.layers])
+    if path_in(calibration) is not None:
+        recipe = replace(recipe, calibration=replace(recipe.calibration, calibration=str(calibration)))
+    plan = Plan.of(recipe, [layer.name for layer in record.layers])
     return plan.stored_in({layer.name: layer.number_format for layer in record.layers})
 
 
@@ -238,4 +252,4 @@ def quantization_config(model: Model, plan: Plan, layers: Sequence[Layer] | None
         activations=recipe.activations,
         version=version("nearplane"),
     )
-    return FORMATS[str(recipe.format)].config.describe(network)
+    return FORMATS[str(recipe.format)].layers.describe(network)

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
+from nearplane.calibration.given import Given
 from nearplane.calibration.one_forward import default_batch
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.walk import Stage
+from nearplane.calibration.windows import Windows
 from nearplane.errors import RecipeError
-from nearplane.formats.container import Container
-from nearplane.formats.table import FORMATS
+from nearplane.formats.container import Container, Place
+from nearplane.formats.gguf.like import Like
+from nearplane.formats.journal_pages import RunInputs, run_inputs
+from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.factor import read
 from nearplane.lattice.scale import StepStorage
 from nearplane.lattice.shared_grid import LARGEST, SMALLEST
+from nearplane.models.converted_tokenizer import tokenizer_folder
 from nearplane.models.layers import Layer
+from nearplane.models.model import Model
 from nearplane.planning.folder_size import max_record_bytes, with_layers
 from nearplane.planning.forecast import Forecast, forecast
 from nearplane.planning.journal import Journal
@@ -26,11 +34,78 @@ from nearplane.planning.plan import plan
 from nearplane.planning.request import quantization_config
 from nearplane.planning.size_budget import measured_choice
 from nearplane.planning.solve_stage import Order, Solved
-from nearplane.planning.start import Job
 from nearplane.recipe.layer_plan import Plan
-from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.recipe.recipe import Recipe
+from nearplane.record.record import LayerRecord, RunRecord, versions
+from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library, recorded_library
-from nearplane.system.progress import counted, peak_memory
+from nearplane.system.progress import Progress, counted, peak_memory
+from nearplane.system.sizes import Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of a run beside its recipe; see `quantize`.
+
+    Args:
+        name: Name of the model in the run record.
+        given: Texts or tokens that were passed from Python.
+        limits: Limits of memory.
+        like: The compared GGUF whose header the new one takes.
+    """
+
+    name: str
+    given: Given | None
+    device: Device
+    overwrite: bool
+    trust_remote_code: bool
+    progress: Progress
+    limits: Limits = field(default_factory=Limits)
+    like: Like | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Run inputs: model, recipe, windows and options.
+
+    Args:
+        model: The model to quantize.
+        asked: The recipe as it was given.
+        plan: What is decided of its layers before anything is measured.
+        windows, options: Calibration windows, and options of the run.
+    """
+
+    model: Model
+    asked: Recipe
+    plan: Plan
+    windows: Windows
+    options: Options
+
+    def run_inputs(self) -> RunInputs:
+        """Return all that the output depends on, equal for runs with equal output; see `run_inputs`."""
+        files, device = {"model": self.model.folder}, self.options.device
+        if self.options.like is not None:
+            files["file of --like"] = self.options.like.path
+        return run_inputs(asdict(self.asked), files, self.windows.digest(), versions(), device)
+
+    def record(self) -> RunRecord:
+        """Return the run record with what is known before anything is measured."""
+        windows = self.windows
+        return RunRecord(
+            recipe=replace(self.asked, calibration=self.plan.recipe.calibration),  # with the number of windows
+            source=self.options.name,
+            versions=versions(),
+            device=self.options.device.model(),
+            compute_dtype=self.options.device.recorded_dtype(self.model.dtype),
+            windows=windows.count,
+            seqlen=windows.seqlen,
+            tokens=windows.count * windows.seqlen,
+            extra_windows=windows.extra_count,
+            sources=windows.sources,
+            text=windows.digest(),
+            stored=self.model.stored,
+            skipped=(*self.model.skipped, *(self.options.like.reasons if self.options.like is not None else ())),
+        )
 
 
 class Run:
@@ -165,6 +240,40 @@ def check_limit(record: RunRecord) -> RunRecord:
     if limit is not None and record.folder > limit:
         raise RecipeError(missed_size(record.recipe, record.folder, "in the end"))
     return record
+
+
+def container_for(
+    model: Model,
+    settled: Plan,
+    out: Path,
+    config: Mapping[str, Any] | None = None,
+    *,
+    overwrite: bool,
+    trust_remote_code: bool,
+    like: Like | None = None,
+) -> Container:
+    """Return the checkpoint to write into `out`, which also holds what a stopped run has written.
+
+    Args:
+        model: The original model.
+        settled: What is decided of its layers.
+        out, overwrite, trust_remote_code, like: Arguments of `Place`.
+        config: The quantization_config; None: derived from the plan.
+    """
+    place = Place(
+        out=out,
+        source=model.folder,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+        vocabulary=model.vocabulary,
+        network=model.config.to_dict(),
+        tokenizer=tokenizer_folder(model) if settled.recipe.files.one_file and like is None else None,
+        reader=model.reader,
+        resumes=True,
+        like=like,
+    )
+    config = quantization_config(model, settled) if config is None else config
+    return open_container(place, config, dtype=model.dtype, shards=len(model.blocks) + 1)
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def predict_overhead(model: Model, recipe: Recipe) -> Overhead:
         entries[layer.name] = tensor_entry(name, "U8", (size,), size, files[0]) + layer_entry(layer)
     names = [layer.name for layer in layers]
     network = Quantized(scheme=recipe.scheme, quantized=names, version=version("nearplane"))
-    config = config_text(model.folder, FORMATS[METHOD].config.describe(network), model.config.to_dict())
+    config = config_text(model.folder, FORMATS[METHOD].layers.describe(network), model.config.to_dict())
     copied = files_beside(model).size()
     packages = ("python", "nearplane", "torch", "transformers", "numba", "safetensors")
     bare = RunRecord(

@@ -10,7 +10,6 @@ from nearplane.number_formats import FLOATS, INTEGERS, TYPES, BlockType, NumberF
 from nearplane.recipe.file_formats import FileFormat, Format
 from nearplane.recipe.scheme import Allocation, Scheme, settle_refits
 from nearplane.system.arguments import check_fields, within
-from nearplane.system.sizes import bytes_in
 
 BlockName = Literal[  # of llama.cpp
     "q4_0", "q4_1", "iq4_nl", "iq4_xs", "mxfp4", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"
@@ -40,9 +39,6 @@ class BlockScheme(Scheme):
 
     def __post_init__(self) -> None:
         Scheme.__post_init__(self)
-        if self.size is not None:
-            object.__setattr__(self, "size", str(self.size))
-            bytes_in(self.size)
         if self.grid is not None:
             self._check_grid()
         elif self.size is None:

@@ -9,7 +9,6 @@ from nearplane.errors import RecipeError
 from nearplane.recipe.file_formats import FILE_FORMATS, Format
 from nearplane.recipe.scheme import Scheme, Solver
 from nearplane.system.arguments import check_fields, within
-from nearplane.system.sizes import bytes_in
 
 Rows = Literal["sensitivity", "equal"]
 
@@ -40,9 +39,6 @@ class RateScheme(Scheme):
             raise RecipeError(f"Entropy-coded weights need either --rate or --size; found {given}.")
         numeric = isinstance(self.rate, int | float)
         within("rate", self.rate, self.rate is None or (numeric and 0.5 <= float(self.rate or 0) <= 7), "0.5 to 7 bits")
-        if self.size is not None:
-            object.__setattr__(self, "size", str(self.size))
-            bytes_in(self.size)
         check_fields(self, "include_head", "include_embeddings", "rows")
 
     def unfit(self, format: str) -> str:

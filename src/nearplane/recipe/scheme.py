@@ -60,6 +60,9 @@ class Scheme:
         within("damp", self.damp, self.damp == "auto" or numeric, "auto or a number from 0 to 10")
         damp = self.sweep_damp
         within("sweep_damp", damp, damp is None or (isinstance(damp, int | float) and 0 <= damp < 10), "0 to 10")
+        if self.size is not None:
+            object.__setattr__(self, "size", str(self.size))
+            bytes_in(self.size)
         if not self.calibrated and damp is not None:
             raise RecipeError(f"sweep_damp needs calibration, but solver {self.solver!r} uses none.")
 

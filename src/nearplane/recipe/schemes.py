@@ -11,14 +11,7 @@ from math import ceil, gcd
 from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
-from nearplane.number_formats import (
-    E2M1,
-    TYPES,
-    NumberFormat,
-    find_format,
-    integers,
-    number_format,
-)
+from nearplane.number_formats import E2M1, TYPES, NumberFormat, find_format, integers, number_format
 from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
 from nearplane.recipe.rate_scheme import RateScheme

@@ -111,10 +111,6 @@ def _scheme(value: Any) -> dict[str, Any]:
     )
 
 
-def _mse(value: Any) -> dict[str, Any]:
-    return {"scale": "mse" if value else "minmax"}
-
-
 def _observer(value: Any) -> dict[str, Any]:
     meanings = {"minmax": "minmax", "memoryless_minmax": "minmax", "mse": "mse", "memoryless_mse": "mse"}
     if value not in meanings:
@@ -152,7 +148,7 @@ SPELLINGS: Mapping[str, str | Callable[[Any], dict[str, Any]]] = {
     "dampening_frac": "damp",
     "percdamp": "damp",
     "static_groups": _static_groups,
-    "mse": _mse,
+    "mse": lambda value: {"scale": "mse" if value else "minmax"},
     "observer": _observer,
     "nsamples": "samples",
     "num_calibration_samples": "samples",

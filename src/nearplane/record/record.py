@@ -192,7 +192,7 @@ class RunRecord:
             "cuda:1, NVIDIA H100".
         compute_dtype: Dtype in which blocks ran; auto, and then not in the file, for float32 on the CPU, and where an
             older version did not record it.
-        stored: Format in which the original model stores weights in few bits, fp8 or mxfp4. See `fp8_mxfp4.py`.
+        stored: Format in which the original model stores weights in few bits, fp8 or mxfp4. See `source_storage.py`.
         products: Library of float32 matrix products, chosen by a trial at the start; None: torch's default, untried.
         windows, seqlen, tokens: Number of calibration windows, tokens per window, and their product.
         extra_windows: Number of extra windows of the same text, on which losses are measured but nothing is fitted.

@@ -8,15 +8,7 @@ from pathlib import Path
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.remarks import remarks
 from nearplane.record.uses import typed, uses
-from nearplane.record.words import (
-    NOT_FITTED,
-    by_source,
-    calibrated,
-    degenerate,
-    exceeding,
-    left,
-    losses,
-)
+from nearplane.record.words import NOT_FITTED, by_source, calibrated, degenerate, exceeding, left, losses
 from nearplane.system.files import read_object
 from nearplane.system.sizes import size_text, three_places
 
@@ -113,11 +105,6 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
     return before, tuple(columns), rows, after
 
 
-def _bound(layer: LayerRecord) -> str:
-    """Return how many times the loss the worst case is."""
-    return _ratio(layer, layer.worst_case, layer.damped_loss)
-
-
 def _without_bound(record: RunRecord) -> Iterator[str]:
     """Yield a line on the rows that clip, for which the bound does not hold."""
     bounded = [layer for layer in record.layers if layer.worst_case and not layer.degenerate]
@@ -146,7 +133,7 @@ GRID_COLUMNS: dict[str, Callable[[LayerRecord], str]] = {
     "relative loss": lambda x: _power(x, x.relative_loss),
     "nearest/this": lambda x: _ratio(x, x.nearest_loss, x.loss),
     "nearest/extra": lambda x: _ratio(x, x.extra_nearest_loss, x.extra_loss),
-    "bound/this": _bound,
+    "bound/this": lambda x: _ratio(x, x.worst_case, x.damped_loss),
     "clipped %": lambda x: f"{100 * x.clipped:.2f}",
     "above limit": lambda x: three_places(x.above_limit),
     "correction": lambda x: f"{x.correction:.2f}",

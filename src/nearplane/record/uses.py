@@ -51,9 +51,8 @@ def uses(record: RunRecord, config: Mapping[str, Any], folder: str) -> list[Use]
         folder: The folder as it is named in commands.
     """
     files, experts = record.recipe.files, any(layer.blended is not None for layer in record.layers)
-    readers = [
-        each for each in files.readers if not (experts and each in files.plain_readers)
-    ]  # else experts are random
+    random = files.plain_readers if experts else ()  # readers that would leave experts random
+    readers = (reader for reader in files.readers if reader not in random)
     return [use for reader in readers for use in USES[reader](record, config, folder)]
 
 
@@ -162,15 +161,11 @@ def _task(config: Mapping[str, Any]) -> tuple[str, str | None]:
     names = architectures(config)
     sounds, sees = (any(field in config for field in fields) for fields in (SOUND, IMAGES))
     if any(name.endswith("ForConditionalGeneration") for name in names):
+        speech = ("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition")
+        images = ("AutoModelForImageTextToText", "image-text-to-text")
         if config.get("is_encoder_decoder"):
-            return (
-                ("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition")
-                if sounds
-                else ("AutoModelForSeq2SeqLM", None)
-            )
-        return (
-            ("AutoModelForImageTextToText", "image-text-to-text") if "vision_config" in config else ("AutoModel", None)
-        )
+            return speech if sounds else ("AutoModelForSeq2SeqLM", None)
+        return images if "vision_config" in config else ("AutoModel", None)
     for end, found in TASKS.items():
         if any(name.endswith(end) for name in names):
             return found

@@ -37,7 +37,6 @@ Asked = TypeVar("Asked", contravariant=True)
 Result = TypeVar("Result", covariant=True)
 ComputeDtype = Literal["auto", "float32", "bfloat16", "float16"]  # see `Device.compute_dtype`
 MAX_SEED = 2**64 - 1  # of torch
-DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla")  # kinds of devices that torch or its plug-ins know
 DESCRIPTIONS: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -203,23 +202,8 @@ def within(name: str, value: object, good: bool, expected: str) -> None:
 def whole(name: str, value: object, least: int, most: int | None = None) -> None:
     """Refuse a value that is neither None nor a whole number from `least` to `most`."""
     good = value is None or (isinstance(value, Integral) and least <= int(value) <= (most or int(value)))
-    within(
-        name,
-        value,
-        good,
-        f"a whole number, at least {least}" if most is None else f"a whole number from {least} to {most}",
-    )
-
-
-def check_device(name: str) -> None:
-    """Refuse a device that torch does not have on any machine; `Device.named` refuses those that this machine lacks.
-
-    Raises:
-        RecipeError: The name is not that of a kind of device, with a number or without.
-    """
-    kind, numbered, number = name.partition(":")
-    if name != "auto" and not (kind in DEVICES and (number.isdecimal() or not numbered)):
-        raise unknown_device(name)
+    limits = f", at least {least}" if most is None else f" from {least} to {most}"
+    within(name, value, good, f"a whole number{limits}")
 
 
 def unknown_device(name: str) -> RecipeError:

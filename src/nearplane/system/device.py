@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nearplane.errors import RecipeError
@@ -169,31 +168,6 @@ def repeatable_backward(place: torch.device) -> Iterator[None]:
             yield
     finally:
         cudnn.deterministic = before
-
-
-class CopyStream:
-    """Copies from pinned memory of the host to a GPU, in a stream of their own beside its computation.
-
-    Args:
-        place: The GPU.
-    """
-
-    def __init__(self, place: torch.device) -> None:
-        self._place, self._runtime = place, torch.get_device_module(place)
-        self._stream = self._runtime.Stream(place)
-
-    def send(self, x: Tensor) -> Tensor:
-        """Begin to copy a tensor to the GPU, after all work that the GPU was given so far."""
-        self._stream.wait_stream(self._runtime.current_stream(self._place))
-        with self._runtime.stream(self._stream):
-            return x.to(self._place, non_blocking=True)
-
-    def arrived(self, x: Tensor) -> Tensor:
-        """Return a sent tensor for computation, which waits for it on the GPU."""
-        current = self._runtime.current_stream(self._place)
-        current.wait_stream(self._stream)
-        x.record_stream(current)  # its memory is not reused before the computation has read it
-        return x
 
 
 def without_number(model: str) -> str:

@@ -1,17 +1,15 @@
-"""Operations on files and folders: write atomically, flush, hash, lock, swap, read JSON objects. Needs no torch.
+"""Operations on files and folders: write atomically, flush, hash, lock, read JSON objects. Needs no torch.
 
-Hashes are SHA-256: of the files of a checkpoint, compared with its run record, and of the files that a run reads.
+Hashes are SHA-256.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import hashlib
 import json
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,16 +21,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from nearplane.errors import FormatError, ModelError, NearplaneError, RecipeError, first_few, first_line
-from nearplane.system.paths import ADAPTERS, RECORD
 
-CURRENT_FOLDER, SWAP_FLAG = -100, 2  # AT_FDCWD; RENAME_EXCHANGE (Linux) and RENAME_SWAP (macOS)
 LOCK_TIMEOUT = 0.5  # seconds to wait for a lock, so that a process that is just ending can release it
 MAX_JSON_BYTES = 256 * 2**20  # far above the index of the largest models, which has ten million bytes
 MAX_JSON_LEVELS = 64  # nested lists and objects; a config has at most five
 JSON_KINDS = {NoneType: "null", list: "a list", str: "text", bool: "true or false"}  # in errors; others are numbers
-WEIGHT_ENDS = (".safetensors", ".gguf")  # ends of names of weight files
-EDITED = ("generation_config.json", "chat_template", "additional_chat_templates/")  # users adapt these to their prompts
-UNCHECKED = (*EDITED, *ADAPTERS)  # adapters are refused; older versions copied them, and users have to delete them
 
 
 def check_writable(folder: Path) -> None:
@@ -162,18 +155,6 @@ def exclusive_lock(lock: Path, refusal: str) -> Iterator[None]:
         file_lock.release()
 
 
-def swap(one: Path, other: Path) -> bool:
-    """Swap two folders of one file system atomically; return False if the system cannot, in which case nothing changes."""
-    if sys.platform not in ("linux", "darwin"):
-        return False
-    library, a, b = ctypes.CDLL(None, use_errno=True), os.fsencode(one), os.fsencode(other)
-    if function := getattr(library, "renameat2", None):
-        return bool(function(CURRENT_FOLDER, a, CURRENT_FOLDER, b, SWAP_FLAG) == 0)
-    if function := getattr(library, "renamex_np", None):
-        return bool(function(a, b, SWAP_FLAG) == 0)
-    return False
-
-
 def read_object(path: Path, *, expected: str, error: type[NearplaneError] = FormatError) -> dict[str, Any]:
     """Read a JSON file that holds an object. The file may come from an untrusted source.
 
@@ -210,13 +191,6 @@ def _depth(content: Any) -> int:
         levels += 1
         level = [inner for part in level for inner in (part.values() if isinstance(part, dict) else part)]
     return levels
-
-
-def unordered(value: Any) -> Any:
-    """Return JSON with its lists sorted, for comparisons that ignore order."""
-    if isinstance(value, dict):
-        return {key: unordered(part) for key, part in value.items()}
-    return sorted((unordered(part) for part in value), key=str) if isinstance(value, list) else value
 
 
 class HashedFiles:
@@ -264,60 +238,6 @@ class HashedFiles:
             self._dates[name] = date
 
 
-def check_hashes(folder: Path, *, weights: bool = True) -> None:
-    """Refuse a checkpoint that has changed since it was written. A folder without run record is not checked.
-
-    Files for generation settings and chat templates may be edited.
-
-    Args:
-        folder: Folder of the checkpoint.
-        weights: Whether weight files are hashed, which reads all their bytes on all cores.
-
-    Raises:
-        FormatError: A file is missing or has another SHA-256, or the run record was changed.
-    """
-    if not (folder / RECORD).is_file():
-        return
-    record = read_object(folder / RECORD, expected="Fetch the file again")
-    hashes = record.get("files")
-    check_digest(folder, record.get("digest"))
-    if not isinstance(hashes, dict) or not all(isinstance(each, str) for each in hashes.values()):
-        raise FormatError(f"{folder / RECORD} has no list of files with their SHA-256. Fetch the file again.")
-    names = [name for name in hashes if not name.startswith(UNCHECKED) and (weights or not name.endswith(WEIGHT_ENDS))]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, digest in zip(names, pool.map(lambda name: _digest(folder, name), names), strict=True):
-            if digest != hashes[name]:
-                state = f"has the SHA-256 {digest[:16]}.." if digest else "is missing"
-                raise FormatError(
-                    f"{folder / name} {state}, but {RECORD} lists {hashes[name][:16]}..: the file is damaged, was "
-                    f"changed or belongs to another checkpoint. Fetch the folder again."
-                )
-
-
-def check_digest(folder: Path, expected: object) -> None:
-    """Refuse a run record that differs from its digest.
-
-    Raises:
-        FormatError: The record was changed or is damaged.
-    """
-    if expected and (digest := digest_of((folder / RECORD).read_text(encoding="utf-8"))) != expected:
-        raise FormatError(
-            f"{folder / RECORD} was changed or is damaged: its digest is {digest[:16]}.., but it names "
-            f"{str(expected)[:16]}... Fetch the file again."
-        )
-
-
 def digest_of(text: str) -> str:
     """Return the digest of a record's JSON: the SHA-256 of the text with an empty digest."""
     return hashlib.sha256(re.sub(r'"digest": "[0-9a-f]*"', '"digest": ""', text).encode()).hexdigest()
-
-
-def _digest(folder: Path, name: str) -> str:
-    """Return the SHA-256 of a file named in a record; an empty text unless it is a file in the folder."""
-    path = folder / name
-    inside = ".." not in Path(name).parts and not Path(name).is_absolute()
-    try:
-        inside = inside and path.is_file()
-    except OSError:  # no file can have such a name
-        return ""
-    return sha256(path) if inside else ""

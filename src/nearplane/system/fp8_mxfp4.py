@@ -14,17 +14,14 @@ holds the 4-bit floats exactly. It rounds the products of 8-bit floats and facto
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nearplane.errors import ModelError
-from nearplane.system.files import read_object
-from nearplane.system.paths import RECORD
 from nearplane.system.safetensors_files import ShardReader, TensorInfo, TensorReader
 
 OWN_SCALE, SCALE, BLOCKS, SCALES = "_scale_inv", "_scale", "_blocks", "_scales"
@@ -35,127 +32,27 @@ EXTRAS = (  # ends of tensors beside float8 weights that are not weights
 )  # fmt: skip
 INPUT_FACTORS = ".pre_quant_scale"  # by which a runtime multiplies inputs: the weights alone are not the model's
 CODES = ("F8_E4M3", "F8_E5M2")
-DENSE = {"F64", "F32", "F16", "BF16", "BOOL", "I64"}  # dtypes of weights and buffers of a model that is not quantized
 BLOCK_SIZE = 128  # rows and columns of a float8 block if config.json does not name them
 FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-METHODS = ("fp8", "mxfp4")
-MODELOPT_FILE = "hf_quant_config.json"  # by which older versions of ModelOpt describe weights, instead of config.json
-MODELOPT_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")  # its algorithms with 8-bit floats
-CT = "compressed-tensors"
-
-
-def section_of(folder: Path, config: Mapping[str, Any]) -> Any:
-    """Return what a model's folder says about the storage of its weights: an object, or None.
-
-    Args:
-        folder: Folder of the model.
-        config: Contents of its config.json.
-    """
-    section = config.get("quantization_config")
-    if section is None and (folder / MODELOPT_FILE).is_file():
-        content = read_object(folder / MODELOPT_FILE, expected="ModelOpt writes one. Fetch it again", error=ModelError)
-        section = {"quant_method": "modelopt"} | dict(content.get("quantization") or {})
-    return section
-
-
-def form_of(section: Any) -> str:
-    """Return the name of a storage of weights: the method, and its algorithm or format."""
-    if not isinstance(section, Mapping):
-        return str(section)[:40]
-    parts = [section.get(key) for key in ("quant_method", "quant_algo", "format")]
-    return " ".join(str(part)[:40] for part in parts if part) or "an unnamed method"
-
-
-def method_of(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the entry of `METHODS` that stores the weights of an original model, or None; see `section_of`.
-
-    A checkpoint of nearplane, which has a run record, is no original.
-    """
-    section = section_of(folder, config)
-    method = section.get("quant_method") if isinstance(section, Mapping) else None
-    if not isinstance(method, str) or (folder / RECORD).is_file():
-        return None
-    if method == "fbgemm_fp8" or (method == "modelopt" and section.get("quant_algo") in MODELOPT_FP8):
-        return "fp8"
-    if method == CT and not section.get("transform_config"):
-        groups = section.get("config_groups")
-        kinds = [_weights(group) for group in (groups.values() if isinstance(groups, Mapping) else ())]
-        if kinds and all((kind.get("type"), kind.get("num_bits")) == ("float", 8) for kind in kinds):
-            return "fp8"
-    return method if method in METHODS else None
-
-
-def _weights(group: Any) -> Mapping[str, Any]:
-    """Return how a group of compressed-tensors stores weights."""
-    weights = group.get("weights") if isinstance(group, Mapping) else None
-    return weights if isinstance(weights, Mapping) else {}
-
-
-def refuse_leftover(folder: Path, section: Any, infos: Iterable[TensorInfo]) -> None:
-    """Refuse a model whose config says that it is quantized, and whose weights are not.
-
-    Args:
-        folder: Folder of the model.
-        section: What it says, see `section_of`.
-        infos: Descriptions of its tensors as they are stored.
-
-    Raises:
-        ModelError: No tensor is stored in few bits.
-    """
-    dtypes = {info.dtype for info in infos}
-    if section is not None and dtypes and dtypes <= DENSE:
-        raise ModelError(
-            f"{folder}: quantization_config says {form_of(section)}, but every tensor is stored as {' or '.join(sorted(dtypes))}. "
-            f"If these are the model's own weights, delete that entry of config.json, or {MODELOPT_FILE} if it is there; else "
-            f"fetch the folder again."
-        )
-
-
-def source_reader(folder: Path, config: Mapping[str, Any]) -> TensorReader:
-    """Return a reader of the tensors of an original model, which decodes weights in 8 or 4 bits.
-
-    Args:
-        folder: Folder of safetensors files.
-        config: Contents of its config.json.
-
-    Raises:
-        ModelError: The folder cannot be read, or a weight and its factors do not match.
-    """
-    if method_of(folder, config) is not None:
-        return WidenedReader(folder, config)
-    reader = ShardReader(folder)
-    if section_of(folder, config) is None:
-        for name, info in reader.infos.items():
-            if info.dtype in CODES and (factors := {name + OWN_SCALE, name + SCALE} & reader.infos.keys()):
-                raise ModelError(
-                    f"{folder}: {name} is stored as {info.dtype} with factors {factors.pop()}, but config.json has no "
-                    f"quantization_config, so that programs would leave them out. Fetch config.json again."
-                )
-    return reader
 
 
 class WidenedReader(TensorReader):
     """Reader that decodes weights in 8 or 4 bits to bfloat16 and reads all others unchanged.
 
     Args:
-        folder: Folder of safetensors files.
-        config: Contents of its config.json.
+        reader: Reader of the files.
+        method: Entry of `source_storage.METHODS` that stores the weights.
+        section: What the folder says about them.
 
     Raises:
         ModelError: The factors of a weight are missing or have another shape, or no weight is in 8 or 4 bits.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.folder = folder
-        self._reader = ShardReader(folder)
-        self.method = method_of(folder, config) or ""
-        section = section_of(folder, config)
-        self._size = _block_size(section)
-        fp8, stored = self.method == "fp8", self._reader.infos
-        refuse_leftover(folder, section, stored.values())
-        self._widen: Callable[..., Tensor] = partial(eight_bits, size=self._size) if fp8 else four_bits
+    def __init__(self, reader: ShardReader, method: str, section: Any) -> None:
+        self.folder, self.method, self._reader, self._size = reader.folder, method, reader, _block_size(section)
         self.infos = {}
         self._parts: dict[str, tuple[str, str]] = {}  # decoded weight: tensors of its codes and its factors
+        folder, fp8, stored = self.folder, method == "fp8", reader.infos
         for name, info in stored.items():
             factors, *others = [name + end for end in (OWN_SCALE, SCALE) if name + end in stored] or [""]
             if fp8 and others:
@@ -198,19 +95,22 @@ class WidenedReader(TensorReader):
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors, decoded, into memory of their own."""
+        widen = partial(eight_bits, size=self._size) if self.method == "fp8" else four_bits
         widened = {}
         for name in names:
             parts = self._parts.get(name, (name,))
             tensors = self._reader.read(parts)
-            widened[name] = tensors[name] if len(parts) == 1 else self._widen(*(tensors[part] for part in parts))
+            widened[name] = tensors[name] if len(parts) == 1 else widen(*(tensors[part] for part in parts))
         return widened
 
     def _check(self, name: str) -> None:
         codes, factors = (self._reader.shape(part) for part in self._parts[name])
-        kinds = [self._reader.dtype(part) for part in self._parts[name]]
-        if self.method == "mxfp4" and kinds != ["U8", "U8"]:
-            raise ModelError(f"{self.folder}: {name} and its factors are {kinds}, expected U8. Fetch the model again.")
         if self.method == "mxfp4":
+            kinds = [self._reader.dtype(part) for part in self._parts[name]]
+            if kinds != ["U8", "U8"]:
+                raise ModelError(
+                    f"{self.folder}: {name} and its factors are {kinds}, expected U8. Fetch the model again."
+                )
             fits = len(codes) >= 3 and codes[:-1] == factors
         else:
             fits = spread(codes, factors, self._size) is not None
@@ -221,11 +121,25 @@ class WidenedReader(TensorReader):
             )
 
 
+def form_of(section: Any) -> str:
+    """Return the name of a storage of weights: the method, and its algorithm or format."""
+    if not isinstance(section, Mapping):
+        return str(section)[:40]
+    parts = [section.get(key) for key in ("quant_method", "quant_algo", "format")]
+    return " ".join(str(part)[:40] for part in parts if part) or "an unnamed method"
+
+
+def weights_of(group: Any) -> Mapping[str, Any]:
+    """Return how a group of compressed-tensors stores weights."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    return weights if isinstance(weights, Mapping) else {}
+
+
 def _block_size(section: Any) -> tuple[int, int]:
     """Return rows and columns of a block of weights with one factor, as far as a config names them."""
     section = section if isinstance(section, Mapping) else {}
     groups = section.get("config_groups")
-    for weights in map(_weights, groups.values() if isinstance(groups, Mapping) else ()):
+    for weights in map(weights_of, groups.values() if isinstance(groups, Mapping) else ()):
         if size := weights.get("group_size"):
             return _sides((1, size))
         if size := weights.get("block_structure"):

@@ -1,26 +1,15 @@
-"""How the processes of a run were started: by torchrun, by SLURM's srun or by --processes. Needs no torch."""
+"""What torchrun, SLURM's srun or --processes told this process of the others of its run. Needs no torch."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from nearplane.errors import RecipeError
-from nearplane.system.memory import free_memory
 
-LOCALHOST = "127.0.0.1"
 SLURM_PORTS = range(20_000, 40_000)  # the port of a job follows from its number, the same on all nodes
-_children: list[subprocess.Popen[bytes]] = []  # ranks from 1 on, where this process started them
-LEAST_MEMORY = 240 * 10**6  # bytes of a process that has imported torch and transformers, and nothing else
-PATIENCE = 10.0  # seconds until a process that was asked to end is killed
 
 
 class Launch(NamedTuple):
@@ -42,29 +31,25 @@ def launched(env: Mapping[str, str] = os.environ) -> Launch | None:
         RecipeError: Some of the variables are missing or no numbers.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
-        names, job = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "0"
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
-        names, job = (
-            ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"),
-            env.get("SLURM_JOB_ID", "0"),
-        )
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
     else:
         return None
     try:
         rank, world = (int(env[name]) for name in names[:2])
         if world == 1:
             return None
-        slurm = names[0] == "SLURM_PROCID"
-        address = env.get("MASTER_ADDR") or (first_host(env["SLURM_STEP_NODELIST"]) if slurm else env["MASTER_ADDR"])
-        port = int(
-            env.get("MASTER_PORT") or (SLURM_PORTS[int(job) % len(SLURM_PORTS)] if slurm else env["MASTER_PORT"])
-        )
+        address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+        if names[0] == "SLURM_PROCID":
+            address = address or first_host(env["SLURM_STEP_NODELIST"])
+            port = port or str(SLURM_PORTS[int(env.get("SLURM_JOB_ID", "0")) % len(SLURM_PORTS)])
+        return Launch(rank, world, address or env["MASTER_ADDR"], int(port or env["MASTER_PORT"]))
     except (KeyError, ValueError) as error:
         raise RecipeError(
             f"The environment variables {', '.join(names)} tell how processes of a run find each other, and one of them is "
             f"missing or wrong ({error}). Start the run with torchrun or srun, or use --processes on one machine."
         ) from error
-    return Launch(rank, world, address, port)
 
 
 def forget_launch() -> None:
@@ -79,89 +64,3 @@ def first_host(nodes: str) -> str:
     if found is None:
         raise ValueError(f"no host in {nodes!r}")
     return found[1] + (found[2] or "")
-
-
-def check_processes(processes: int) -> None:
-    """Refuse a number of processes that cannot be started on this machine, or of which this one is one already.
-
-    Raises:
-        RecipeError: There are fewer than one, they do not fit into memory, or this process already is one of several.
-    """
-    if processes < 1:
-        raise RecipeError(f"--processes is {processes}; expected at least 1.")
-    if processes > 1 and (launch := launched()) is not None:
-        raise RecipeError(
-            f"--processes {processes}: this process already is rank {launch.rank} of {launch.world}, started by torchrun or "
-            f"srun. Leave out --processes."
-        )
-    free = free_memory()
-    if free is not None and (processes - 1) * LEAST_MEMORY > free:
-        raise RecipeError(
-            f"--processes {processes}: each takes at least {LEAST_MEMORY // 10**6} MB, but only {free / 1e9:.1f} GB are free. Use "
-            f"fewer: one for each GPU, or for every few cores."
-        )
-
-
-@contextmanager
-def started(processes: int, command: Sequence[str] = ()) -> Iterator[None]:
-    """Start the other processes of a run on this machine; they end with the context.
-
-    This process becomes rank 0. The others run the same command line.
-
-    Args:
-        processes: Number of processes, this one included; 1: nothing is started.
-        command: Command of the others; empty: that of this process.
-
-    Raises:
-        RecipeError: See `check_processes`.
-    """
-    check_processes(processes)
-    if processes == 1:
-        yield
-        return
-    with socket.socket() as free:
-        free.bind((LOCALHOST, 0))
-        port = free.getsockname()[1]
-    own = {"RANK": "0", "WORLD_SIZE": str(processes), "MASTER_ADDR": LOCALHOST, "MASTER_PORT": str(port)}
-    run = [*command] or [sys.executable, "-m", "nearplane", *without_processes(sys.argv[1:])]
-    children = _children
-    before = {name: os.environ.get(name) for name in own}
-    os.environ.update(own)
-    try:
-        for rank in range(1, processes):
-            children.append(subprocess.Popen(run, env={**os.environ, "RANK": str(rank)}, stdin=subprocess.DEVNULL))
-        yield
-        for child in children:
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(PATIENCE)
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-        for child in children:
-            _end(child)
-        children.clear()
-
-
-def ended_children() -> list[int]:
-    """Return the ranks that this process started and that have ended."""
-    return [rank for rank, child in enumerate(_children, 1) if child.poll() is not None]
-
-
-def without_processes(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command line without --processes and its value."""
-    text = [f"{before} {each}" if before == "--processes" else each for before, each in pairwise(["", *arguments])]
-    return [each for each in text if each.split("=")[0].split(" ")[0] != "--processes"]
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a process: first by SIGTERM, then by SIGKILL."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if child.poll() is not None:
-            return
-        child.send_signal(number)
-        try:
-            child.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            continue

@@ -21,9 +21,8 @@ from nearplane.errors import DeviceMemoryError, NearplaneError, SystemLimitError
 
 # bytes; forward passes often allocate smaller blocks: system calls took 14 % of a run with 4 MB here, 1 % with 16 MB
 LARGE_BLOCK = 16 << 20
-KEPT = (
-    128 << 20
-)  # bytes of freed memory that the C library may keep: fetching a page again costs more than all small sums
+# bytes of freed memory that the C library may keep: fetching a page again costs more than all small sums
+KEPT = 128 << 20
 MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 PAUSE = 0.03  # seconds between questions how much freed memory the C library keeps
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt

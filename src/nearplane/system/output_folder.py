@@ -12,12 +12,14 @@ repairs that, and the same command finishes.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
 import shutil
 import socket
 import stat
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
@@ -26,7 +28,7 @@ from itertools import product
 from pathlib import Path
 
 from nearplane.errors import FormatError, NearplaneError, RecipeError, first_few
-from nearplane.system.files import exclusive_lock, flush, flush_all, swap
+from nearplane.system.files import exclusive_lock, flush, flush_all
 from nearplane.system.paths import (
     CARD,
     INCOMPLETE,
@@ -40,6 +42,7 @@ from nearplane.system.paths import (
     refuse_overlap,
 )
 
+CURRENT_FOLDER, SWAP_FLAG = -100, 2  # AT_FDCWD; RENAME_EXCHANGE (Linux) and RENAME_SWAP (macOS)
 STATE = "state.json"  # in the journal: its presence means that the run can be resumed
 OLD_NAME = "old"  # in the journal: the old content of OUT; empty between a swap and the move of that content
 # files that --overwrite replaces if OUT has no run record
@@ -280,6 +283,18 @@ class Unfinished:
                 shutil.rmtree(old.parent)
         except OSError as error:
             log.warning("%s is complete. Delete its old files in %s, which remain (%s).", self.out, old.parent, error)
+
+
+def swap(one: Path, other: Path) -> bool:
+    """Swap two folders of one file system atomically; return False if the system cannot, in which case nothing changes."""
+    if sys.platform not in ("linux", "darwin"):
+        return False
+    library, a, b = ctypes.CDLL(None, use_errno=True), os.fsencode(one), os.fsencode(other)
+    if function := getattr(library, "renameat2", None):
+        return bool(function(CURRENT_FOLDER, a, CURRENT_FOLDER, b, SWAP_FLAG) == 0)
+    if function := getattr(library, "renamex_np", None):
+        return bool(function(a, b, SWAP_FLAG) == 0)
+    return False
 
 
 @contextmanager

@@ -83,6 +83,23 @@ def path_in(value: Any) -> Any:
     return value if isinstance(value, str | os.PathLike) else None
 
 
+def name_of(model: Any) -> str:
+    """Return the name of a model, which may be an object, for the run record and for messages."""
+    if path_in(model) is not None:
+        return str(model)
+    return str(getattr(model, "name_or_path", "") or f"{type(model).__name__} given in Python")
+
+
+def refuse_tokenizer(model: object, tokenizer: object) -> None:
+    """Refuse a tokenizer together with the path of a model, whose folder has its own.
+
+    Raises:
+        RecipeError: Both are given.
+    """
+    if tokenizer is not None and path_in(model) is not None:
+        raise RecipeError(f"tokenizer= is for model objects; the tokenizer of {model} is read from its folder.")
+
+
 def folders_in(model: Any) -> list[Path]:
     """Return the folder of a model in a list, which is empty for hub ids and model objects."""
     folder = None if path_in(model) is None else folder_named(model)

@@ -8,9 +8,8 @@ from functools import lru_cache
 from nearplane.errors import RecipeError
 from nearplane.system.time_limit import time_limit
 
-CHOICES = (
-    "*+{?|"  # signs of a regular expression for repetition and choice; with one of them, the time is at most quadratic
-)
+# signs of a regular expression for repetition and choice; with one of them, the time is at most quadratic
+CHOICES = "*+{?|"
 
 
 @lru_cache(maxsize=1 << 16)

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from nearplane.errors import NearplaneError, RankError, first_line
 from nearplane.system.heartbeat import LOST, Heartbeat, Peer
-from nearplane.system.launch import Launch, ended_children
+from nearplane.system.launch import Launch
+from nearplane.system.processes import ended_children
 from nearplane.system.ranks import Ranks
 
 T = TypeVar("T")

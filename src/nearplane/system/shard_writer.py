@@ -246,7 +246,7 @@ class ShardWriter:
             header, found = read_shard_header(path)
         except ModelError as error:
             raise self._changed(path) from error
-        if _kinds(found) != {name: (dtype, [*shape], size) for name, (dtype, shape, size) in tensors.items()}:
+        if _kinds(found) != tensors:
             raise self._changed(path)
         return {name: len(header) + about["data_offsets"][0] for name, about in found.items()}
 
@@ -306,7 +306,8 @@ class ShardWriter:
 
 def _kinds(header: Mapping[str, Any]) -> dict[str, Kind]:
     """Return dtype, shape and bytes of the tensors in a header."""
-    return {
-        name: (about["dtype"], about["shape"], about["data_offsets"][1] - about["data_offsets"][0])
-        for name, about in header.items()
-    }
+    kinds = {}
+    for name, about in header.items():
+        begin, end = about["data_offsets"]
+        kinds[name] = about["dtype"], about["shape"], end - begin
+    return kinds

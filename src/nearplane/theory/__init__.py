@@ -1,1 +1,1 @@
-"""Runnable forms of the published theory: OBQ, QR factor, LLL, HPTQ with Huffman codes, profiles, plane geometry."""
+"""Runnable forms of the published theory: OBQ, QR factor, LLL, HPTQ with Huffman codes, plane geometry."""

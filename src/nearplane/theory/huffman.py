@@ -22,6 +22,7 @@ from nearplane.coding.cost import Counts, list_bits, sample, stream_bits
 from nearplane.coding.encoder_choices import Choices, member, sampled_columns, stored_tables, tally
 from nearplane.coding.header_bits import write_header
 from nearplane.coding.layout import Header, chunk_edges, lay_out
+from nearplane.coding.scales import Scales
 
 MAX_CODE_BITS = 12
 MIN_CHUNKED_CODES = 1 << 17  # matrices with fewer codes are one stream
@@ -108,11 +109,7 @@ def _one_table(codes: NDArray[np.int32]) -> Choices:
     rows, zeros = np.zeros(out, np.int32), np.zeros(columns, np.int32)
     header = Header(
         shape=(out, columns),
-        base=0,
-        columns=zeros,
-        column_resolution=1,
-        rows=rows,
-        row_resolution=1,
+        scales=Scales(base=1.0, columns=zeros, column_resolution=1, rows=rows, row_resolution=1),
         corrections=zeros,
         row_levels=rows,
     )

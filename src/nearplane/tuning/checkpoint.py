@@ -9,19 +9,17 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nearplane.calibration.given import Given, refuse_unrecorded
+from nearplane.calibration.given import Given
 from nearplane.calibration.mix import Mix
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.states_on_host import StatesOnHost
-from nearplane.calibration.text_files import text_to_calibrate_on, texts_of
-from nearplane.calibration.texts import frame_of, read_windows
-from nearplane.calibration.windows import default_seqlen, extra_windows, samples_of
+from nearplane.calibration.text_files import refuse_unrecorded, texts_of
+from nearplane.calibration.windows import default_seqlen, extra_windows, reader_of, samples_of
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import Grid
@@ -140,9 +138,8 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
         raise CalibrationError(
             f"--seqlen {length} is more than the model's maximum length of {model.positions} tokens."
         )
-    options, samples, tokenizer = recipe.calibration, samples_of(model, recipe.calibration), model.tokenizer()
-    frame = frame_of(tokenizer, options.first_token, encoder=False)  # encoders are not tuned
-    read = partial(read_windows, tokenizer, seqlen=length, seed=options.seed, frame=frame)
+    options, samples = recipe.calibration, samples_of(model, recipe.calibration)
+    read = reader_of(model, options, length)
     if given is None and (texts := texts_of(options.calibration)):
         mix = Mix.of(texts, samples, extra_windows(samples, length))
         if length != (of_run := default_seqlen(model, options)):
@@ -151,7 +148,7 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
                 f"--seqlen."
             )
         return torch.stack(mix.windows(read, count))
-    return read(text_to_calibrate_on(text) or text, samples=count)
+    return read(text, samples=count)
 
 
 def samples_to_tune_on(model: Model, record: RunRecord, seqlen: int | None = None) -> int:

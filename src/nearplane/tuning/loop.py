@@ -23,7 +23,7 @@ import torch
 from nearplane.errors import CalibrationError
 from nearplane.formats.container import Container
 from nearplane.formats.journal_pages import JournalPages, RunInputs
-from nearplane.models.kinds import Divergence
+from nearplane.models.divergence import Divergence
 from nearplane.record.record import RunRecord
 from nearplane.record.tuning_record import Point
 from nearplane.system.progress import Progress, duration, logged, silent

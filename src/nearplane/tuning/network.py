@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from nearplane.calibration.activations import readout, skeleton
+from nearplane.calibration.activations import skeleton
+from nearplane.calibration.network_ends import readout
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.states_on_host import pinned_bytes
 from nearplane.errors import CalibrationError, ModelError
+from nearplane.models.divergence import Divergence, divergence
 from nearplane.models.experts import parameter_of
-from nearplane.models.kinds import Divergence, divergence
 from nearplane.models.layers import Layer
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 from nearplane.system.device import repeatable_backward

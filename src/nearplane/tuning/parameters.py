@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.coding.blob import stored_base
+from nearplane.coding.scales import stored_base
 from nearplane.errors import FormatError
 from nearplane.formats.layer_format import LayerFormat
 from nearplane.lattice.grid import Grid, QuantizedMatrix
@@ -223,9 +223,8 @@ class TunedBlocks(TunedLayer):
         d, dmin = self._rounded_steps()
         out, groups = self._grid.sc.shape
         each = groups // d.shape[1]
-        values = (
-            self._rounded_codes().view(out, groups, -1) * (d.repeat_interleave(each, 1) * self._grid.sc)[:, :, None]
-        )
+        steps = d.repeat_interleave(each, 1) * self._grid.sc
+        values = self._rounded_codes().view(out, groups, -1) * steps[:, :, None]
         if dmin is not None and self._grid.m is not None:
             values = values - (dmin.repeat_interleave(each, 1) * self._grid.m)[:, :, None]
         return values.view(out, -1)

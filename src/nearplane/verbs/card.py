@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nearplane.errors import RecipeError
-from nearplane.formats.beside import changed_card, write_card
+from nearplane.formats.beside import changed_card, origin_of
 from nearplane.record.evaluation_table import read_evaluation
+from nearplane.record.model_card import model_card
 from nearplane.record.record_file import read_record
 from nearplane.system.arguments import checked
-from nearplane.system.files import check_digest
+from nearplane.system.files import write_whole
 from nearplane.system.paths import CARD
+from nearplane.system.recorded_hashes import check_digest
 
 
 @checked()
@@ -40,4 +42,6 @@ def card(out: str | Path, *, evaluation: str | Path | Sequence[str | Path] = (),
             f"{out / CARD} was changed since nearplane wrote it, or is by someone else. Replace it with --overwrite, which "
             f"keeps its license, languages, datasets and tags."
         )
-    return write_card(out, record, out, evaluations=evaluations)
+    text = model_card(record, origin_of(out), evaluations=evaluations)
+    write_whole(out / CARD, text.encode())
+    return out / CARD

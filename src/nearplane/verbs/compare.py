@@ -7,6 +7,7 @@ has the true rate, from all bytes of the layers' tensors.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from nearplane.calibration.text_files import content_of, texts_of
+from nearplane.calibration.text_files import texts_of
 from nearplane.errors import FormatError, NearplaneError, RecipeError
 from nearplane.formats.find_record import sound_record
 from nearplane.formats.journal_pages import run_inputs
@@ -28,7 +29,7 @@ from nearplane.record.record import RunRecord, versions
 from nearplane.record.remarks import missed
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
-from nearplane.system.files import check_writable, exclusive_lock, read_object, write_whole
+from nearplane.system.files import check_writable, exclusive_lock, read_object, sha256, write_whole
 from nearplane.system.paths import refuse_unfinished
 from nearplane.verbs.compare_recipes import HUFFMAN, Recipes, recipes_for
 from nearplane.verbs.compare_request import CompareRequest
@@ -38,7 +39,7 @@ from nearplane.verbs.hptq import huffman_coded
 from nearplane.verbs.quantize import quantize
 
 ORIGINAL_METHOD = "original"
-ROWS_FILE, LOCK_FILE = "rows.json", "rows.json.lock"
+ROWS_FILE, LOCK_FILE = "rows.json", "rows.json.lock"  # inputs of a comparison and its rows; held while they are written
 PROMPT_TOKENS = 100  # that are written behind a prompt
 MAX_RATE_ERROR = 0.005  # relative deviation from the requested bits that needs no note
 
@@ -96,27 +97,39 @@ def compare(request: CompareRequest) -> Iterator[Row]:
         NearplaneError: A model or text cannot be read; earlier rows were yielded.
     """
     request.check()
-    models, keep, prompt, trust = request.several, request.keep, request.prompt, request.trust_remote_code
+    models, keep, trust = request.several, request.keep, request.trust_remote_code
     names = [Path(model).name for model in models]
     if keep is not None and len(set(names)) < len(names):
         raise RecipeError(f"{keep} has one folder per model ({', '.join(names)}); expected different names.")
     calibration = request.calibration or Calibration()
     opened = {str(model): open_model(str(model), trust_remote_code=trust) for model in models}
     recipes = recipes_for(opened, request.methods, request.bits, calibration)
-    if prompt is not None:
+    if request.prompt is not None:
         for network in opened.values():
-            check_prompt(network, prompt)
-    seqlen, folder = request.seqlen or calibration.seqlen, None if keep is None else Path(keep)
-    options = {"device": request.device, "trust_remote_code": trust, "progress": request.progress}
-    text, samples = request.text, request.samples
-    measure = _Measure(text=text, samples=samples, seqlen=seqlen, keep=folder, prompt=prompt, options=options)
+            check_prompt(network, request.prompt)
+    request = replace(request, calibration=calibration, seqlen=request.seqlen or calibration.seqlen)
     inputs: dict[str, Any] = {}
-    if folder is not None:
-        folders = {name: each.folder for name, each in zip(names, opened.values(), strict=True)}
-        inputs = measure.run_inputs(folders, calibration)
-        _earlier(folder, inputs)
-        check_writable(folder)
-    return _rows(opened, recipes, measure, inputs)
+    if keep is not None:
+        inputs = _run_inputs(request, {name: each.folder for name, each in zip(names, opened.values(), strict=True)})
+        _earlier(Path(keep), inputs)
+        check_writable(Path(keep))
+    return _rows(opened, recipes, request, inputs)
+
+
+def _run_inputs(request: CompareRequest, folders: Mapping[str, Path]) -> dict[str, Any]:
+    """Return all that rows depend on except their method and bits; `folders` are those of the models."""
+    calibration = request.calibration or Calibration()
+    settings: dict[str, Any] = {
+        "calibration": asdict(calibration),
+        "samples": request.samples,
+        "seqlen": request.seqlen,
+    }
+    if request.prompt is not None:
+        settings["prompt"] = request.prompt
+    given = calibration.calibration
+    texts = [request.text, *([each.name for each in texts_of(given)] or filter(None, [given]))]
+    digest = " ".join(_content_of(Path(text)) for text in texts)
+    return run_inputs(settings, folders, digest, versions(), Device.named(request.device)).values
 
 
 def _earlier(folder: Path, inputs: Mapping[str, Any]) -> dict[tuple[str, str, float | None], Row]:
@@ -124,9 +137,6 @@ def _earlier(folder: Path, inputs: Mapping[str, Any]) -> dict[tuple[str, str, fl
 
     Rows of other bits and methods are added to them; a row of a method that failed is kept with its reason, and is measured
     anew by the next command.
-
-        FOLDER/rows.json        the inputs of the comparison and its rows
-        FOLDER/rows.json.lock   lock file of the comparison that writes them
 
     Raises:
         RecipeError: The folder holds other files, or rows with other inputs; the message names the difference.
@@ -156,38 +166,21 @@ def _earlier(folder: Path, inputs: Mapping[str, Any]) -> dict[tuple[str, str, fl
     return {(row.model, row.method, row.asked): row for row in rows}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Measure:
-    """What is measured for every row: a text, and what is written behind a prompt.
+    """What is measured for every row of a comparison: figures on a text, and what is written behind a prompt."""
 
-    Args:
-        text, samples, seqlen, keep, prompt: Arguments of `compare`.
-        options: Options that `quantize` and `evaluate` share.
-    """
+    request: CompareRequest
 
-    text: str | Path
-    samples: int | None
-    seqlen: int | None
-    keep: Path | None
-    prompt: str | None
-    options: dict[str, Any]
-
-    def run_inputs(self, folders: Mapping[str, Path], calibration: Calibration) -> dict[str, Any]:
-        """Return all that rows depend on except their method and bits; `folders` are those of the models."""
-        settings: dict[str, Any] = {"calibration": asdict(calibration), "samples": self.samples, "seqlen": self.seqlen}
-        if self.prompt is not None:
-            settings["prompt"] = self.prompt
-        given = calibration.calibration
-        texts = [self.text, *([each.name for each in texts_of(given)] or filter(None, [given]))]
-        digest = " ".join(content_of(Path(text)) for text in texts)
-        return run_inputs(settings, folders, digest, versions(), Device.named(self.options["device"])).values
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of both `quantize` and `evaluate`."""
+        return {name: getattr(self.request, name) for name in ("device", "trust_remote_code", "progress")}
 
     def original(self, model: str, opened: Model) -> Row:
         """Return the row of the original model."""
-        size = sum(path.stat().st_size for path in opened.folder.glob("*.safetensors"))
-        row = Row(
-            model=model, method=ORIGINAL_METHOD, rate=8.0 * opened.dtype.itemsize, bytes=size, folder=opened.folder
-        )
+        size, folder = sum(path.stat().st_size for path in opened.folder.glob("*.safetensors")), opened.folder
+        row = Row(model=model, method=ORIGINAL_METHOD, rate=8.0 * opened.dtype.itemsize, bytes=size, folder=folder)
         return replace(self._measured(row, model), kl=0.0)
 
     def quantized(self, row: Row, recipe: Recipe, note: str, opened: Model, out: Path, kept: RunRecord | None) -> Row:
@@ -203,13 +196,13 @@ class _Measure:
 
     def _measured(self, row: Row, model: str | Path | PreTrainedModel, **given: Any) -> Row:
         """Return a row with the figures and the text of a model; `given` are additional options of `evaluate`."""
-        figures = evaluate(model, self.text, samples=self.samples, seqlen=self.seqlen, **self.options, **given)
-        text: str | None = None
-        if self.prompt is not None and isinstance(model, PreTrainedModel):
-            text = str(continued(model, given["tokenizer"], self.prompt, PROMPT_TOKENS))
-        elif self.prompt is not None:
-            options = {name: value for name, value in self.options.items() if name != "progress"}
-            text = str(generate(model, self.prompt, tokens=PROMPT_TOKENS, **options))
+        request, text = self.request, None
+        figures = evaluate(model, request.text, samples=request.samples, seqlen=request.seqlen, **self.options, **given)
+        if request.prompt is not None and isinstance(model, PreTrainedModel):
+            text = str(continued(model, given["tokenizer"], request.prompt, PROMPT_TOKENS))
+        elif request.prompt is not None:
+            device, trust = request.device, request.trust_remote_code
+            text = str(generate(model, request.prompt, tokens=PROMPT_TOKENS, device=device, trust_remote_code=trust))
         return replace(row, perplexity=figures.perplexity, kl=figures.kl, written=text)
 
 
@@ -220,9 +213,9 @@ def _rate_note(row: Row, rate: float) -> str:
 
 
 def _rows(
-    opened: Mapping[str, Model], recipes: Mapping[str, Recipes], measure: _Measure, inputs: Mapping[str, Any]
+    opened: Mapping[str, Model], recipes: Mapping[str, Recipes], request: CompareRequest, inputs: Mapping[str, Any]
 ) -> Iterator[Row]:
-    keep = measure.keep
+    keep, measure = None if request.keep is None else Path(request.keep), _Measure(request)
     busy = f"{keep} is being written by another comparison. Wait for it, or choose another folder with --keep."
     locked = nullcontext() if keep is None else exclusive_lock(keep / LOCK_FILE, busy)
     with locked, tempfile.TemporaryDirectory(prefix="nearplane-") as temporary:
@@ -248,8 +241,9 @@ def _rows(
                         continue
                     row = measure.quantized(row, recipe, note, network, out, kept)
                 except KeyboardInterrupt as stopped:
-                    rows_kept = f"The finished rows are in {keep}. Repeat the command to resume."
-                    stopped.__notes__ = [] if keep is None else [rows_kept]  # others name files in the temporary folder
+                    stopped.__notes__ = []  # they name files in the temporary folder
+                    if keep is not None:
+                        stopped.add_note(f"The finished rows are in {keep}. Repeat the command to resume.")
                     raise
                 except NearplaneError as error:  # e.g. the folder is in use, or a matrix cannot be quantized
                     row = replace(row, note=str(error))
@@ -273,3 +267,12 @@ def _quantized_before(out: Path, recipe: Recipe) -> RunRecord | None:
     except NearplaneError as error:
         raise FormatError(f"{error} Or delete {out} and repeat the command.") from error
     return record if record.recipe == recipe else None
+
+
+def _content_of(text: Path) -> str:
+    """Return the SHA-256 of a text file or of all files in a folder; for a data set, its name."""
+    if text.is_file():
+        return sha256(text)
+    if not text.is_dir():
+        return str(text)
+    return hashlib.sha256("".join(sha256(p) for p in sorted(text.rglob("*")) if p.is_file()).encode()).hexdigest()

@@ -16,7 +16,6 @@ from nearplane.verbs.figure_file import figure_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 STYLES = {  # colour and marker of each curve; the palette of Okabe and Ito suits colour-blind readers
     "rtn-mse": ("#E69F00", "s"),
@@ -52,6 +51,8 @@ def draw(rows: Iterable[Row], out: str | Path) -> None:
             _curves(figure.subplots(), originals[0], {w: [r for r in measured if r.method == w] for w in methods})
             figure.legend(loc="outside right upper", frameon=False, fontsize=8)  # inside, its lines look like curves
             return
+        from matplotlib.lines import Line2D
+
         columns = min(3, len(methods))
         lines = math.ceil(len(methods) / columns)
         figure.set_size_inches(max(5.0, 3.4 * columns), max(3.6, 3.0 * lines))
@@ -65,7 +66,11 @@ def draw(rows: Iterable[Row], out: str | Path) -> None:
             _panel(panel, way, originals, [row for row in measured if row.method == way], unit, markers)
         figure.supxlabel(f"weight files, {word}", fontsize=10)
         figure.supylabel("perplexity", fontsize=10)
-        _name_markers(figure, markers)
+        shapes = [*((f"{each:g} bits", marker) for each, marker in markers.items()), ("original", "*")]
+        names = [Line2D([], [], color="#444444", marker=marker, linestyle="", label=name) for name, marker in shapes]
+        figure.legend(
+            handles=names, loc="outside upper right", ncols=len(names), frameon=False, fontsize=8, handletextpad=0
+        )
 
 
 def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:
@@ -76,8 +81,7 @@ def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:
     for way, rows in curves.items():
         colour, marker = STYLES[way]
         points = sorted((row.rate or 0.0, row.perplexity or 0.0) for row in rows)
-        width = 2.2 if way == "nearplane" else 1.3
-        label = _label(way, [y for _, y in points], top)
+        width, label = 2.2 if way == "nearplane" else 1.3, _label(way, points, top)
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linewidth=width, markersize=5, label=label)
     axes.margins(x=0.04)
     axes.set_xlabel("bits per quantized weight, every byte of the layers counted")
@@ -85,9 +89,9 @@ def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:
     axes.set_title(Path(original.model).name, fontsize=11, loc="left")
 
 
-def _label(name: str, values: list[float], top: float) -> str:
+def _label(name: str, points: Iterable[tuple[float, float]], top: float) -> str:
     """Return the label of a curve, with its values above the top of the figure."""
-    above = ", ".join(f"{value:.3g}" for value in values if value > top)
+    above = ", ".join(f"{y:.3g}" for _, y in points if y > top)
     return f"{name} (above: {above})" if above else name
 
 
@@ -107,24 +111,13 @@ def _panel(
     for original, colour in zip(originals, itertools.cycle(colours), strict=False):
         line: list[Any] = sorted((row for row in rows if row.model == original.model), key=lambda row: row.bytes or 0)
         points = [(row.bytes / unit, row.perplexity) for row in [*line, original]]
-        label = _label(Path(original.model).name, [y for _, y in points], top)
+        label = _label(Path(original.model).name, points, top)
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, label=label)
         for row, (x, y) in zip([*line, original], points, strict=True):
             marker = "*" if row is original else markers[row.asked]
             axes.plot(x, y, color=colour, marker=marker, markersize=8 if row is original else 4.5)
     axes.legend(frameon=False, fontsize=7, handlelength=0, handletextpad=0, labelcolor="linecolor")
     axes.set_title(way, fontsize=10, loc="left")
-
-
-def _name_markers(figure: Figure, markers: Mapping[float, str]) -> None:
-    """Add a legend above the panels: one marker for each number of bits."""
-    from matplotlib.lines import Line2D
-
-    shapes = [*((f"{bits:g} bits", marker) for bits, marker in markers.items()), ("original", "*")]
-    handles = [Line2D([], [], color="#444444", marker=marker, linestyle="", label=label) for label, marker in shapes]
-    figure.legend(
-        handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=8, handletextpad=0
-    )
 
 
 def _scale(axes: Axes, originals: list[Row]) -> float:

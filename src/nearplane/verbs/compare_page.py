@@ -33,12 +33,7 @@ PARTS = re.compile(r"\s*(?:\w+|[^\w\s])|\s+")  # of a text: words and single sig
 
 
 def write_page(rows: Sequence[Row], out: str | Path, *, prompt: str | None = None) -> None:
-    """Write a page about a comparison that needs no other file.
-
-    Args:
-        rows: Rows of `compare`.
-        out: File to write; its name ends in .html.
-        prompt: The prompt of the comparison.
+    """Write a page about the rows of a comparison, and what was written behind its prompt, that needs no other file.
 
     Raises:
         RecipeError: `out` is no page that can be written or replaced.

@@ -86,12 +86,8 @@ def recipe_for(method: Way, bits: float, layers: Iterable[Layer], calibration: C
 def fixed_grid(bits: float, columns: Sequence[int]) -> tuple[int, int | None, str]:
     """Return width, group size and a note for a grid of `bits` = width + 16 / group size.
 
-    Without a fraction, a row has one step. Groups that do not divide the layers are halved until they do, down to 16; if
-    that does not fit either, a row has one step.
-
-    Args:
-        bits: Bits per weight.
-        columns: Number of inputs of every layer.
+    Without a fraction, a row has one step. Groups that do not divide the inputs of every layer, `columns`, are halved until
+    they do, down to 16; if that does not fit either, a row has one step.
 
     Raises:
         RecipeError: No grid has these bits.

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.calibration.given import Given, refuse_tokenizer
-from nearplane.calibration.texts import check_start, check_vocabulary
+from nearplane.calibration.given import Given, check_start
+from nearplane.calibration.texts import check_vocabulary
 from nearplane.calibration.windows import check_padding, digest_of
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.evaluation.predictions import Network, Outline, batches_here, opened
@@ -42,7 +42,8 @@ from nearplane.models.pretrained import tokenizer_of
 from nearplane.models.two_tokenizers import check_same_tokens, decoded
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
-from nearplane.system.progress import Progress, logged, shown, silent
+from nearplane.system.paths import refuse_tokenizer
+from nearplane.system.progress import logged, shown, silent
 from nearplane.system.ranks import Ranks
 from nearplane.verbs.evaluate_request import EvaluateRequest
 from nearplane.verbs.follow import agree, files_of, on_all_ranks
@@ -126,15 +127,13 @@ class PreparedTexts:
 
     Args:
         outlines: The model, and the original if there is one.
-        names: Names of the texts.
-        scored: Windows of the texts.
+        texts: Windows of the texts, each with its name.
         request: What is asked.
         rounded: Layers of the model whose inputs runtimes round; empty unless asked for.
     """
 
     outlines: Sequence[Outline]
-    names: Sequence[str]
-    scored: Sequence[ScoredText]
+    texts: Sequence[tuple[ScoredText, str]]
     request: EvaluateRequest
     rounded: RoundedLayers
 
@@ -146,27 +145,21 @@ class PreparedTexts:
     def _measured(self, ranks: Ranks) -> list[Measured]:
         request, outlines = self.request, self.outlines
         if ranks.world > 1:
-            windows = [digest_of(part.tokens) for part in self.scored]
+            windows = [digest_of(part.tokens) for part, _ in self.texts]
             request = request if ranks.leads else replace(request, progress=silent)
             agree(ranks, {"windows": windows, "model": [each.folder and files_of(each.folder) for each in outlines]})
-        for name, part in zip(self.names, self.scored, strict=True):
+        for part, name in self.texts:
             log.info("%s windows to evaluate (%s)", f"{len(part.tokens):,}", name)
         place, trust = Device.named(request.device, ranks=ranks), request.trust_remote_code
         networks = [opened(each, place, trust_remote_code=trust) for each in outlines]
-        floors: list[Floor | None] = [None] * len(self.scored)
+        floor = None
         if request.floor and len(networks) > 1 and not outlines[0].embeds:
-            floors[0] = measured_floor(networks[1], self.scored[0], place, trust, request.progress)
-        measured = [
-            _measured(networks, part, name, request.protocol, floor, request.progress)
-            for part, name, floor in zip(self.scored, self.names, floors, strict=True)
-        ]
+            floor = measured_floor(networks[1], self.texts[0][0], place, trust, request.progress)
+        measured = [_measured(networks, *text, request, None if n else floor) for n, text in enumerate(self.texts)]
         if not request.activations:
             return measured
         networks[0].rounded = self.rounded
-        computed = [
-            _measured(networks, part, name, request.protocol, None, request.progress)
-            for part, name in zip(self.scored, self.names, strict=True)
-        ]
+        computed = [_measured(networks, *text, request) for text in self.texts]
         return [
             replace(alone, evaluation=replace(alone.evaluation, computed=both.evaluation))
             for alone, both in zip(measured, computed, strict=True)
@@ -207,7 +200,7 @@ def prepare_texts(request: EvaluateRequest) -> PreparedTexts:
     if tokenizer is not None and tokenized:
         read = (text for windows in tokenized for text in decoded(tokenizer, windows))
         check_same_tokens(folders, read, trust_remote_code=trust)
-    return PreparedTexts(outlines, [_name(text) for text in texts], scored, request, layers)
+    return PreparedTexts(outlines, [*zip(scored, map(_name, texts), strict=True)], request, layers)
 
 
 def _name(text: Any) -> str:
@@ -270,9 +263,8 @@ def _scored(
         given.check_packed(outline.framed, outline.name)
         if outline.takes is InputKind.TEXT:
             check_padding(tokens)
-        scored = ScoredText(
-            tokens=tokens[:samples], targets=next_tokens(tokens[:samples]) if outline.vocabulary else None
-        )
+        tokens = tokens[:samples]
+        scored = ScoredText(tokens=tokens, targets=next_tokens(tokens) if outline.vocabulary else None)
     else:
         seqlen = seqlen or default_seqlen(protocol, None if positions == sys.maxsize else positions)
         if seqlen < 2:
@@ -292,12 +284,7 @@ def _scored(
 
 
 def _measured(
-    networks: Sequence[Network],
-    scored: ScoredText,
-    name: str,
-    protocol: Protocol,
-    floor: Floor | None,
-    progress: Progress,
+    networks: Sequence[Network], scored: ScoredText, name: str, request: EvaluateRequest, floor: Floor | None = None
 ) -> Measured:
     """Return the evaluation on one text, and the scores of its tokens."""
     names, windows = [network.outline.name for network in networks], len(scored.tokens)
@@ -305,17 +292,14 @@ def _measured(
     ranks = networks[0].device.ranks
     with running(networks, scored.tokens, ranks) as batches:
         total = len(batches_here(networks, scored.tokens, ranks))
-        compared = shown(progress, logged(batches, "evaluating", total), "evaluating", total)
+        compared = shown(request.progress, logged(batches, "evaluating", total), "evaluating", total)
         if networks[0].outline.embeds:
             alike = cosines(compared, names, ranks)
-            cosine, least = float(alike.mean()), float(alike.min())
-            evaluation = Evaluation(
-                tokens=seqlen * windows, windows=windows, seqlen=seqlen, cosine=cosine, worst_cosine=least, text=name
-            )
+            evaluation = Evaluation(tokens=seqlen * windows, windows=windows, seqlen=seqlen, text=name)
+            evaluation = replace(evaluation, cosine=float(alike.mean()), worst_cosine=float(alike.min()))
             return Measured(evaluation=evaluation)
         scores, remarks = token_scores(compared, names, scored, networks[0].outline.vocabulary, ranks)
-    statistics = summarize(scores)
-    base = scores.original_nll
+    statistics, protocol, base = summarize(scores), request.protocol, scores.original_nll
     by_words = protocol == "lm-eval"
     return Measured(
         evaluation=Evaluation(

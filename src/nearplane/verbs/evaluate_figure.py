@@ -15,14 +15,8 @@ from nearplane.verbs.figure_file import figure_file
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-)  # of Okabe and Ito, for colour-blind readers
+# of Okabe and Ito, for colour-blind readers
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 LEAST_KL, LARGEST_KL = 1e-9, 1e3  # in nats; tokens outside are counted there
 BINS = 60
 
@@ -83,10 +77,8 @@ def _histogram(axes: Axes, measured: Measured, colour: str) -> None:
     assert measured.scores is not None
     assert measured.scores.kl is not None
     values = measured.scores.kl.numpy()
-    logarithms = np.log10(np.clip(values, LEAST_KL, LARGEST_KL))
+    logarithms, mean = (np.log10(np.clip(each, LEAST_KL, LARGEST_KL)) for each in (values, values.mean()))
     shares = np.full(len(values), 100 / len(values))
     name = Path(measured.evaluation.text).name
     axes.hist(logarithms, bins=BINS, weights=shares, color=colour, histtype="stepfilled", alpha=0.4, label=name)
-    axes.axvline(
-        np.log10(np.clip(values.mean(), LEAST_KL, LARGEST_KL)), color=colour, linewidth=1, linestyle=(0, (4, 3))
-    )
+    axes.axvline(mean, color=colour, linewidth=1, linestyle=(0, (4, 3)))

@@ -21,15 +21,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.calibration.given import model_label, refuse_tokenizer
 from nearplane.errors import CalibrationError, ModelError, RecipeError, first_few, first_line
 from nearplane.evaluation.predictions import Outline
 from nearplane.evaluation.task_scores import RESAMPLES, TaskScore, scores
+from nearplane.loading.loaded_network import only_token_settings
 from nearplane.models.kinds import InputKind
-from nearplane.models.pretrained import as_model_error, only_token_settings
+from nearplane.models.pretrained import as_model_error
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import exact_float32
+from nearplane.system.paths import name_of, refuse_tokenizer
 from nearplane.system.progress import counted, silent
 from nearplane.verbs.evaluate import load_dense
 from nearplane.verbs.evaluate_request import TasksRequest
@@ -65,10 +66,13 @@ def evaluate_tasks(request: TasksRequest) -> list[TaskScore]:
     place = Device.named(request.device).place
     results = []
     for source in sources:
-        network, tokenizer = _loaded(source, tokenizer, place, trust_remote_code)
-        log.info("%s answers %s", model_label(source), first_few(list(chosen["tasks"])))
+        network = source
+        if isinstance(network, str | Path):
+            network, tokenizer = load_dense(network, place, trust_remote_code=trust_remote_code)
+        assert tokenizer is not None
+        log.info("%s answers %s", name_of(source), first_few(list(chosen["tasks"])))
         with exact_float32():
-            results.append(_answers(network, tokenizer, model_label(source), chosen, request))
+            results.append(_answers(network, tokenizer, name_of(source), chosen, request))
         del network  # before the next one is loaded
     return scores(chosen, results)
 
@@ -127,19 +131,6 @@ def _set_fewshot(chosen: dict[str, Any], fewshot: int | None) -> None:
         fixed = task.get_config("num_fewshot")
         if fixed is None or (fewshot is not None and fixed):
             task.set_config(key="num_fewshot", value=fewshot or 0)
-
-
-def _loaded(
-    source: str | Path | PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    device: torch.device,
-    trust_remote_code: bool,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a network and the tokenizer of its folder, or else the one that was given."""
-    if isinstance(source, str | Path):
-        return load_dense(source, device, trust_remote_code=trust_remote_code)
-    assert tokenizer is not None
-    return source, tokenizer
 
 
 def _check_answers(outline: Outline) -> None:

@@ -17,23 +17,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.beside import Beside, write_card
+from nearplane.formats.beside import Beside, origin_of
 from nearplane.formats.layer_format import QUANTIZATION, WEIGHTS, as_tensors_are, json_text, read_config
 from nearplane.formats.stored import Stored, quantization_of, reader_of
 from nearplane.loading.dense_network import decoded_tensors, stacks_of
 from nearplane.models.config_checks import PACKED_NAMES
 from nearplane.models.conversion import as_saved
 from nearplane.models.pretrained import empty_network, vocabulary_of
-from nearplane.record.record_file import read_record
+from nearplane.record.model_card import model_card
 from nearplane.system.arguments import takes
-from nearplane.system.files import check_hashes
+from nearplane.system.files import write_whole
 from nearplane.system.output_folder import Unfinished, readable_errors
-from nearplane.system.paths import CONFIG, RECORD
+from nearplane.system.paths import CARD, CONFIG
+from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.safetensors_files import TensorReader
 from nearplane.system.shard_writer import ShardWriter
 from nearplane.system.sizes import check_room
-from nearplane.verbs.export_integers import move_integers
-from nearplane.verbs.export_request import DENSE, ExportRequest
+from nearplane.verbs.checkpoint_requests import DENSE, ExportRequest
+from nearplane.verbs.export_integers import move_integers, record_of
 
 log = logging.getLogger("nearplane")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -84,7 +85,8 @@ def export(request: ExportRequest) -> int:
             writer.write(shard)
         beside.log_left_out(out)
         beside.copy(place.folder)
-        _write_card(place.folder, source, dtype)
+        if (record := record_of(source, "The export has no model card, because %s")) is not None:
+            write_whole(place.folder / CARD, model_card(record, origin_of(source), dense=dtype).encode())
         try:
             config = as_tensors_are(read_config(source), network.config.to_dict())
             (place.folder / CONFIG).write_text(json_text(_dense(config, dtype)))
@@ -101,18 +103,6 @@ def _dense_bytes(network: PreTrainedModel, reader: TensorReader, dtype: torch.dt
     decoded -= sum(math.prod(reader.shape(name)) for name in kept)
     size: int = dtype.itemsize * max(0, decoded)
     return size + sum(map(reader.nbytes, kept))
-
-
-def _write_card(folder: Path, source: Path, dtype: str) -> None:
-    """Write a model card from the run record of the source, unless there is none or its version cannot be read."""
-    if not (source / RECORD).is_file():
-        return
-    try:
-        record = read_record(source)
-    except FormatError as error:
-        log.warning(f"The export has no model card, because {error}")
-        return
-    write_card(folder, record, source, dense=dtype)
 
 
 def _with_names_of_files(

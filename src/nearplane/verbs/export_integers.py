@@ -32,7 +32,7 @@ from nearplane.number_formats import BlockType, NumberFormat
 from nearplane.planning.folder_size import max_record_bytes
 from nearplane.planning.rehearsal import check_loads
 from nearplane.planning.request import check_request, quantization_config
-from nearplane.planning.start import container_for
+from nearplane.planning.run import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.block_scheme import BlockScheme, Ends
 from nearplane.recipe.file_formats import FILE_FORMATS, Format
@@ -75,7 +75,7 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
     if FORMATS[format].layers == stored.layers:
         raise RecipeError(f"{source} has the format {format} already. Copy the folder, or choose another --format.")
     model = _opened(source, stored, trust_remote_code=trust_remote_code)
-    record = _record_of(source)
+    record = record_of(source, "The new folder has no run record: %s")
     trial = _tried(source, stored, model, format)
     model.dtype = trial.dtype  # that of steps, where they have the model's
     recipe = _recipe(record, model, format, trial.formats)
@@ -92,9 +92,8 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
         """Return the quantization_config of the new checkpoint."""
         config = quantization_config(model, plan, layers)
         if record is None:  # nobody knows how these codes were solved
-            config["meta"] = {
-                name: each for name, each in config.get("meta", {}).items() if name not in ("order", "damp")
-            }
+            for name in ("order", "damp"):
+                config.get("meta", {}).pop(name, None)
         return {name: value for name, value in config.items() if value or name != "meta"}
 
     check_loads(model, plan, configured)
@@ -118,14 +117,14 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
     return container.size
 
 
-def _record_of(source: Path) -> RunRecord | None:
-    """Return the run record of a folder; None if it has none that this version of nearplane reads."""
+def record_of(source: Path, warning: str) -> RunRecord | None:
+    """Return the run record of a folder; None if it has none that this version of nearplane reads, of which it warns."""
     if not (source / RECORD).is_file():
         return None
     try:
         return read_record(source)  # its digest has been checked
     except FormatError as error:
-        log.warning("The new folder has no run record: %s", error)
+        log.warning(warning, error)
         return None
 
 
@@ -135,15 +134,14 @@ def _opened(source: Path, stored: Stored, *, trust_remote_code: bool) -> Model:
     Raises:
         FormatError: The network has no matrix of a quantized name.
     """
-    names = set(stored.names())
-    model = on_disk(source, ends=(True, True), trust_remote_code=trust_remote_code)
-    parts = (model.embeddings, model.head)
-    ends = tuple(part is not None and part.layers[0].written(model.weights) in names for part in parts)
+    names, trust = set(stored.names()), trust_remote_code
+    model = on_disk(source, ends=(True, True), trust_remote_code=trust)
+    first, last = (
+        part is not None and part.layers[0].written(model.weights) in names for part in (model.embeddings, model.head)
+    )
     layers = [layer for block in model.blocks for layer in block.layers]
     dense = [f"^{re.escape(layer.name)}$" for layer in layers if layer.written(model.weights) not in names]
-    model = Model(
-        source, model.network, model.reader, ignore=dense, ends=(ends[0], ends[1]), trust_remote_code=trust_remote_code
-    )
+    model = Model(source, model.network, model.reader, ignore=dense, ends=(first, last), trust_remote_code=trust)
     if unknown := sorted(names - {layer.written(model.weights) for layer in model.layers}):
         raise FormatError(
             f"{source}: {unknown[0]} is quantized, but {type(model.network).__name__} has no such matrix that export could move. "

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -23,15 +24,16 @@ from nearplane.errors import RecipeError, of_caller
 from nearplane.formats.gguf.gguf_header import FILE, read_header
 from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.loading.from_pretrained import load
+from nearplane.loading.loaded_network import only_token_settings
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import InputKind, has_head, has_two_stacks, input_kind
 from nearplane.models.model import Model, positions_of
-from nearplane.models.pretrained import as_model_error, only_token_settings, tokenizer_of
+from nearplane.models.pretrained import as_model_error, tokenizer_of
 from nearplane.models.two_tokenizers import other_tokens
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
-from nearplane.system.files import check_hashes
+from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.time_limit import time_limit
 from nearplane.verbs.generate_request import GenerateRequest, Say
 
@@ -56,11 +58,11 @@ class Continuation(str):
     weight_bytes: int
 
     @classmethod
-    def timed(cls, text: str, *, begin: float, first: float, end: float, tokens: int, weight_bytes: int) -> Self:
-        """Return a text with its speed, from the times of its begin, its first token and its end in seconds."""
-        made = cls(text)
+    def timed(cls, text: str, times: Sequence[float], *, tokens: int, weight_bytes: int) -> Self:
+        """Return a text with its speed, from the times of its begin, its first token, ..., and its end in seconds."""
+        made, (begin, first, *_) = cls(text), times
         made.first_token_seconds = first - begin
-        made.tokens_per_second = (tokens - 1) / max(end - first, 1e-9) if tokens > 1 else None
+        made.tokens_per_second = (tokens - 1) / max(times[-1] - first, 1e-9) if tokens > 1 else None
         made.weight_bytes = weight_bytes
         return made
 
@@ -87,16 +89,17 @@ def generate(request: GenerateRequest) -> Continuation:
         for name in reader.names():
             reader.read([name])  # compares hashes, which llama.cpp does not
     else:
-        model = _language_model(folder, request)
+        place = Device.named(request.device, in_float64=False).place
+        model = load(folder, device=place, head=request.head, trust_remote_code=trust_remote_code)
+        _refuse_other_kinds(model, folder)
     tokenizer = tokenizer_of(folder, trust_remote_code=trust_remote_code)
     chat = not request.ignore_chat_template and has_chat_template(tokenizer)
     text = _chat(folder, tokenizer, request.prompt) if chat else request.prompt
-    ask = _Prompt(text=text, chat=chat, tokens=request.tokens, temperature=request.temperature, seed=request.seed)
-    say = of_caller()(request.say)
+    ask = _Prompt(replace(request, say=of_caller()(request.say)), text, chat)
     if in_llama_cpp:
-        return _by_llama_cpp(folder, ask, say)
+        return _by_llama_cpp(folder, ask)
     with as_model_error(f"{folder} does not generate text"):
-        return _by_transformers(model, tokenizer, ask, say)
+        return _by_transformers(model, tokenizer, ask)
 
 
 def say_other_tokens(first: str, second: str, prompt: str, *, trust_remote_code: bool = False) -> None:
@@ -125,8 +128,7 @@ def continued(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt
     name, chat = Path(str(model.config.name_or_path)), has_chat_template(tokenizer)
     text = _chat(name, tokenizer, prompt) if chat else prompt
     with as_model_error(f"{name} does not generate text"):
-        ask = _Prompt(text=text, chat=chat, tokens=tokens, temperature=0.0, seed=0)
-        return _by_transformers(model, tokenizer, ask, lambda piece: None)
+        return _by_transformers(model, tokenizer, _Prompt(GenerateRequest(name, prompt, tokens=tokens), text, chat))
 
 
 def check_prompt(model: Model, prompt: str) -> None:
@@ -149,30 +151,17 @@ def runs_in_llama_cpp(folder: Path) -> bool:
     return isinstance(method, str) and FILE_FORMATS.get(method, FileFormat()).one_file and installed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Prompt:
-    """What a model is asked for: the text that it reads, whether that is a chat, and the arguments of `generate`."""
+    """What a model is asked for: the arguments of `generate`, the text that it reads, and whether that is a chat."""
 
+    request: GenerateRequest
     text: str
     chat: bool
-    tokens: int
-    temperature: float
-    seed: int
-
-
-def _language_model(folder: Path, request: GenerateRequest) -> PreTrainedModel:
-    """Load a model that writes text behind text.
-
-    Raises:
-        RecipeError: It takes something else, or predicts no tokens.
-    """
-    place = Device.named(request.device, in_float64=False).place
-    model = load(folder, device=place, head=request.head, trust_remote_code=request.trust_remote_code)
-    _refuse_other_kinds(model, folder)
-    return model
 
 
 def _refuse_other_kinds(model: PreTrainedModel, folder: Path) -> None:
+    """Refuse a model that does not write text behind text."""
     if not has_head(model) or input_kind(model) is not InputKind.TEXT:
         why = "an encoder, which predicts no tokens" if not has_head(model) else f"which continues {input_kind(model)}"
         raise RecipeError(f"{folder} contains a {type(model).__name__}, {why}. Pass a language model.")
@@ -186,33 +175,26 @@ def _chat(folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def _by_transformers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ask: _Prompt, say: Say
-) -> Continuation:
+def _by_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ask: _Prompt) -> Continuation:
     """Let a loaded model go on; keys and values of earlier tokens are kept even if its files say `use_cache: false`."""
+    request = ask.request
     encoded = tokenizer(ask.text, add_special_tokens=not ask.chat)["input_ids"]
     ids = torch.tensor([encoded], dtype=torch.int64, device=model.device)  # (1, tokens)
     two_stacks, positions = has_two_stacks(model), positions_of(model.config)
-    tokens = _room(ids.shape[1], positions, ask.tokens)
+    tokens = _room(ids.shape[1], positions, request.tokens)
     if two_stacks:  # the decoder has positions of its own
-        tokens = min(ask.tokens, positions or ask.tokens)
-    pieces = _Pieces(tokenizer, say, ANSWERS if ask.chat or two_stacks else "")
-    sampling: dict[str, Any] = {"do_sample": ask.temperature > 0}
-    if ask.temperature:
-        sampling |= {"temperature": ask.temperature, "top_k": 0, "top_p": 1.0}
+        tokens = min(request.tokens, positions or request.tokens)
+    pieces = _Pieces(tokenizer, request.say, ANSWERS if ask.chat or two_stacks else "")
+    sampling: dict[str, Any] = {"do_sample": request.temperature > 0}
+    if request.temperature:
+        sampling |= {"temperature": request.temperature, "top_k": 0, "top_p": 1.0}
     with torch.random.fork_rng(), torch.inference_mode(), only_token_settings(model):
-        torch.manual_seed(ask.seed)
+        torch.manual_seed(request.seed)
         mask = torch.ones_like(ids)
         model.generate(ids, attention_mask=mask, max_new_tokens=tokens, streamer=pieces, use_cache=True, **sampling)
     storages = [x.untyped_storage() for x in chain(model.parameters(), model.buffers())]
-    return Continuation.timed(
-        pieces.text,
-        begin=pieces.times[0],
-        first=pieces.times[1],
-        end=pieces.times[-1],
-        tokens=len(pieces.times) - 1,
-        weight_bytes=sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()),
-    )
+    size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return Continuation.timed(pieces.text, pieces.times, tokens=len(pieces.times) - 1, weight_bytes=size)
 
 
 class _Pieces(BaseStreamer):  # type: ignore[misc]
@@ -268,36 +250,29 @@ def _room(prompt: int, positions: int | None, tokens: int) -> int:
     return tokens if positions is None else min(tokens, positions - prompt)
 
 
-def _by_llama_cpp(folder: Path, ask: _Prompt, say: Say) -> Continuation:
+def _by_llama_cpp(folder: Path, ask: _Prompt) -> Continuation:
     """Let the GGUF go on in llama.cpp."""
     import llama_cpp
 
-    file, read = folder / FILE, ask.text.encode()
+    file, read, request = folder / FILE, ask.text.encode(), ask.request
     with as_model_error(f"llama.cpp does not run {file}"):
-        context = len(read) + MAX_SPECIAL_TOKENS + ask.tokens  # llama.cpp allocates memory for all of it at once
-        model = llama_cpp.Llama(str(file), n_ctx=context, seed=ask.seed, verbose=False)
+        context = len(read) + MAX_SPECIAL_TOKENS + request.tokens  # llama.cpp allocates memory for all of it at once
+        model = llama_cpp.Llama(str(file), n_ctx=context, seed=request.seed, verbose=False)
         ids = model.tokenize(read, add_bos=not ask.chat, special=ask.chat)  # a template writes special tokens as text
         positions = model.metadata.get(f"{model.metadata.get('general.architecture')}.context_length")
-        tokens = _room(len(ids), None if positions is None else int(positions), ask.tokens)
-        say(ANSWERS if ask.chat else "")
-        sampling = dict(top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0, seed=ask.seed, stream=True)
+        tokens = _room(len(ids), None if positions is None else int(positions), request.tokens)
+        request.say(ANSWERS if ask.chat else "")
+        sampling = dict(top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0, seed=request.seed, stream=True)
         text, times = "", [perf_counter()]
         try:
-            for part in model.create_completion(ids, max_tokens=tokens, temperature=ask.temperature, **sampling):
+            for part in model.create_completion(ids, max_tokens=tokens, temperature=request.temperature, **sampling):
                 times.append(perf_counter())
-                piece = part["choices"][0]["text"]
-                if piece:
+                if piece := part["choices"][0]["text"]:
                     text += piece
-                    say(piece)
+                    request.say(piece)
             times.append(perf_counter())
             made = model.n_tokens - len(ids) + 1  # the last token is sampled, but not read
         finally:
             model.close()
-    return Continuation.timed(
-        text,
-        begin=times[0],
-        first=times[1],
-        end=times[-1],
-        tokens=made,
-        weight_bytes=sum(info.size for info in read_header(file).tensors),
-    )
+    size = sum(info.size for info in read_header(file).tensors)
+    return Continuation.timed(text, times, tokens=made, weight_bytes=size)

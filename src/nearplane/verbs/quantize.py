@@ -3,13 +3,14 @@
 A model is quantized one block at a time. Its weights stay on disk. Hidden states of the original and of the quantized
 network pass through the block that is in memory, and each layer is written as soon as it is solved.
 
-`quantize` checks what it is asked and calls `quantize_folder`. A run uses these files, in this order: `planning/start.py` opens
-the model, `planning/run.py` plans the run, `calibration/walk.py` yields the stages, `solve_stage.py` solves their layers,
+`quantize` checks what it is asked and calls `quantize_folder`. A run uses these files, in this order: `planning/request.py`
+opens the model, `planning/run.py` plans the run, `calibration/walk.py` yields the stages, `solve_stage.py` solves their layers,
 `run.py` passes it to the checkpoint, and `formats/container.py` writes the files and renames the folder to OUT.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,24 +18,26 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nearplane.calibration.given import as_folder, model_label, split_calibration
+from nearplane.calibration.given import Given
 from nearplane.calibration.text_files import check_text
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.errors import RecipeError
 from nearplane.models.model import Model
+from nearplane.models.model_objects import as_folder, check_model
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.journal import Journal
 from nearplane.planning.like import with_like
-from nearplane.planning.run import check_limit, start_run
+from nearplane.planning.request import open_resolved
+from nearplane.planning.run import Job, Options, check_limit, container_for, start_run
 from nearplane.planning.solve_stage import solve_stage
-from nearplane.planning.start import Job, Options, container_for, open_resolved
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.memory import return_large_blocks
+from nearplane.system.paths import name_of, path_in, refuse_tokenizer
 from nearplane.system.progress import say_compiling
 from nearplane.system.ranks import Ranks
 from nearplane.verbs.follow import Follower, files_of, on_all_ranks, run_on_rank_0
@@ -60,7 +63,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         if settled.recipe.files.one_file:
             check_tokens_in_file(container, model, windows)
         job = Job(model=model, asked=recipe, plan=settled, windows=windows, options=options)
-        journal = Journal(container, job)  # holds the progress of a stopped run of the same job
+        journal = Journal(container, job.run_inputs(), settled)  # holds the progress of a stopped run of the same job
         if (record := journal.completed()) is not None:  # all layers were written
             return check_limit(record)
         with (
@@ -105,15 +108,17 @@ def quantize(request: QuantizeRequest) -> RunRecord:
 def _quantized(request: QuantizeRequest, ranks: Ranks) -> RunRecord:
     """Quantize on the ranks of a run; see `quantize`."""
     say_compiling()
-    given, keywords = split_calibration(request.options())
-    model, recipe, trust = request.model, request.asked(keywords), request.trust_remote_code
+    given = next((Given.of(value, word) for word, value in request.data().items()), None)
+    model, recipe, trust = request.model, request.asked(), request.trust_remote_code
+    if (path := path_in(model)) is None:
+        check_model(model)
     place = Device.named(request.device, request.compute_dtype, ranks=ranks)
     if place.on_cpu and request.device_memory is not None:
         raise RecipeError(
             f"--device-memory limits the memory on a GPU, but this run computes on {place}. Use --memory."
         )
     options = Options(
-        name=model_label(model),
+        name=name_of(model),
         given=given,
         device=place,
         overwrite=request.overwrite,
@@ -129,7 +134,8 @@ def _quantized(request: QuantizeRequest, ranks: Ranks) -> RunRecord:
     return_large_blocks()
     if given is None and recipe.scheme.calibrated and recipe.calibration.calibration is not None:
         check_text(recipe.calibration.calibration)
-    with as_folder(model, request.tokenizer) as folder:
+    refuse_tokenizer(model, request.tokenizer)
+    with as_folder(model, request.tokenizer) if path is None else nullcontext(str(path)) as folder:
         recipe = recipe if given is None else given.recorded(recipe)
         if recipe.tune != "none" and ranks.world > 1:
             raise RecipeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from nearplane.calibration.mix import check_shares
 from nearplane.calibration.text_files import check_named, texts_of
@@ -17,6 +17,7 @@ from nearplane.recipe.rate_scheme import Rows
 from nearplane.recipe.recipe import FirstToken, Rare, Recipe, Tune
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES, Activations, Allocation, Order, Solver
 from nearplane.recipe.schemes import Scale
+from nearplane.recipe.spellings import SPELLINGS
 from nearplane.system.arguments import OPEN, ComputeDtype
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_path, folders_in, path_in
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from nearplane.calibration.given import Encoded
 
-    Text = str | Path | Sequence[str] | Encoded | Tensor | tuple[Tensor, Tensor]
+    Text: TypeAlias = str | Path | Sequence[str] | Encoded | Tensor | tuple[Tensor, Tensor]
 else:
     PreTrainedModel = PreTrainedTokenizerBase = Any  # these need torch
     Text = str  # of the command line
@@ -37,7 +38,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeRequest:
-    """Arguments of `quantize`; an option that is not given has the default of `schemes.py` and `recipe.py`, which check it.
+    """Arguments of `quantize`; an option that is not given has the default of its scheme or of `Recipe`, which check it.
 
     Args:
         model: Local folder of safetensors, or hub id.
@@ -173,13 +174,19 @@ class QuantizeRequest:
         given = {each.name: getattr(self, each.name) for each in fields(QuantizeRequest) if each.default is OPEN}
         return {name: value for name, value in given.items() if value is not OPEN} | dict(self.spellings)
 
-    def asked(self, options: Mapping[str, Any] | None = None) -> Recipe:
-        """Return the recipe that was passed, or is made of `options`; None: of those that were passed.
+    def data(self) -> dict[str, Any]:
+        """Return the calibration data that was passed as an object in place of a path, by its keyword."""
+        texts = {word: value for word, value in self.options().items() if SPELLINGS.get(word, word) == "calibration"}
+        return {word: value for word, value in texts.items() if value is not None and path_in(value) is None}
+
+    def asked(self) -> Recipe:
+        """Return the recipe that was passed, or is made of the options but for `data`.
 
         Raises:
             RecipeError: There are both, or an option is invalid.
         """
-        options = self.options() if options is None else options
+        data = self.data()
+        options = {word: value for word, value in self.options().items() if word not in data}
         if self.recipe is not None and options:
             raise RecipeError(f"Pass a recipe or keywords, not both (found a recipe and {', '.join(options)}).")
         return self.recipe or Recipe.from_spellings(**options)

@@ -16,15 +16,16 @@ from nearplane.calibration.windows import calibration_windows
 from nearplane.errors import NearplaneError, RecipeError
 from nearplane.models.pretrained import find_folder
 from nearplane.planning.folder_size import check_disk
-from nearplane.planning.start import Job, Options, open_resolved
+from nearplane.planning.request import open_resolved
+from nearplane.planning.run import Job, Options
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import read_record
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import refuse_unfinished
 from nearplane.tuning.checkpoint import check_layers, check_tunable
+from nearplane.verbs.checkpoint_requests import check_recipe
 from nearplane.verbs.tune import tune
-from nearplane.verbs.tune_request import check_recipe
 
 log = logging.getLogger(__name__)
 

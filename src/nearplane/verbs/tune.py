@@ -33,7 +33,7 @@ from nearplane.models.model import Block
 from nearplane.models.two_tokenizers import check_same_tokens
 from nearplane.planning.folder_size import max_record_bytes
 from nearplane.planning.request import open_original, recorded
-from nearplane.planning.start import container_for
+from nearplane.planning.run import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.record.record import LayerRecord, RunRecord, versions
 from nearplane.record.tuning_record import KL_TOLERANCE, Solved, Tuning
@@ -54,7 +54,7 @@ from nearplane.tuning.loop import Outcome, TrainingJournal, mean_kl, train
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split, split
-from nearplane.verbs.tune_request import TuneRequest
+from nearplane.verbs.checkpoint_requests import TuneRequest
 from nearplane.verbs.verify_losses import along_both_networks, remeasured, tuned_norms
 
 

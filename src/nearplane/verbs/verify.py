@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,17 +39,17 @@ from nearplane.record.record import RunRecord, Source
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device, without_number
-from nearplane.system.files import sha256, unordered
+from nearplane.system.files import sha256
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.paths import CONFIG, GPTQ_CONFIG, RECORD, TIED
 from nearplane.system.ranks import Ranks
 from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
+from nearplane.verbs.checkpoint_requests import VerifyRequest
 from nearplane.verbs.follow import Follower, on_all_ranks, run_on_rank_0
 from nearplane.verbs.verify_files import Fault, names, shard, sound_files
 from nearplane.verbs.verify_losses import MAX_NAMED, Agreement, losses_again, tuned_norms
-from nearplane.verbs.verify_request import VerifyRequest
 
 MAX_CHANGED_SHARE = 0.5  # of the tensors; if more differ from the original, it is another model
 QUANTIZATIONS = ("quantization_config", QUANTIZATION)  # entries of config.json
@@ -126,7 +127,7 @@ def _verified(record: RunRecord, request: VerifyRequest, where: Device) -> Verif
                 folders = {str(folder): folder, str(against): model.folder}
                 check_same_tokens(folders, trust_remote_code=trust_remote_code)
             except ModelError as error:
-                faults.append(Fault(where=TOKENIZER, what=str(error)))
+                faults.append(Fault(TOKENIZER, str(error)))
             saved = Checkpoint(record=record, stored=stored, model=model, plan=plan, given=given, device=where)
             windows = _windows(saved, faults)
             if windows is not None:
@@ -165,7 +166,7 @@ def _unlike(folder: Path, record: RunRecord, stored: Stored, model: Model) -> tu
     if len(untouched) <= MAX_CHANGED_SHARE * compared or len(untouched) <= MAX_NAMED:
         return untouched, True
     what = f"another model: {len(untouched)} of the {compared} tensors that are not quantized differ in {folder}"
-    return [Fault(where=str(model.folder), what=what)], False
+    return [Fault(str(model.folder), what)], False
 
 
 def _another(record: RunRecord, model: Model) -> Fault | None:
@@ -178,7 +179,7 @@ def _another(record: RunRecord, model: Model) -> Fault | None:
     named = ", ".join(
         f"{name} ({_size(shapes.get(name))}, the record has {_size(recorded_shapes.get(name))})" for name in unlike[:3]
     )
-    return Fault(where=str(model.folder), what=f"another model: {len(unlike)} layers differ, for example {named}")
+    return Fault(str(model.folder), f"another model: {len(unlike)} layers differ, for example {named}")
 
 
 def _size(shape: tuple[int, int] | None) -> str:
@@ -191,22 +192,22 @@ def _untouched(stored: Stored, model: Model, tuning: Tuning | None) -> tuple[lis
     recorded = set() if tuning is None else set(tuning.norms)
     tuned = recorded & set(norms_stored(model).values())
     for name in sorted(recorded - tuned):
-        faults.append(Fault(where=name, what="the record lists this norm as tuned, but the original has no such norm"))
+        faults.append(Fault(name, "the record lists this norm as tuned, but the original has no such norm"))
     blocks = (model.block_names(index) for index in range(len(model.blocks)))
     expected = {name for names in (*blocks, model.rest()) for name in names} - model.quantized_names
     for name in sorted(expected - set(stored.rest())):
         if stored.reader.kept(name, model.reader.read([name])[name]) is None:
             continue  # files of this format leave it out
-        faults.append(Fault(where=name, what="this unquantized tensor of the original is missing"))
+        faults.append(Fault(name, "this unquantized tensor of the original is missing"))
     for name in stored.rest():
         if name not in expected:
-            faults.append(Fault(where=name, what="the original does not have this tensor, or it is quantized"))
+            faults.append(Fault(name, "the original does not have this tensor, or it is quantized"))
             continue
         try:
             here = stored.reader.read([name])[name]
             there = stored.reader.kept(name, model.reader.read([name])[name])
         except (FormatError, ModelError) as error:
-            faults.append(Fault(where=name, what=str(error)))
+            faults.append(Fault(name, str(error)))
             continue
         if (
             there is None
@@ -216,7 +217,7 @@ def _untouched(stored: Stored, model: Model, tuning: Tuning | None) -> tuple[lis
                 name in tuned or torch.equal(here.reshape(-1).view(torch.uint8), there.reshape(-1).view(torch.uint8))
             )
         ):
-            faults.append(Fault(where=name, what="this unquantized tensor differs from the original"))
+            faults.append(Fault(name, "this unquantized tensor differs from the original"))
     return faults, len(expected)
 
 
@@ -228,13 +229,11 @@ def _beside(folder: Path, record: RunRecord, plan: Plan, model: Model) -> Iterat
             continue
         original = model.folder / name  # with files that older versions copied, and code that was trusted
         if not original.is_file() or sha256(folder / name) != sha256(original):
-            yield Fault(
-                where=name,
-                what="differs from the original file" if original.is_file() else "the original has no such file",
-            )
+            what = "differs from the original file" if original.is_file() else "the original has no such file"
+            yield Fault(name, what)
     for name in Beside(source=model.folder, vocabulary=model.vocabulary).names():  # code need not be copied
         if name not in record.files:
-            yield Fault(where=name, what="the original has this file, but the record does not")
+            yield Fault(name, "the original has this file, but the record does not")
     expected = quantization_config(model, plan)
     config_json = read_config(folder)
     original_json = json.loads(config_text(model.folder, expected, model.config.to_dict()))
@@ -244,14 +243,21 @@ def _beside(folder: Path, record: RunRecord, plan: Plan, model: Model) -> Iterat
         for key in (config_json.keys() | original_json.keys()) - {*QUANTIZATIONS, WEIGHTS}
         if config_json.get(key) != original_json.get(key)
     ):
-        yield Fault(where=CONFIG, what=f"these entries differ from the original: {', '.join(unlike)}")
+        yield Fault(CONFIG, f"these entries differ from the original: {', '.join(unlike)}")
     if config_json.get(WEIGHTS) not in (None, READ_WITH, EXPERTS_WITH, MLX_WITH):
-        yield Fault(where=CONFIG, what=f"{WEIGHTS} names a file, which nearplane never writes")
+        yield Fault(CONFIG, f"{WEIGHTS} names a file, which nearplane never writes")
     for entry in QUANTIZATIONS:
         config, expected = config_json.get(entry, {}), original_json.get(entry, {})
         for key in sorted((config.keys() | expected.keys()) - VERSIONS):
-            if unordered(config.get(key)) != unordered(expected.get(key)):
-                yield Fault(where=CONFIG, what=f"{key} in {entry} differs from the recipe for this model")
+            if _unordered(config.get(key)) != _unordered(expected.get(key)):
+                yield Fault(CONFIG, f"{key} in {entry} differs from the recipe for this model")
+
+
+def _unordered(value: Any) -> Any:
+    """Return JSON with its lists sorted, for comparisons that ignore order."""
+    if isinstance(value, dict):
+        return {key: _unordered(part) for key, part in value.items()}
+    return sorted((_unordered(part) for part in value), key=str) if isinstance(value, list) else value
 
 
 def _windows(saved: Checkpoint, faults: list[Fault]) -> Windows | None:
@@ -263,7 +269,7 @@ def _windows(saved: Checkpoint, faults: list[Fault]) -> Windows | None:
     record, model = saved.record, saved.model
     if tuple(model.skipped) != tuple(entry for entry in record.skipped if entry[0] not in model.ignored):  # by --like
         what = f"it lists {len(record.skipped)} skipped layers; the model has {len(model.skipped)}, or others"
-        faults.append(Fault(where=RECORD, what=what))
+        faults.append(Fault(RECORD, what))
     try:
         windows = calibration_windows(model, saved.plan.recipe, saved.given)
     except CalibrationError as error:
@@ -271,7 +277,7 @@ def _windows(saved: Checkpoint, faults: list[Fault]) -> Windows | None:
     figures = (windows.digest(), windows.seqlen, windows.count, windows.extra_count, _shares(windows.sources))
     if figures != (record.text, record.seqlen, record.windows, record.extra_windows, _shares(record.sources)):
         where = str(saved.plan.recipe.calibration.calibration or "calibration")
-        faults.append(Fault(where=where, what="its tokens differ from those of the record"))
+        faults.append(Fault(where, "its tokens differ from those of the record"))
         return None
     return windows
 

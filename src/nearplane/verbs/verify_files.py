@@ -27,7 +27,7 @@ from nearplane.system.progress import Progress, logged, shown
 REPOSITORY_FILES = ("README", "LICENSE", "LICENCE", ".")  # beginnings of names of files that repositories add
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Fault:
     """A difference between a checkpoint and its run record.
 
@@ -50,7 +50,7 @@ def sound_files(folder: Path, record: RunRecord, progress: Progress, faults: lis
     try:
         stored = Stored(folder)
     except (FormatError, ModelError) as error:
-        faults.append(Fault(where=str(folder), what=str(error)))
+        faults.append(Fault(str(folder), str(error)))
         return None
     sound: set[str] = set()
     faults += [*_layers(stored, record, sound, progress), *_tuning(stored, record)]
@@ -65,16 +65,16 @@ def _shown(progress: Progress, items: Sequence[Any], label: str) -> Iterable[Any
 def _hashes(folder: Path, record: RunRecord, progress: Progress) -> Iterator[Fault]:
     """Compare every file with its recorded hash."""
     if (digest := digest_of((folder / RECORD).read_text(encoding="utf-8"))) != record.digest:
-        yield Fault(where=RECORD, what=f"its digest is {digest[:16]}.., but it names {record.digest[:16]}..")
+        yield Fault(RECORD, f"its digest is {digest[:16]}.., but it names {record.digest[:16]}..")
     existing = names(folder) - {RECORD}
     for name in sorted(existing - record.files.keys()):
         if not name.startswith(REPOSITORY_FILES):
-            yield Fault(where=name, what="the record does not list this file")
+            yield Fault(name, "the record does not list this file")
     for name, expected in _shown(progress, [*record.files.items()], "hashing files"):
         if name not in existing:
-            yield Fault(where=name, what="the file is missing")
+            yield Fault(name, "the file is missing")
         elif (digest := sha256(folder / name)) != expected:
-            yield Fault(where=name, what=f"it has the SHA-256 {digest[:16]}.., the record has {expected[:16]}..")
+            yield Fault(name, f"it has the SHA-256 {digest[:16]}.., the record has {expected[:16]}..")
 
 
 def _inside(folder: Path, record: RunRecord) -> Iterator[Fault]:
@@ -84,9 +84,9 @@ def _inside(folder: Path, record: RunRecord) -> Iterator[Fault]:
         return
     try:
         if read_header(path).fields.get(RECORD_KEY, "").strip() and embedded_record(path) != record.embedded():
-            yield Fault(where=FILE, what=f"the record in this file differs from {RECORD} next to it")
+            yield Fault(FILE, f"the record in this file differs from {RECORD} next to it")
     except (FormatError, ModelError) as error:
-        yield Fault(where=FILE, what=str(error))
+        yield Fault(FILE, str(error))
 
 
 def _sums(folder: Path, record: RunRecord) -> Iterator[Fault]:
@@ -94,17 +94,17 @@ def _sums(folder: Path, record: RunRecord) -> Iterator[Fault]:
     known = sorted({RECORD, *record.files} & set(names(folder)))
     shards = sum((folder / name).stat().st_size for name in known if shard(name))
     if shards != record.bytes:
-        yield Fault(where=RECORD, what=f"the weight files have {shards:,} bytes, the record has {record.bytes:,}")
+        yield Fault(RECORD, f"the weight files have {shards:,} bytes, the record has {record.bytes:,}")
     size = sum((folder / name).stat().st_size for name in known) + record.card  # as written: it may be changed
     if size != record.folder:
-        yield Fault(where=RECORD, what=f"the files have {size:,} bytes, the record has {record.folder:,}")
+        yield Fault(RECORD, f"the files have {size:,} bytes, the record has {record.folder:,}")
     if record.tokens != record.windows * record.seqlen:
-        yield Fault(where=RECORD, what=f"{record.windows} windows of {record.seqlen} are not {record.tokens:,} tokens")
+        yield Fault(RECORD, f"{record.windows} windows of {record.seqlen} are not {record.tokens:,} tokens")
     for name, count in Counter(layer.name for layer in record.layers).items():
         if count > 1:
-            yield Fault(where=name, what=f"the record has {count} certificates of it")
+            yield Fault(name, f"the record has {count} certificates of it")
     for layer, what in contradictions(record):
-        yield Fault(where=layer.name, what=what)
+        yield Fault(layer.name, what)
 
 
 def names(folder: Path) -> set[str]:
@@ -122,49 +122,44 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
     recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
     known = {layer.stored: layer for layer in record.layers}
     format = FORMATS[str(recipe.format)]
-    described = format.config.describe(
-        Quantized(scheme=recipe.scheme, quantized=list(known), activations=recipe.activations, version="")
-    )
-    if stored.layers != format.layers.configured(described):
-        yield Fault(where=CONFIG, what=f"its quantization_config is not that of {recipe.format} with this recipe")
+    quantized = Quantized(scheme=recipe.scheme, quantized=list(known), activations=recipe.activations, version="")
+    if stored.layers != format.layers.configured(format.layers.describe(quantized)):
+        yield Fault(CONFIG, f"its quantization_config is not that of {recipe.format} with this recipe")
     for name, text in stored.repeated_files().items():  # some programs read this copy first
         copy = stored.reader.folder / name
         if copy.is_file() and copy.read_bytes() != text.encode():
-            yield Fault(where=name, what=f"it differs from the quantization_config in {CONFIG}")
+            yield Fault(name, f"it differs from the quantization_config in {CONFIG}")
     stored_names = dict.fromkeys(stored.names())
     divisors: dict[str, float] = {}
     for name in stored_names:
         if name not in known:
-            yield Fault(where=name, what=f"{RECORD} does not list this quantized layer")
+            yield Fault(name, f"{RECORD} does not list this quantized layer")
     for layer in _shown(progress, record.layers, "checking layers"):
         if layer.stored not in stored_names:
-            yield Fault(where=layer.name, what=f"the weight files have no tensors named {layer.stored}")
+            yield Fault(layer.name, f"the weight files have no tensors named {layer.stored}")
             continue
         try:
             tensors = stored.tensors(layer.stored)
             matrix = stored.matrix(layer.stored, tensors)
         except (FormatError, ModelError) as error:
-            yield Fault(where=layer.name, what=str(error))
+            yield Fault(layer.name, str(error))
             continue
         summary = written(tensors)
         if summary.checksum != layer.checksum:
-            yield Fault(
-                where=layer.name,
-                what=f"its tensors have the SHA-256 {summary.checksum[:16]}.., the record has {layer.checksum[:16]}..",
-            )
+            recorded = layer.checksum[:16]
+            what = f"its tensors have the SHA-256 {summary.checksum[:16]}.., the record has {recorded}.."
+            yield Fault(layer.name, what)
         if summary.bytes != layer.bytes:
-            yield Fault(
-                where=layer.name, what=f"its tensors have {summary.bytes:,} bytes, the record has {layer.bytes:,}"
-            )
+            yield Fault(layer.name, f"its tensors have {summary.bytes:,} bytes, the record has {layer.bytes:,}")
         if isinstance(matrix.grid, SharedGrid):
             divisors[layer.name] = matrix.grid.divisor
         faults = list(_of_the_grid(matrix, layer))
-        yield from (Fault(where=layer.name, what=what) for what in faults)
+        yield from (Fault(layer.name, what) for what in faults)
         if not faults:
             sound.add(layer.name)
     for name, first in apart(divisors):
         what = f"its global scale is {divisors[name]:g}, but that of {first} is {divisors[first]:g}; vLLM takes one for both"
-        yield Fault(where=name, what=what)
+        yield Fault(name, what)
 
 
 def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
@@ -183,18 +178,16 @@ def _tuning(stored: Stored, record: RunRecord) -> Iterator[Fault]:
     tuning, where = record.tuning, f"{RECORD}, tuning"
     if tuning is None:
         return
-    yield from (Fault(where=where, what=what) for what in tuning_contradictions(tuning))
+    yield from (Fault(where, what) for what in tuning_contradictions(tuning))
     if [each.name for each in tuning.solved] != [layer.name for layer in record.layers]:
-        yield Fault(where=where, what="its losses before tuning do not match the layers")
+        yield Fault(where, "its losses before tuning do not match the layers")
     kept = next((point.bytes for point in tuning.curve if point.step == tuning.kept), None)
     if kept is not None and kept != sum(layer.bytes for layer in record.layers):
-        yield Fault(where=where, what=f"the kept state took {kept:,} bytes, but the layers take another number")
+        yield Fault(where, f"the kept state took {kept:,} bytes, but the layers take another number")
     unquantized = set(stored.rest())
     for name, expected in tuning.norms.items():
         if name not in unquantized:
-            yield Fault(where=name, what="the record lists this norm as tuned, but it is missing")
+            yield Fault(name, "the record lists this norm as tuned, but it is missing")
         elif (digest := written(stored.reader.read([name])).checksum) != expected:
-            yield Fault(
-                where=name,
-                what=f"it has the SHA-256 {digest[:16]}.., the record has {expected[:16]}.. of the tuned norm",
-            )
+            what = f"it has the SHA-256 {digest[:16]}.., the record has {expected[:16]}.. of the tuned norm"
+            yield Fault(name, what)

@@ -167,11 +167,11 @@ def losses_again(
             known = SolvedMatrix(matrix=matrix, base=entry.base, tuned=tuned)
             again, dead = remeasured(stage, number, saved.plan.layers[layer.name].scheme, known)
         except (FormatError, ModelError, NumericalError) as error:
-            faults.append(Fault(where=layer.name, what=str(error)))
+            faults.append(Fault(layer.name, str(error)))
             return None, False
         faults.extend(_compare(again, entry, agreement))
         if not tuned and _moved(matrix, dead):  # no loss shows it; tuning on other text may move these codes
-            faults.append(Fault(where=layer.name, what="weights of inputs that were always 0 are not 0"))
+            faults.append(Fault(layer.name, "weights of inputs that were always 0 are not 0"))
         return matrix.decode(), True
 
     scales: dict[str, float] = {}
@@ -183,7 +183,7 @@ def losses_again(
             what = (
                 f"the global scale of its inputs is {_short(scales.get(entry.name))}, the file has {_short(stored[1])}"
             )
-            faults.append(Fault(where=entry.name, what=what))
+            faults.append(Fault(entry.name, what))
     faults += _held_out_again(saved, agreement.tolerance)
     return True
 
@@ -205,7 +205,7 @@ def _compare(again: LayerRecord, entry: LayerRecord, agreement: Agreement) -> It
         if not _same(new, old, ROUNDING if name == "entropy" else agreement.tolerance):
             wrong.append(f"{name} is {_short(new)}, the record has {_short(old)}")
     if wrong:
-        yield Fault(where=entry.name, what=first_few(wrong, MAX_NAMED, "; "))
+        yield Fault(entry.name, first_few(wrong, MAX_NAMED, "; "))
 
 
 def _same(new: Any, old: Any, tolerance: float) -> bool:
@@ -240,16 +240,14 @@ def _held_out_again(saved: Checkpoint, tolerance: float) -> Iterator[Fault]:
         steps = max(tuning.steps, tuning.windows // tuning.batch)  # splits the text as the requested number did
         cut = split(saved.windows, record, samples=tuning.samples, seqlen=tuning.seqlen, steps=steps)
         if (digest_of(cut.windows), cut.training, cut.held) != (tuning.text, tuning.windows, tuning.held_windows):
-            yield Fault(where=where, what="the text does not give the windows of the tuning")
+            yield Fault(where, "the text does not give the windows of the tuning")
             return
         matrices, held = saved.matrices(), replace(cut, windows=cut.windows[cut.training :], training=0)
         network = TunedNetwork(model, matrices, saved.vectors(matrices), held, ends=saved.ends())
         with network.ready():
             kl = mean_kl(network, held.batches()[1])
     except (CalibrationError, FormatError, ModelError) as error:
-        yield Fault(where=where, what=str(error))
+        yield Fault(where, str(error))
         return
     if not math.isclose(kl, tuning.held_out, rel_tol=tolerance, abs_tol=1e-12):
-        yield Fault(
-            where=where, what=f"the KL on its held-out windows is {kl:.9g}, the record has {tuning.held_out:.9g}"
-        )
+        yield Fault(where, f"the KL on its held-out windows is {kl:.9g}, the record has {tuning.held_out:.9g}")

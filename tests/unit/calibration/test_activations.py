@@ -17,11 +17,12 @@ from transformers.models.llama import modeling_llama
 from bare_blocks import both
 from families import FAMILIES, MOE_FAMILIES, VOCABULARY, config_of, random_model
 from model_types import save_type
-from nearplane.calibration.activations import Dealt, Stream, readout, skeleton
+from nearplane.calibration.activations import Dealt, Stream, skeleton
+from nearplane.calibration.network_ends import readout
 from nearplane.calibration.windows import Windows
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.models.model import Model, open_model
-from nearplane.system.ranks import Ranks
+from nearplane.system.ranks import ONE_PROCESS, Ranks
 from nightly import daily
 
 Saved = Callable[[str], Path]
@@ -223,7 +224,7 @@ def test_every_batch_enters_the_sums_of_one_rank(count, extra, size, world):
 
 
 def test_a_stream_of_one_process_has_all_batches():
-    dealt = Dealt.of_one_process([1, 4, 2])
+    dealt = Dealt.among(ONE_PROCESS, [1, 4, 2])
     assert [*dealt.numbers] == [0, 1, 2]
     assert [*dealt.starts] == [0, 1, 5]
     assert (dealt.fitted, dealt.windows, dealt.repeated) == (3, 7, False)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from bare_blocks import both
 from families import VOCABULARY
 from nearplane.calibration.activations import Dealt, skeleton
-from nearplane.calibration.second_moments import observe
+from nearplane.calibration.separate_passes import observe
 from nearplane.calibration.stages import stages
 from nearplane.lattice.moments import Extra, Moments
 from nearplane.models.model import Block, open_model

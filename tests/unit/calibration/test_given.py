@@ -20,8 +20,10 @@ import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer
 from native_checkpoints import save_tiny
 from nearplane import Calibration, CalibrationError, GridScheme, ModelError, Recipe, RecipeError
-from nearplane.calibration.given import TEXTS, TOKENS, Given, as_folder
+from nearplane.calibration.given import Given
+from nearplane.calibration.text_files import TEXTS, TOKENS
 from nearplane.demo import CALIBRATION, HELD_OUT
+from nearplane.models.model_objects import as_folder
 
 GRID: dict[str, Any] = {"bits": 4, "group_size": 16, "samples": 4, "seqlen": 32, "order": "natural"}
 

@@ -23,7 +23,7 @@ from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import Moments
 from nearplane.models.model import Block, open_model
 from nearplane.system.ranks import ONE_PROCESS
-from nightly import daily
+from nightly import daily, daily_of_several
 
 MUCH, NOTHING = 1 << 40, 0  # bytes that paused activations may take
 REPEATED = {  # why some families repeat passes
@@ -156,7 +156,9 @@ def test_pausing_and_repeating_show_the_same_to_the_bit(
 
 @pytest.mark.parametrize(
     ("correct", "dtype"),
-    daily(product([True, False], [torch.float32, torch.bfloat16]), [(True, torch.bfloat16), (False, torch.float32)]),
+    daily_of_several(
+        product([True, False], [torch.float32, torch.bfloat16]), [(True, torch.bfloat16), (False, torch.float32)]
+    ),
 )
 def test_so_they_do_in_other_dtypes_and_without_correction(
     correct: bool, dtype: torch.dtype, folder_of: Callable[[str], Path], tokens: Tensor

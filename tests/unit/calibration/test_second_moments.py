@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bare_blocks import Convolution, Routed, Skipping, bare, both
 from families import config_of, random_model
 from nearplane.calibration.activations import Stream, skeleton
-from nearplane.calibration.second_moments import Observed, observe, refuse_unusable
+from nearplane.calibration.second_moments import Observed, refuse_unusable
+from nearplane.calibration.separate_passes import observe
 from nearplane.calibration.stages import stages
 from nearplane.errors import CalibrationError
 from nearplane.lattice.moments import Moments

@@ -164,7 +164,7 @@ def test_a_gpu_adds_in_a_fixed_order_and_is_waited_for_once_a_window_and_block(s
     windows, blocks = len(tokens), len(model.blocks)
     assert waits["calibration/activations.py Stream.check"] == blocks
     assert waits["calibration/sensitivity.py _finite"] == 1 + blocks
-    assert waits["models/kinds.py predicts_always_the_same"] == windows
+    assert waits["models/divergence.py predicts_always_the_same"] == windows
 
 
 def test_labels_follow_the_probabilities_on_a_gpu_too(generator):

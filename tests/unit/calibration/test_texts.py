@@ -17,11 +17,10 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from nearplane.calibration.crops import MAX_DRAWS, crops
 from nearplane.calibration.text_files import text_files
 from nearplane.calibration.texts import (
-    MAX_DRAWS,
     Frame,
-    _crops,
     check_vocabulary,
     frame_of,
     read_documents,
@@ -307,8 +306,8 @@ def test_crops_are_those_of_the_code_of_gptq(tokenizer: PreTrainedTokenizerFast)
                 break
         i = random.randint(0, len(encoded) - 20 - 1)
         expected.append(encoded[i : i + 20])
-    assert _crops(tokenizer, rows, 12, 20, random.Random(0)) == expected
-    assert _crops(tokenizer, rows, 3, 20, random.Random(0)) == expected[:3]
+    assert crops(tokenizer, rows, 12, 20, random.Random(0)) == expected
+    assert crops(tokenizer, rows, 3, 20, random.Random(0)) == expected[:3]
 
 
 def beginning(tokenizer: PreTrainedTokenizerFast, single: str) -> PreTrainedTokenizerFast:
@@ -354,6 +353,6 @@ def test_a_first_token_that_the_text_has_itself_is_not_repeated(tokenizer: PreTr
 def test_documents_that_are_all_too_short_for_a_crop_are_given_up(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nearplane.calibration.texts.MAX_DRAWS", MAX_DRAWS // 100)
+    monkeypatch.setattr("nearplane.calibration.crops.MAX_DRAWS", MAX_DRAWS // 100)
     with pytest.raises(CalibrationError, match="None of 100 documents drawn from c4 has more than 20 tokens"):
-        _crops(tokenizer, ["abc", "x" * 20], 1, 20, random.Random(0))
+        crops(tokenizer, ["abc", "x" * 20], 1, 20, random.Random(0))

@@ -10,11 +10,13 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from bare_blocks import both
-from nearplane.calibration.activations import readout, skeleton
+from nearplane.calibration.activations import skeleton
+from nearplane.calibration.network_ends import readout
 from nearplane.calibration.one_forward import BlockForward
-from nearplane.calibration.recorder import joined_stacks
 from nearplane.calibration.rows import Rows
-from nearplane.calibration.stages import rows_by_batch, stages
+from nearplane.calibration.separate_passes import rows_by_batch
+from nearplane.calibration.stages import stages
+from nearplane.calibration.two_stacks import joined_stacks
 from nearplane.errors import ModelError
 from nearplane.models.model import open_model
 from translating import VOCABULARY, predicted, save_translating

@@ -160,7 +160,7 @@ def test_a_stage_drops_what_targets_and_measurements_leave_behind(again: bool) -
     H, C = (x @ x.T / 40 for x in torch.randn(2, 8, 40, dtype=torch.float64, generator=g))
     known = Moments(H=H, C=C, tokens=40, held_out=Moments(H=H, C=C, tokens=8))
     first = LayerInput.of(known)
-    stage, scheme = Stage((), [first, LayerInput.of(known, first.shared)], rest=()), GridScheme(damp=0.02)
+    stage, scheme = Stage(inputs=[first, LayerInput.of(known, first.shared)]), GridScheme(damp=0.02)
     W, shared = torch.randn(4, 8, dtype=torch.float64, generator=g), first.shared
     for number, kept in ((0, {(0.02, False), (0.02, True), (0.1, False)}), (1, {(0.1, False)})):
         sweep = first.factor_of_the_sweep(scheme)

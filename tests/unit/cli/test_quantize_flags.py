@@ -4,7 +4,7 @@ import pytest
 
 from nearplane import BlockScheme, GridScheme, RateScheme, Recipe, RecipeError
 from nearplane.cli import app as cli
-from nearplane.cli.quantize_flags import options_of_layers, refuse_mixed
+from nearplane.cli.quantize_command import options_of_layers, refuse_mixed
 from nearplane.recipe.schemes import scheme_of
 
 

@@ -30,7 +30,7 @@ def test_chunks_of_a_large_matrix_decode_to_what_was_encoded(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["pairs", "bytes and pairs"])
 def test_threads_change_no_byte_and_no_code(name: str) -> None:
-    big = contents_of(np.tile(LARGE[name].codes, (3, 1)), columns=LARGE[name].columns)
+    big = contents_of(np.tile(LARGE[name].codes, (3, 1)), columns=LARGE[name].scales.columns)
     blobs = [encode(big, threads=threads) for threads in (1, 3, None)]
     assert all(np.array_equal(blob, blobs[0]) for blob in blobs)
     assert all(same(decode(blobs[0], threads=threads), big) for threads in (1, 2, 7, None))
@@ -45,7 +45,7 @@ def test_what_the_sample_of_rows_lacks_is_coded_too(name: str, monkeypatch: pyte
     assert len(seen) <= 20
     codes[others[::7]] *= 5
     codes[others[-1:], 0] = 2**31 - 1
-    contents = contents_of(codes, columns=LARGE[name].columns)
+    contents = contents_of(codes, columns=LARGE[name].scales.columns)
     blob = encode(contents)
     assert same(decode(blob), contents)
     assert np.array_equal(codes_of(decode_packed(blob)), codes)

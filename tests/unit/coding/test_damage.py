@@ -100,9 +100,26 @@ def test_every_truncation_is_refused() -> None:
             decode(BLOBS["small"][:length])
 
 
-def test_another_shape_than_expected_is_refused() -> None:
-    with pytest.raises(FormatError, match=r"24 x 40 weights, expected 24 x 41"):
-        decode(BLOBS["small"], shape=(24, 41))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b: b.__setitem__(0, 0x30 | b[0]), "version 3"),
+        (lambda b: b.__setitem__(0, 0x21), "coder 1"),
+        (lambda b: b.__setitem__(0, 0x25), "coder 5"),
+    ],
+)
+def test_a_version_or_coder_of_the_future_is_named(change: object, message: str) -> None:
+    blob = BLOBS["small"].copy()
+    change(blob)  # type: ignore[operator]
+    with pytest.raises(FormatError, match=message):
+        decode(blob)
+
+
+def test_a_shape_that_so_few_bytes_cannot_hold_is_refused_before_memory_is_taken() -> None:
+    head = bytes([0x20]) + bytes([255, 255, 255, 127]) * 2
+    blob = np.frombuffer(head + bytes(100), np.uint8)
+    with pytest.raises(FormatError, match="too many for"):
+        decode(blob)
 
 
 def test_something_else_than_bytes_is_refused() -> None:

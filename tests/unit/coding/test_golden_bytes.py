@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from coded_matrices import contents_of
-from nearplane.coding.blob import Contents, decode, encode, stored_base
+from nearplane.coding.blob import Contents, decode, encode
+from nearplane.coding.scales import stored_base
 
 
 def integers(out: int, width: int, spread: int) -> Contents:

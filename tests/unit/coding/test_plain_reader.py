@@ -23,11 +23,13 @@ def agrees(contents: Contents) -> bool:
     blob = encode(contents)
     values, codes, column_scale, row_scale = plain_reader.read(blob.tobytes())
     found = decode(blob)
-    wanted = found.row_scale[:, None].astype(np.float64) * found.codes * found.column_scale.astype(np.float64)
+    wanted = (
+        found.scales.row_scale[:, None].astype(np.float64) * found.codes * found.scales.column_scale.astype(np.float64)
+    )
     return (
         np.array_equal(codes, contents.codes)
-        and np.array_equal(column_scale, contents.column_scale)
-        and np.array_equal(row_scale, contents.row_scale)
+        and np.array_equal(column_scale, contents.scales.column_scale)
+        and np.array_equal(row_scale, contents.scales.row_scale)
         and np.array_equal(values, wanted, equal_nan=True)
     )
 

@@ -17,8 +17,7 @@ from nearplane.loading.dense_network import dense_network
 from nearplane.number_formats import integers
 
 GRID = integers(4, 32, symmetric=False)
-HEADS = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-SIZES = HEADS | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
 WORDS = {"bits": 4, "group_size": 32, "symmetric": False, "format": "awq"}
 
 
@@ -98,10 +97,10 @@ def test_what_awq_does_not_hold_is_refused(model, tokens, tmp_path, options, mes
 
 def test_other_configs_are_refused_by_name():
     config = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": -1, "zero_point": True}
-    assert FORMAT.config.grid_of(config, "a") == integers(4, None, symmetric=False)
+    assert FORMAT.layers.grid_of(config, "a") == integers(4, None, symmetric=False)
     for name, value in (("version", "gemv"), ("bits", 8), ("zero_point", False)):
         with pytest.raises(FormatError, match=f"AWQ: {name} is {value!r}, expected"):
-            FORMAT.config.grid_of(config | {name: value}, "a")
+            FORMAT.layers.grid_of(config | {name: value}, "a")
 
 
 @pytest.mark.nightly

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from checkpoints import config_of_grids, random_matrix
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.gptq import FORMAT, FORMAT_V2, GPTQ, Config
+from nearplane.formats.gptq import FORMAT, FORMAT_V2, GPTQ
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import integers
 
@@ -34,7 +34,7 @@ def config(layout: GPTQ, bits: int = 4, group_size: int | None = 32, **changes: 
 
 
 def unpacked(layout: GPTQ, name: str, tensors: dict[str, torch.Tensor], made: dict[str, Any]) -> QuantizedMatrix:
-    return layout.configured(made).unpack(name, tensors, Config("gptq").grid_of(made, name))
+    return layout.configured(made).unpack(name, tensors, layout.grid_of(made, name))
 
 
 def field(words: torch.Tensor, bits: int, i: int) -> int:

@@ -75,11 +75,11 @@ def test_config_json_has_one_entry_for_a_stack_and_every_expert_has_its_number_f
     layers = {f"a.mlp.experts.{expert}.up_proj": few for expert in range(2)}
     layers |= {f"a.self_attn.{letter}_proj": others for letter in "qkv"}
     network = Quantized(scheme=GridScheme(grid=others.name), quantized=list(layers), layers=layers, version="1")
-    config = FORMAT.config.describe(network)
+    config = FORMAT.layers.describe(network)
     assert config == CONFIG | {"a.mlp.switch_mlp.up_proj": {"group_size": 32, "bits": 3}}
-    assert {name: FORMAT.config.grid_of(config, name) for name in layers} == layers
+    assert {name: FORMAT.layers.grid_of(config, name) for name in layers} == layers
     of_dots = CONFIG | {"a.mlp.experts.up_proj": {"group_size": 32, "bits": 3}}
-    assert FORMAT.config.grid_of(of_dots, "a.mlp.experts.1.up_proj") == few
+    assert FORMAT.layers.grid_of(of_dots, "a.mlp.experts.1.up_proj") == few
 
 
 def test_a_header_with_more_experts_than_any_model_is_refused(tmp_path):

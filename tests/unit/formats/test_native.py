@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from checkpoints import random_matrix
 from families import config_of
 from native_checkpoints import config_of_rates, product_matrix, save_tiny, write_native
-from nearplane.coding.blob import Contents, stored_base
+from nearplane.coding.scales import Scales, stored_base
 from nearplane.errors import FormatError, ModelError, RecipeError
-from nearplane.formats.native import Config, Native
+from nearplane.formats.native import Native
 from nearplane.formats.stored import quantization_of, read_dense, read_matrices
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.product_grid import ProductGrid
@@ -31,7 +31,7 @@ from nearplane.system.safetensors_files import ShardReader, checksum
 from nearplane.verbs.evaluate import load_dense
 
 CORRUPTIONS = 2000 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 200
-GRID = Config().grid_of({}, "a")
+GRID = Native().grid_of({}, "a")
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +69,12 @@ def test_scales_are_the_same_to_the_solver_and_to_the_coder() -> None:
             base=float(stored_base(0.01)), columns=exponents, column_resolution=resolution, rows=exponents % 64,
             row_resolution=resolution,
         )  # fmt: skip
-        contents = Contents(
-            codes=np.zeros((2000, 2000), np.int32), base=grid.base, columns=exponents.numpy(),
-            column_resolution=resolution, rows=grid.rows.numpy(), row_resolution=resolution,
+        scales = Scales(
+            base=grid.base, columns=exponents.numpy(), column_resolution=resolution, rows=grid.rows.numpy(),
+            row_resolution=resolution,
         )  # fmt: skip
-        assert np.array_equal(contents.column_scale, grid.column_scale().numpy())
-        assert np.array_equal(contents.row_scale, grid.row_scale().numpy())
+        assert np.array_equal(scales.column_scale, grid.column_scale().numpy())
+        assert np.array_equal(scales.row_scale, grid.row_scale().numpy())
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

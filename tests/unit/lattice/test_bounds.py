@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -257,15 +257,14 @@ def test_strips_of_rows_change_nothing(p: Problem, order: str, strip: int) -> No
         patch.setattr(bounds, "MEASURED_ROWS", strip)
         parts = certify(p.W, p.W, moved_from_the_sweep(p, factor, matrix), p.H, factor)
     scale = scale_of(p, p.W - round_to_nearest(p.W, p.grid).decode()) + scale_of(p, p.W - matrix.decode())
-    for field in fields(Certificate):
-        a, b = (getattr(found, field.name) for found in (whole, parts))
-        if field.name in ("loss", "nearest_loss"):
+    for name, a, b in zip(Certificate._fields, whole, parts, strict=True):
+        if name in ("loss", "nearest_loss"):
             assert abs(a - b) <= 1e-12 * scale
-        elif field.name == "row_losses":
+        elif name == "row_losses":
             assert bool(((a - b).abs() <= 1e-12 * scale * len(p.W)).all())
-        elif field.name == "relative_loss":
+        elif name == "relative_loss":
             assert abs(a - b) * whole.loss <= 1e-12 * scale * a
-        elif a is None or field.name in ("clipped", "clipped_rows", "degenerate"):
+        elif a is None or name in ("clipped", "clipped_rows", "degenerate"):
             assert a == b
         else:
             assert close(a, b)
@@ -291,8 +290,7 @@ def test_strips_cut_the_sweep_and_the_values_as_they_cut_the_rows(monkeypatch: p
 
 def numbers(certificate: Certificate) -> Tensor:
     """Return all numbers; -1 for None."""
-    names = [field.name for field in fields(certificate) if field.name not in ("row_losses", "degenerate")]
-    values = [getattr(certificate, name) for name in names]
+    values = [value for name, value in certificate._asdict().items() if name not in ("row_losses", "degenerate")]
     return torch.tensor([-1.0 if value is None else value for value in values], dtype=torch.float64)
 
 

@@ -20,7 +20,7 @@ from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.file_formats import FILE_FORMATS
 from nearplane.recipe.schemes import GridScheme, options_of
 from nearplane.record.record import LayerRecord
-from nightly import daily
+from nightly import daily_of_several
 
 INTEGERS = [integers(bits, 32, symmetric=symmetric) for bits, symmetric in product((4, 8), (True, False))]
 KINDS = [*INTEGERS, integers(8, None), integers(4, 32, minimum=True), *BY_NAME.values()]
@@ -87,7 +87,7 @@ def last(kind: NumberFormat, end: int, storage: torch.dtype) -> int:
 TILES = {("compressed-tensors", dtype, "fp8-block") for dtype in ("float16", "float32")}  # at night: 128 rows each
 
 
-@pytest.mark.parametrize(("file", "dtype", "name"), daily(STORED, set(STORED) - TILES))
+@pytest.mark.parametrize(("file", "dtype", "name"), daily_of_several(STORED, set(STORED) - TILES))
 def test_weights_at_both_ends_of_the_range_of_steps_are_stored_exactly(file: str, dtype: str, name: str) -> None:
     layers, storage, kind = FORMATS[file].layers, getattr(torch, dtype), number_format(name)
     for end in (SMALLEST, LARGEST):

@@ -25,7 +25,7 @@ from nearplane.matrix.quantize_matrix import quantize_matrix, quantize_matrix_to
 from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.schemes import GridScheme
 from nearplane.record.record import LayerRecord, row_groups
-from nightly import daily
+from nightly import daily_of_several
 from pretended import Pretend, pretended
 from strategies import problem
 
@@ -221,7 +221,7 @@ SCHEMES = {
 
 @pytest.mark.parametrize(
     ("name", "corrects"),
-    daily(product(SCHEMES, (False, True)), [*product(SCHEMES, [True]), (next(iter(SCHEMES)), False)]),
+    daily_of_several(product(SCHEMES, (False, True)), [*product(SCHEMES, [True]), (next(iter(SCHEMES)), False)]),
 )
 def test_every_figure_of_a_fixed_grid_is_its_definition(name: str, corrects: bool) -> None:
     scheme = SCHEMES[name]
@@ -268,7 +268,8 @@ RATES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "corrects"), daily(product(RATES, (False, True)), [*product(RATES, [True]), (next(iter(RATES)), False)])
+    ("name", "corrects"),
+    daily_of_several(product(RATES, (False, True)), [*product(RATES, [True]), (next(iter(RATES)), False)]),
 )
 def test_every_figure_of_an_entropy_coded_matrix_is_its_definition(name: str, corrects: bool) -> None:
     scheme = RATES[name]

@@ -14,7 +14,7 @@ from nearplane.errors import NumericalError, RecipeError
 from nearplane.formats.gguf.gguf_layers import packed_blocks, unpack
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.moments import Moments, correction, trust
+from nearplane.lattice.moments import Moments, trust
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import round_to_nearest
 from nearplane.matrix.inputs import LayerInput, corrected
@@ -265,7 +265,7 @@ def test_the_correction_is_fitted_on_some_tokens_trusted_on_the_others_and_fitte
     rest = statistics({name: tokens[:80] for name, tokens in raw.items()}, W)
 
     def delta(moments: Moments) -> Tensor:
-        return correction(moments.lost, factorize(moments.H, damp=0.1))
+        return factorize(moments.H, damp=0.1).solve(moments.lost)
 
     rho = trust(known.held_out.lost, known.held_out.H, delta(rest))
     assert 0 < rho < 1

@@ -16,7 +16,7 @@ from nearplane.matrix.quantize_matrix import quantize_matrix
 from nearplane.number_formats import BY_NAME
 from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.schemes import GridScheme
-from nightly import daily
+from nightly import daily_of_several
 
 SCHEMES: dict[str, GridScheme | BlockScheme] = {
     "4 bits": GridScheme(bits=4, group_size=64),
@@ -52,7 +52,7 @@ CASES = [*((name, 128) for name in SCHEMES), ("4 bits", 1), ("q4_k", 1)]
 AT_NIGHT = [("8 bits", 128), ("mxfp4", 128), ("q2_k", 128)]
 
 
-@pytest.mark.parametrize(("name", "last"), daily(CASES, [case for case in CASES if case not in AT_NIGHT]))
+@pytest.mark.parametrize(("name", "last"), daily_of_several(CASES, [case for case in CASES if case not in AT_NIGHT]))
 def test_rows_that_are_solved_apart_have_the_bits_of_the_whole(
     name: str, last: int, generator: torch.Generator
 ) -> None:

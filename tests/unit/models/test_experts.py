@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bare_blocks import both
 from model_types import save_type, tiny_config
 from nearplane.calibration.activations import Stream, skeleton
-from nearplane.calibration.rows import RoutedRows
-from nearplane.calibration.second_moments import Observed, observe, sum_moments
+from nearplane.calibration.expert_rows import RoutedRows
+from nearplane.calibration.second_moments import Observed, sum_moments
+from nearplane.calibration.separate_passes import observe
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.models.experts import ExpertLayer, Routed, by_expert, make_observable
 from nearplane.models.layers import is_stack
@@ -123,6 +125,25 @@ def test_some_experts_of_a_block_cannot_be_left_out_alone(tmp_path: Path) -> Non
         open_model(folder, ignore=[r"experts\.2\."])
     assert not any(layer.routed for layer in open_model(folder, ignore=["experts"]).layers)
     assert len([layer for layer in open_model(folder, ignore=["down_proj"]).layers if layer.routed]) == 16
+
+
+def test_rows_are_paired_where_both_networks_send_a_token_to_the_expert() -> None:
+    """Of the others nothing is known to be lost."""
+    x_hat, x = torch.randn(5, 3), torch.randn(5, 3)
+    token, expert = torch.tensor([0, 2, 3, 1, 4]), torch.tensor([0, 0, 0, 1, 1])
+    quantized = Routed(x=x_hat, token=token, expert=expert, ends=(3, 5, 5), tokens=5, apart=False)
+    token, expert = torch.tensor([2, 3, 4, 0, 1]), torch.tensor([0, 0, 0, 1, 2])
+    original = Routed(x=x, token=token, expert=expert, ends=(3, 4, 5), tokens=5, apart=False)
+    rows = RoutedRows(quantized=quantized, original=original).of(0)
+    assert torch.equal(rows.X_hat, x_hat[[0, 2, 3]])
+    assert torch.equal(rows.X, torch.stack([x_hat[0], x[2], x[3]]))
+    assert (rows.alike, rows.before(Fraction(3, 5)), rows.before(Fraction(1, 5))) == (2, 2, 1)
+    others = RoutedRows(quantized=quantized, original=original)
+    assert (others.of(1).alike, others.of(2).alike, len(others.of(2).X_hat)) == (0, 0, 0)
+    nothing = Routed(x=x[:0], token=token[:0], expert=token[:0], ends=(0, 0, 0), tokens=5, apart=True)
+    unmet = RoutedRows(quantized=quantized, original=nothing).of(0)
+    assert torch.equal(unmet.X, unmet.X_hat)
+    assert unmet.alike == 0
 
 
 def test_moments_of_an_expert_are_those_of_the_tokens_that_reach_it(model: Model) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nearplane.calibration.windows import digest_of
-from nearplane.models.kinds import Spoken, cut_windows, joined_windows
+from nearplane.calibration.windows import digest_of, joined_windows
+from nearplane.models.spoken import Spoken, cut_windows
 
 IDS = torch.arange(12).view(4, 3)
 SOUND = torch.arange(8.0).view(4, 2)

@@ -19,7 +19,8 @@ from nearplane.demo import HELD_OUT, MODEL
 from nearplane.formats.gguf.gguf_header import read_header
 from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.formats.gguf.tokenizer_files import tokenizer_files
-from nearplane.models.pretrained import save_tokenizer, tokenizer_of
+from nearplane.models.converted_tokenizer import save_tokenizer
+from nearplane.models.pretrained import tokenizer_of
 from nearplane.models.two_tokenizers import check_same_tokens, cut, decoded, other_tokens
 from nearplane.verbs import generate
 from tokenizers_of_kinds import save_sentencepiece

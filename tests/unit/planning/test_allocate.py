@@ -18,13 +18,13 @@ from families import config_of, random_model
 from nearplane import RateScheme, RecipeError
 from nearplane.calibration.texts import read_windows
 from nearplane.demo import CALIBRATION
-from nearplane.models.kinds import divergence
+from nearplane.models.divergence import divergence
 from nearplane.models.model import open_model
 from nearplane.planning.allocate import Curve, allocate, allocate_choices, allocate_widths, probed_rates, probed_widths
 from nearplane.planning.perturb import Perturbations, Perturbed, to_rates
 from nearplane.planning.probe import probe
 from nearplane.verbs.evaluate import load_dense
-from nightly import daily
+from nightly import daily_of_several
 
 CPU = torch.device("cpu")
 WIDTHS = (2, 3, 4, 8)
@@ -186,7 +186,7 @@ def shaken(W, inputs):
 
 @pytest.mark.parametrize(
     ("family", "together"),
-    daily(
+    daily_of_several(
         product(["llama", "qwen3", "gemma2", "gpt2", "opt", "gpt_neox", "mixtral"], [False, True]),
         [("gemma2", True), ("mixtral", False)],
     ),

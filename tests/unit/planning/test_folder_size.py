@@ -12,7 +12,7 @@ import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer
 from native_checkpoints import save_tiny
 from nearplane.planning.folder_size import forecast_bytes
-from nearplane.planning.start import open_resolved
+from nearplane.planning.request import open_resolved
 from nightly import daily
 
 FORMATS: dict[str, dict[str, Any]] = {

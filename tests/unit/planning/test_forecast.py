@@ -89,7 +89,7 @@ def test_where_memory_is_not_known_no_limit_is_taken(model, tmp_path) -> None:
 def test_the_same_bytes_come_out_however_memory_is_spared(room, disk, model, whole, tmp_path, monkeypatch) -> None:
     """But for the number of windows that pass at a time. And a run that was stopped goes on the same way."""
     setting = MemorySetting(batch=8, room=room, device=CPU, states="disk" if disk else "device")
-    monkeypatch.setattr("nearplane.planning.start.forecast", lambda *_: Forecast(setting=setting))
+    monkeypatch.setattr("nearplane.planning.run.forecast", lambda *_: Forecast(setting=setting))
     monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", float("inf"))
     monkeypatch.setattr("nearplane.planning.journal.PAGE", 1 << 14)
     stopped_behind(2, model, tmp_path / "out", monkeypatch, calibration=str(CALIBRATION), **TEXT)
@@ -108,7 +108,7 @@ def test_a_run_that_was_stopped_goes_on_with_as_many_windows_at_a_time(batch, mo
     options = dict(calibration=str(CALIBRATION), **TEXT)
     begun = Forecast(setting=MemorySetting(batch=batch, room=0, device=CPU))
     with monkeypatch.context() as patch:
-        patch.setattr("nearplane.planning.start.forecast", lambda *_: begun)
+        patch.setattr("nearplane.planning.run.forecast", lambda *_: begun)
         stopped_behind(1, model, tmp_path / "out", monkeypatch, **options)
     tried = []
 

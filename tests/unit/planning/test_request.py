@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from families import DEEPSEEK, config_of, random_model
-from nearplane.planning.start import open_resolved
+from nearplane.planning.request import open_resolved
 from nearplane.recipe.layer_scheme import LayerScheme
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import GridScheme

@@ -18,8 +18,9 @@ import nearplane
 from nearplane import ModelError, NearplaneError
 from nearplane.demo import MODEL
 from nearplane.models.pretrained import find_folder
-from nearplane.system.files import check_hashes, sha256
+from nearplane.system.files import sha256
 from nearplane.system.paths import FILES, NEEDED, RECORD, TERMS, is_kept_back, is_listed
+from nearplane.system.recorded_hashes import check_hashes
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])

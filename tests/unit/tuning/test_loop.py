@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nearplane import CalibrationError
-from nearplane.models.kinds import Divergence
+from nearplane.models.divergence import Divergence
 from nearplane.record.tuning_record import Point
 from nearplane.tuning.loop import train
 from nearplane.tuning.settings import Split

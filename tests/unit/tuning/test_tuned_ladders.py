@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nearplane.coding.blob import Contents, decode, encode, stored_base
+from nearplane.coding.blob import Contents, decode, encode
+from nearplane.coding.scales import stored_base
 from nearplane.formats.native import DEFAULT, matrix_of
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.product_grid import ProductGrid

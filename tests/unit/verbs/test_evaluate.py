@@ -14,7 +14,7 @@ from families import FAMILIES, config_of, random_model
 from nearplane.cli.evaluate_command import EvaluateFlags
 from nearplane.demo import HELD_OUT, MODEL
 from nearplane.evaluation.predictions import Held, Outline
-from nearplane.models.kinds import divergence
+from nearplane.models.divergence import divergence
 from nearplane.system.progress import silent
 from nearplane.system.ranks import ONE_PROCESS
 from nearplane.verbs.evaluate import prepare_texts
@@ -126,7 +126,7 @@ def test_the_number_of_windows_is_said_before_they_run(coarse, caplog, monkeypat
     prepared = prepare_texts(EvaluateRequest(coarse, [HELD_OUT.read_text()], protocol="llama.cpp", seqlen=3))
     with caplog.at_level(logging.INFO, "nearplane"), pytest.raises(pytest.fail.Exception, match="stopped here"):
         prepared.measure()
-    assert f"{len(prepared.scored[0].tokens):,} windows to evaluate (given in Python)" in caplog.text
+    assert f"{len(prepared.texts[0][0].tokens):,} windows to evaluate (given in Python)" in caplog.text
 
 
 def test_llama_cpp_and_lm_eval_sum_what_their_windows_say(coarse, logits):

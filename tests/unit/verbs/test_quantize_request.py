@@ -4,7 +4,7 @@ import re
 from dataclasses import fields
 
 from nearplane import BlockScheme, GridScheme, RateScheme, Recipe
-from nearplane.cli.quantize_flags import FLAGS
+from nearplane.cli.quantize_command import FLAGS
 from nearplane.recipe.recipe import Calibration
 from nearplane.recipe.scheme import names_of
 from nearplane.system.arguments import OPEN

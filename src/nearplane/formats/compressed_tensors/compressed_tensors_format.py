@@ -21,7 +21,7 @@ from nearplane.formats.compressed_tensors.packed_integers import PackQuantized
 from nearplane.formats.compressed_tensors.packing import Packing, check_inputs, inputs_object, refuse_unknown
 from nearplane.formats.container import Format
 from nearplane.formats.integers import expect, object_of, of_kind
-from nearplane.formats.layer_format import INPUT_SCALE, ConfigFile, GridFormat, Quantized, matches
+from nearplane.formats.layer_format import INPUT_SCALE, GridFormat, Quantized, matches
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.number_formats import InputRounding, NumberFormat
 from nearplane.recipe.file_formats import FILE_FORMATS
@@ -35,8 +35,8 @@ PACKINGS: tuple[Packing, ...] = (
 
 def packing_of(format: NumberFormat | Grid, *, rounds_inputs: bool = False) -> Packing:
     """Return the packing that stores a number format or the codes of a grid; the one of integers if none does."""
-    if rounds_inputs and format.levels is None:
-        return WITH_INPUTS
+    if format.levels is None:
+        return WITH_INPUTS if rounds_inputs else PACKINGS[0]
     return next((each for each in PACKINGS if each.HOLDS is not None and _held(format, each.HOLDS)), PACKINGS[0])
 
 
@@ -119,10 +119,6 @@ class CompressedTensors(GridFormat):
         as_they_are = f"{name}.{WITH_INPUTS.WORDS_IN}" in tensors
         return packing_of(format, rounds_inputs=as_they_are).unpack(name, tensors, format)
 
-
-class Config(ConfigFile):
-    """The config of layers in one or several packings."""
-
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return a config with a group of layers for each grid.
 
@@ -185,7 +181,7 @@ class Config(ConfigFile):
         return check_inputs(_group(config, name).get("input_activations"), self.grid_of(config, name).inputs)
 
 
-FORMAT = Format(CompressedTensors(), Config())
+FORMAT = Format(CompressedTensors())
 
 
 def _group_of(

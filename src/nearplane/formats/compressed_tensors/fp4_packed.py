@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.compressed_tensors.packing import Packing, exponents, powers
+from nearplane.formats.compressed_tensors.packing import Packing
 from nearplane.formats.integers import consecutive, expect
 from nearplane.formats.layer_format import INPUT_SCALE
 from nearplane.lattice.grid import Grid, QuantizedMatrix
@@ -35,6 +35,7 @@ JOINED = (  # last parts of the names of layers that vLLM joins to one product
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 ZERO_CODE = len(E2M1) // 2  # index of the level 0
+BIAS = 127  # of the exponents in E8M0
 
 
 def apart(divisors: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -60,6 +61,23 @@ def nibbles(codes: Tensor) -> Tensor:
 def codes_of(nibble: Tensor) -> Tensor:
     """Return the codes of four bits (int32) that `nibbles` made; a negative zero is a zero."""
     return ZERO_CODE + torch.where(nibble > 7, 8 - nibble, nibble)
+
+
+def exponents(name: str, step: Tensor) -> Tensor:
+    """Return steps that are powers of two as bytes.
+
+    Raises:
+        FormatError: A step is no power of two, or out of range.
+    """
+    exponent = step.log2() + BIAS
+    if not bool(((2.0 ** (exponent - BIAS) == step) & (exponent >= 0) & (exponent < 255)).all()):
+        raise FormatError(f"{name}: a step is not a power of two from 2^-127 to 2^127.")
+    return exponent.to(torch.uint8)
+
+
+def powers(scale: Tensor) -> Tensor:
+    """Return the float32 steps of bytes that `exponents` made."""
+    return torch.exp2(scale.to(torch.float32) - BIAS)
 
 
 class FP4Packed(Packing):

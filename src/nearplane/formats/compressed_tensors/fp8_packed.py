@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
-from nearplane.formats.compressed_tensors.packing import SCALES, Packing, exponents, powers
+from nearplane.formats.compressed_tensors.fp4_packed import exponents, powers
+from nearplane.formats.compressed_tensors.packing import SCALES, Packing
 from nearplane.formats.integers import consecutive, expect
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.octaves import OctaveGrid
@@ -25,15 +26,37 @@ from nearplane.lattice.tiles import TileGrid
 from nearplane.number_formats import E4M3, FP8, FP8_BLOCK, MXFP8, NumberFormat
 
 
-class FP8Packed(Packing):
+class BytesPacked(Packing):
+    """Numbers of 8 bits as they are, and steps."""
+
+    WORDS_IN = "weight"
+    SUFFIXES = (WORDS_IN, Packing.KEY)
+
+    def scale_types(self, dtype: torch.dtype | None) -> set[torch.dtype]:
+        """Return the dtypes that `weight_scale` may have; of a new file in a model of `dtype`, one."""
+        return SCALES if dtype is None else {self.scale_dtype(dtype)}
+
+    def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of one layer without contents."""
+        steps = shape[0] // format.rows, format.groups(shape[1])
+        return {
+            f"{name}.weight": torch.empty(shape, dtype=self.WORDS, device="meta"),
+            f"{name}.weight_scale": torch.empty(steps, dtype=self.scale_types(dtype).pop(), device="meta"),
+        }
+
+    def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Return (out, in) from the shape of the numbers."""
+        out, columns = expect(name, tensors, "weight", (None, None), {self.WORDS}).shape
+        return out, columns
+
+
+class FP8Packed(BytesPacked):
     """8-bit floats as they are, and steps of rows.
 
     Attributes:
         GRID: Class of grids with such steps.
     """
 
-    WORDS_IN = "weight"
-    SUFFIXES = (WORDS_IN, Packing.KEY)
     FORMAT = "float-quantized"
     TYPE = "float"
     HOLDS: ClassVar[NumberFormat] = FP8
@@ -64,27 +87,10 @@ class FP8Packed(Packing):
         """Return the float32 steps that `scales` stored."""
         return scale.float()
 
-    def scale_types(self, dtype: torch.dtype | None) -> set[torch.dtype]:
-        """Return the dtypes that `weight_scale` may have; of a new file in a model of `dtype`, one."""
-        return SCALES if dtype is None else {self.scale_dtype(dtype)}
-
-    def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors of one layer without contents."""
-        steps = shape[0] // format.rows, format.groups(shape[1])
-        return {
-            f"{name}.weight": torch.empty(shape, dtype=self.WORDS, device="meta"),
-            f"{name}.weight_scale": torch.empty(steps, dtype=self.scale_types(dtype).pop(), device="meta"),
-        }
-
-    def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Return (out, in) from the shape of the levels."""
-        out, columns = expect(name, tensors, "weight", (None, None), {self.WORDS}).shape
-        return out, columns
-
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer."""
         out, columns = self.shape_of(name, tensors)
-        words = expect(name, tensors, "weight", (out, columns), {self.WORDS}).float()
+        words = tensors[f"{name}.weight"].float()
         if not bool(words.isfinite().all()):
             raise FormatError(f"{name}: a weight is not a number.")
         if out % format.rows or columns % format.run:

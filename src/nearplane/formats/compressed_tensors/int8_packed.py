@@ -15,60 +15,42 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError
-from nearplane.formats.compressed_tensors.packing import SCALES, Packing, refuse_unknown
+from nearplane.formats.compressed_tensors.fp8_packed import BytesPacked
+from nearplane.formats.compressed_tensors.packing import SCALES
 from nearplane.formats.integers import Integers, consecutive, expect
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import NumberFormat, integers
 
-FORMAT = integers(8, None)
+INT8 = integers(8, None)
 
 
-class Int8Packed(Packing):
+class Int8Packed(BytesPacked):
     """8-bit integers as they are."""
 
-    WORDS_IN = "weight"
-    SUFFIXES = (WORDS_IN, Packing.KEY)
     FORMAT = "int-quantized"
     TYPE = "int"
+    HOLDS = INT8
     WORDS = torch.int8
     ON_DEVICE = True
-
-    def number_format(self, weights: Mapping[str, Any]) -> NumberFormat:
-        """Return the one number format, after checking that a `weights` object describes it."""
-        expected = {name: value for name, value in self.weights(FORMAT, "natural").items() if name != "actorder"}
-        refuse_unknown({f"weights.{name}": (weights.get(name), {value}) for name, value in expected.items()})
-        return FORMAT
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer."""
         stored = Integers.of(name, matrix, dtype)
-        if stored.format != FORMAT or stored.scale.shape[1] != 1:
+        if stored.format != INT8 or stored.scale.shape[1] != 1:
             raise FormatError(f"{name}: symmetric codes of 8 bits with one step for a row expected.")
         return {
-            f"{name}.weight": (stored.codes.int() + FORMAT.low).to(self.WORDS),
+            f"{name}.weight": (stored.codes.int() + INT8.low).to(self.WORDS),
             f"{name}.weight_scale": stored.scale.contiguous(),
         }
-
-    def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors of one layer without contents."""
-        return {
-            f"{name}.weight": torch.empty(shape, dtype=self.WORDS, device="meta"),
-            f"{name}.weight_scale": torch.empty(shape[0], 1, dtype=self.scale_dtype(dtype), device="meta"),
-        }
-
-    def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Return (out, in) from the shape of the codes."""
-        out, columns = expect(name, tensors, "weight", (None, None), {self.WORDS}).shape
-        return out, columns
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer."""
         out, columns = self.shape_of(name, tensors)
-        words = expect(name, tensors, "weight", (out, columns), {self.WORDS})
+        words = tensors[f"{name}.weight"]
         return Integers(
-            codes=(words.int() - FORMAT.low).to(torch.uint8),
-            zeros=torch.full((out, 1), -FORMAT.low, dtype=torch.uint8, device=words.device),
+            codes=(words.int() - INT8.low).to(torch.uint8),
+            zeros=torch.full((out, 1), -INT8.low, dtype=torch.uint8, device=words.device),
             scale=expect(name, tensors, "weight_scale", (out, 1), SCALES),
             group=consecutive(columns, None, words.device),
-            format=FORMAT,
+            format=INT8,
         ).matrix()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -9,27 +10,31 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.layer_format import GridFormat
+from nearplane.formats.layer_format import check_groups
+from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import InputRounding, NumberFormat
 
-BIAS = 127  # of the exponents in E8M0
 SCALES = {torch.float16, torch.bfloat16, torch.float32}
 
 
-class Packing(GridFormat):
+class Packing(ABC):
     """A packing of compressed-tensors: the tensors of a layer, and the config fields that describe them.
 
     Attributes:
+        SUFFIXES: Suffixes of the names of all tensors of a layer.
+        ON_DEVICE: Whether `pack` and `unpack` compute where the matrix is; else it has to be on the CPU.
         FORMAT: The packing's name in config.json.
         TYPE: The name of its numbers in config.json.
-        HOLDS: The number format that it stores; None: integers.
+        HOLDS: The one number format that it stores; None: integers.
         STRATEGY: Name in config.json of how weights share steps; None: by the number format.
         WORDS_IN: Suffix of the name of the tensor with the codes.
         WORDS: Its dtype.
         DECODED: The dtype to which transformers decodes it in every network; None: the network's dtype.
     """
 
-    KEY = "weight_scale"
+    KEY: ClassVar[str] = "weight_scale"
+    SUFFIXES: ClassVar[tuple[str, ...]]
+    ON_DEVICE: ClassVar[bool] = False
     WORDS_IN: ClassVar[str] = "weight_packed"
     FORMAT: ClassVar[str]
     TYPE: ClassVar[str]
@@ -56,10 +61,26 @@ class Packing(GridFormat):
         Raises:
             FormatError: A field has a value that nearplane does not read.
         """
-        assert self.HOLDS is not None, "the packing of integers reads theirs"
+        assert self.HOLDS is not None, "the packing of several formats reads theirs"
         expected = {name: value for name, value in self.weights(self.HOLDS, "natural").items() if name != "actorder"}
         refuse_unknown({f"weights.{name}": (weights.get(name), {_hashed(value)}) for name, value in expected.items()})
         return self.HOLDS
+
+    @abstractmethod
+    def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of one layer; see `LayerFormat.pack`."""
+
+    @abstractmethod
+    def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of one layer without contents; see `GridFormat.empty`."""
+
+    @abstractmethod
+    def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Return (out, in) of a stored layer; see `LayerFormat.shape_of`."""
+
+    @abstractmethod
+    def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
+        """Return the matrix that `pack` stored; see `LayerFormat.unpack`."""
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse layers that transformers does not load: all but Linear layers of whole groups."""
@@ -68,11 +89,7 @@ class Packing(GridFormat):
                 f"{name} is a {kind}; readers load compressed-tensors for Linear layers only. "
                 f"Use --format gptq for Conv1D, or leave the layer unquantized with --ignore."
             )
-        if format.group is not None and shape[1] % format.group:
-            raise RecipeError(
-                f"{name} has {shape[1]} inputs, not a multiple of the group size {format.group}. Use another --group-size (none: "
-                f"one step per row), or leave the layer unquantized with --ignore."
-            )
+        check_groups(name, shape[1], format, " (none: one step per row)")
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return the model's dtype, as readers multiply in it; float32 for dtypes that are not stored."""
@@ -113,23 +130,6 @@ def check_inputs(inputs: Any, how: InputRounding | None) -> InputRounding | None
     expected = {name: value for name, value in inputs_object(how).items() if name != "observer"}
     refuse_unknown({f"input_activations.{name}": (inputs.get(name), {value}) for name, value in expected.items()})
     return how
-
-
-def exponents(name: str, step: Tensor) -> Tensor:
-    """Return steps that are powers of two as bytes.
-
-    Raises:
-        FormatError: A step is no power of two, or out of range.
-    """
-    exponent = step.log2() + BIAS
-    if not bool(((2.0 ** (exponent - BIAS) == step) & (exponent >= 0) & (exponent < 255)).all()):
-        raise FormatError(f"{name}: a step is not a power of two from 2^-127 to 2^127.")
-    return exponent.to(torch.uint8)
-
-
-def powers(scale: Tensor) -> Tensor:
-    """Return the float32 steps of bytes that `exponents` made."""
-    return torch.exp2(scale.to(torch.float32) - BIAS)
 
 
 def refuse_unknown(fields: Mapping[str, tuple[Any, set[Any]]]) -> None:

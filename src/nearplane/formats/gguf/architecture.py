@@ -20,6 +20,21 @@ from nearplane.formats.gguf.mixes import experts_of
 
 Config = Mapping[str, Any]
 logger = logging.getLogger("nearplane")
+# names of numbers in config.json, by key in the file without the architecture's name
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+GPT2_SIZES = dict(zip(SIZES, ("n_layer", "n_positions", "n_embd", "n_inner", "n_head"), strict=True))
+EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +83,8 @@ def _olmoe(writer: Any, config: Config) -> None:
 def _experts(writer: Any, config: Config) -> None:
     """Add the number of experts per block, the number per token, and their widths."""
     _refuse_others(config, {"decoder_sparse_step": 1, "mlp_only_layers": []})
-    writer.add_expert_count(experts_of(config))
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    if "moe_intermediate_size" in config:
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if "shared_expert_intermediate_size" in config:
-        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    numbers = {**config, "num_experts": experts_of(config)}
+    _add(writer, numbers, {key: name for key, name in EXPERTS.items() if name in numbers})
 
 
 def _gemma2(writer: Any, config: Config) -> None:
@@ -125,12 +136,7 @@ def _phi3(writer: Any, config: Config) -> None:
 
 
 def _gpt2(writer: Any, config: Config) -> None:
-    width = config["n_embd"]
-    writer.add_block_count(config["n_layer"])
-    writer.add_context_length(config["n_positions"])
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(config.get("n_inner") or 4 * width)
-    writer.add_head_count(config["n_head"])
+    _add(writer, {**config, "n_inner": config.get("n_inner") or 4 * config["n_embd"]}, GPT2_SIZES)
     writer.add_layer_norm_eps(config["layer_norm_epsilon"])
 
 
@@ -238,15 +244,17 @@ def _sizes(writer: Any, config: Config, window: int | None = None) -> None:
             f"llama.cpp has no attention window for a {config['model_type']}: the context in the GGUF is limited to "
             f"the window, {window} tokens instead of {positions}."
         )
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(min(window or positions, positions))
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
+    _add(writer, {**config, "max_position_embeddings": min(window or positions, positions)}, SIZES)
     writer.add_head_count_kv(config.get("num_key_value_heads") or config["num_attention_heads"])
     writer.add_key_length(_head_size(config))
     writer.add_value_length(_head_size(config))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+
+
+def _add(writer: Any, config: Config, names: Mapping[str, str]) -> None:
+    """Add numbers of config.json; `names` are theirs by key in the file."""
+    for key, name in names.items():
+        writer.add_uint32(f"{writer.arch}.{key}", config[name])
 
 
 def _head_size(config: Config) -> int:

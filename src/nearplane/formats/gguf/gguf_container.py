@@ -48,9 +48,9 @@ from nearplane.formats.layer_format import read_config
 from nearplane.number_formats import TYPES
 from nearplane.record.record import RunRecord
 from nearplane.system.files import flush_all, sha256
-from nearplane.system.fp8_mxfp4 import source_reader
 from nearplane.system.paths import INCOMPLETE, RECORD
 from nearplane.system.safetensors_files import DTYPE_NAMES, Kind, TensorReader
+from nearplane.system.source_storage import source_reader
 
 EMBEDDING_TENSORS = ("token_embd.weight", "output.weight")
 logger = logging.getLogger("nearplane")
@@ -85,11 +85,9 @@ class GGUFFile(Container):
         gguf_package()
         self._network = dict(place.network)
         self._prepare()
-        self._size = 0  # bytes of the file
-        self._infos: dict[str, Info] = {}  # by name in the checkpoint
-        self._sums: dict[str, str] = {}
         self._file: BinaryIO | None = None
         self._record = b""
+        self.begin()
 
     def _prepare(self) -> None:
         """Refuse networks that llama.cpp does not compute, and name their tensors."""
@@ -101,7 +99,9 @@ class GGUFFile(Container):
         """Reset the state; the file is created with the first block, as types of layers may change until then."""
         if self._file is not None:
             self._file.close()
-        self._file, self._infos, self._sums, self._size = None, {}, {}, 0
+        self._file, self._size = None, 0  # bytes of the file
+        self._infos: dict[str, Info] = {}  # by name in the checkpoint
+        self._sums: dict[str, str] = {}
 
     def _header(self) -> Any:
         """Return a `gguf.GGUFWriter` with all metadata except those of the tensors."""

@@ -8,7 +8,7 @@ from typing import Any
 from nearplane.formats.container import Container, Format, Place
 from nearplane.formats.gguf.gguf_container import GGUFFile
 from nearplane.formats.gguf.gguf_header import LIKE_KEY, read_header
-from nearplane.formats.gguf.gguf_layers import Blocks, Config
+from nearplane.formats.gguf.gguf_layers import Blocks
 from nearplane.formats.gguf.gguf_reader import GGUFReader, path_in
 from nearplane.formats.gguf.like_file import LikeFile
 from nearplane.formats.gguf.like_reader import LikeReader
@@ -26,4 +26,4 @@ def reader(folder: Path, *, unfinished: bool = False) -> GGUFReader:
     return (LikeReader if like else GGUFReader)(folder, unfinished=unfinished)
 
 
-FORMAT = Format(Blocks(), Config(), writer, reader)
+FORMAT = Format(Blocks(), writer, reader)

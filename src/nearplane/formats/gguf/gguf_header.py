@@ -79,6 +79,17 @@ class Header:
         """Whether nearplane wrote the file: other programs have none of its keys."""
         return any(key.startswith(KEY_PREFIX) for key in self.fields)
 
+    def texts(self, path: Path, key: str) -> list[str]:
+        """Return a list of nearplane's own with one text for every tensor; `path` is that of the file, for the error.
+
+        Raises:
+            ModelError: There is no such list.
+        """
+        texts, count = self.fields.get(key), len(self.tensors)
+        if not isinstance(texts, list) or len(texts) != count or not all(isinstance(each, str) for each in texts):
+            raise ModelError(f"{path} has no valid key {key}. Fetch the file again.")
+        return texts
+
 
 def read_header(path: Path, *, lists: bool = False) -> Header:
     """Read the header of a GGUF.

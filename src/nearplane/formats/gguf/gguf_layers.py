@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.compressed_tensors.fp4_packed import codes_of, nibbles
-from nearplane.formats.compressed_tensors.packing import exponents, powers
+from nearplane.formats.compressed_tensors.fp4_packed import codes_of, exponents, nibbles, powers
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.formats.gguf.kquants import KQUANTS, Fields, in_bytes, split
 from nearplane.formats.integers import expect
-from nearplane.formats.layer_format import ConfigFile, Held, LayerFormat, Quantized
+from nearplane.formats.layer_format import Held, LayerFormat, Quantized, check_kind
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.octaves import OctaveGrid
 from nearplane.lattice.superblock import SuperGrid, in_blocks, on_two_levels
@@ -45,8 +44,7 @@ class Blocks(LayerFormat):
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse grids that no type of llama.cpp has, and rows that are no whole number of blocks."""
-        if kind not in KINDS:
-            raise RecipeError(f"{name} is a {kind}; GGUF has {', '.join(KINDS)}. Leave it unquantized with --ignore.")
+        check_kind(name, kind, KINDS, f"GGUF has {', '.join(KINDS)}")
         block = block_type(name, format)
         if shape[1] % block.columns:
             raise RecipeError(
@@ -95,10 +93,6 @@ class Blocks(LayerFormat):
         if kind != format:
             raise FormatError(f"{name} is {kind.name}, but {format.name} in config.json. Fetch the folder again.")
         return unpack(kind, tensors[f"{name}.weight_{kind.name}"], self.shape_of(name, tensors)[1])
-
-
-class Config(ConfigFile):
-    """The config of a GGUF: the type of every layer, and the options of embeddings and tokenizer."""
 
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return the config of a network."""

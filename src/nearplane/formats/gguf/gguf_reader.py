@@ -67,7 +67,7 @@ class GGUFReader(TensorReader):
         """Describe the tensors by their names in the checkpoint, with their places in the file and their SHA-256."""
         header = self.header
         names = checkpoint_names(self.path, header)
-        sums = self._texts(SUMS) if header.own else [""] * len(names)
+        sums = header.texts(self.path, SUMS) if header.own else [""] * len(names)
         self._infos: dict[str, Info] = {}
         self._sums: dict[str, str] = {}
         for info, name, digests in zip(header.tensors, names, sums, strict=True):
@@ -135,14 +135,6 @@ class GGUFReader(TensorReader):
                 f"{self.path}: {info.name} has the shape {info.shape} and {len(sums)} letters of SHA-256, which do not "
                 f"fit {name}. Fetch the file again."
             )
-
-    def _texts(self, key: str) -> list[str]:
-        """Return a list of nearplane's own in the header, with one text for every tensor."""
-        texts = self.header.fields.get(key)
-        count = len(self.header.tensors)
-        if not isinstance(texts, list) or len(texts) != count or not all(isinstance(each, str) for each in texts):
-            raise ModelError(f"{self.path} has no valid key {key}. Fetch the file again.")
-        return texts
 
     def _raw(self, file: BinaryIO, name: str, info: Info, digest: str | None) -> bytearray:
         """Read the bytes of a tensor or of a part of it, and compare their SHA-256.

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -338,7 +340,7 @@ def _same(path: Path, info: Info, content: Content, sources: Mapping[str, Source
         return True
     begin = 0
     rows = _tensor(path, info).reshape(-1, 1) if is_vector(info.shape) else _rows(path, info, content.turned)
-    for name, parts in _by_name(content):
+    for name, parts in groupby(content.parts, key=attrgetter("name")):
         values = sources[name].read()
         for part in parts:
             expected = values.reshape(part.flat)[part.rows.index()]
@@ -347,14 +349,3 @@ def _same(path: Path, info: Info, content: Content, sources: Mapping[str, Source
                 return False
             begin += len(part.rows)
     return begin == len(rows)
-
-
-def _by_name(content: Content) -> Iterator[tuple[str, list[Part]]]:
-    """Yield the parts of a tensor in order, those that follow each other from one tensor together."""
-    parts: list[Part] = []
-    for part in content.parts:
-        if parts and parts[-1].name != part.name:
-            yield parts[0].name, parts
-            parts = []
-        parts.append(part)
-    yield parts[0].name, parts

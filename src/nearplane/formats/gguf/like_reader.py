@@ -70,7 +70,8 @@ class LikeReader(GGUFReader):
     def _fill(self, unfinished: bool) -> None:
         """Describe the tensors by their names in the checkpoint."""
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
-        for info, text, sums in zip(self.header.tensors, self._texts(TENSORS), self._texts(SUMS), strict=True):
+        texts, hashes = (self.header.texts(self.path, key) for key in (TENSORS, SUMS))
+        for info, text, sums in zip(self.header.tensors, texts, hashes, strict=True):
             try:
                 content = Content.from_json(text)
                 pieces = content.pieces(info) if content.parts else []

@@ -184,15 +184,8 @@ def checkpoint_names(path: Path, header: Header) -> list[str]:
     Raises:
         ModelError: A tensor is unknown, or nearplane's list of names does not fit.
     """
-    names = header.fields.get(TENSORS)
     if header.own:
-        if (
-            isinstance(names, list)
-            and len(names) == len(header.tensors)
-            and all(isinstance(each, str) for each in names)
-        ):
-            return names
-        raise ModelError(f"{path} has no valid key {TENSORS}. Fetch the file again.")
+        return header.texts(path, TENSORS)
     architecture = str(header.fields.get("general.architecture"))
     parts = PARTS | OTHER_PARTS.get(architecture, {})
     ends, blocks = ENDS, "model.layers"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nearplane.errors import ModelError
-from nearplane.formats.gguf.architecture import ARCHITECTURES, llama3_factors, ropes
+from nearplane.formats.gguf.architecture import ARCHITECTURES, EXPERTS, GPT2_SIZES, SIZES, llama3_factors, ropes
 from nearplane.formats.gguf.gguf_header import NUMBER, Header, Info
 from nearplane.formats.gguf.mixes import experts_of
 
@@ -154,12 +154,7 @@ def _sizes(entries: _Metadata) -> Config:
     size = take("attention.key_length", hidden // max(1, heads))
     if take("attention.value_length", size) != size:
         raise entries.error("attention.value_length differs from attention.key_length")
-    return {
-        "num_hidden_layers": take("block_count"),
-        "max_position_embeddings": take("context_length"),
-        "hidden_size": hidden,
-        "intermediate_size": take("feed_forward_length"),
-        "num_attention_heads": heads,
+    return {name: take(key) for key, name in SIZES.items()} | {
         "num_key_value_heads": take("attention.head_count_kv", heads),
         "head_dim": size,
         "rms_norm_eps": take("attention.layer_norm_rms_epsilon"),
@@ -213,12 +208,7 @@ def _llama(entries: _Metadata) -> Config:
 
 def _experts(entries: _Metadata, count: str = "num_experts") -> Config:
     """Return the numbers and widths of experts."""
-    names = {
-        "expert_count": count,
-        "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    }
+    names = EXPERTS | {"expert_count": count}
     return {name: entries.take(key) for key, name in names.items() if key in entries.entries}
 
 
@@ -262,9 +252,7 @@ def _phi3(entries: _Metadata) -> Config:
 
 
 def _gpt2(entries: _Metadata) -> Config:
-    names = {"block_count": "n_layer", "context_length": "n_positions", "embedding_length": "n_embd"}
-    names |= {"feed_forward_length": "n_inner", "attention.head_count": "n_head"}
-    config = {name: entries.take(key) for key, name in names.items()}
+    config = {name: entries.take(key) for key, name in GPT2_SIZES.items()}
     return config | {"model_type": "gpt2", "layer_norm_epsilon": entries.take("attention.layer_norm_epsilon")}
 
 

@@ -25,7 +25,7 @@ from nearplane.formats.stored import read_dense
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import MXFP4, NumberFormat, integers
 from nearplane.system.paths import RECORD
-from nightly import daily
+from nightly import daily_of_several
 
 layout = FORMAT.layers
 IDS = torch.arange(48)[None] % 64
@@ -44,14 +44,14 @@ def check(**changes: Any) -> None:
 
 
 def unpacked(name: str, tensors: dict[str, torch.Tensor], made: dict[str, Any]) -> QuantizedMatrix:
-    return layout.unpack(name, tensors, FORMAT.config.grid_of(made, name))
+    return layout.unpack(name, tensors, FORMAT.layers.grid_of(made, name))
 
 
 WIDTHS = [(2, 32), (3, 32), (3, None), (4, 32), (4, None), (5, 32), (6, None), (7, 32), (8, 32)]
 CASES = [(*width, dtype) for dtype in (torch.float32, torch.bfloat16) for width in WIDTHS]
 
 
-@pytest.mark.parametrize(("bits", "group_size", "dtype"), daily(CASES, CASES[::2]))
+@pytest.mark.parametrize(("bits", "group_size", "dtype"), daily_of_several(CASES, CASES[::2]))
 def test_from_pretrained_gives_exactly_the_logits_of_the_decoded_weights(
     tmp_path: Path, source: Callable[..., Path], dtype: torch.dtype, bits: int, group_size: int | None
 ) -> None:

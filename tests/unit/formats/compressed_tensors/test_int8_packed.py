@@ -18,7 +18,7 @@ PRESETS = {"int8": "INT8", "fp8": "FP8_DYNAMIC", "nvfp4": "NVFP4", "mxfp4": "MXF
 
 def config(grid, activations):
     network = Quantized(scheme=GridScheme(grid=grid), quantized=["a"], activations=activations, version="0")
-    return FORMAT.config.describe(network)
+    return FORMAT.layers.describe(network)
 
 
 def test_all_codes_are_read_back_and_the_same_to_the_package():
@@ -46,9 +46,9 @@ def test_other_integers_are_not_packed():
 def test_the_config_asks_for_the_rounding_of_the_package_s_own_scheme(grid):
     format = number_format(grid)
     written = config(grid, format.inputs.name)
-    assert FORMAT.config.grid_of(written, "a") == format
-    assert FORMAT.config.inputs_of(written, "a") == format.inputs
-    assert FORMAT.config.inputs_of(config(grid, "none"), "a") is None
+    assert FORMAT.layers.grid_of(written, "a") == format
+    assert FORMAT.layers.inputs_of(written, "a") == format.inputs
+    assert FORMAT.layers.inputs_of(config(grid, "none"), "a") is None
     group = {name: x for name, x in written["config_groups"]["group_0"].items() if name != "format"}
     ours, preset = QuantizationScheme(**group), preset_name_to_scheme(PRESETS[grid], ["Linear"])
     for field in ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "scale_dtype"):
@@ -69,7 +69,7 @@ def test_other_roundings_are_refused_by_name(grid, changes, said):
     written = config(grid, number_format(grid).inputs.name)
     written["config_groups"]["group_0"]["input_activations"] |= changes
     with pytest.raises(FormatError, match=said):
-        FORMAT.config.grid_of(written, "a")
+        FORMAT.layers.grid_of(written, "a")
 
 
 def test_inputs_of_weights_that_no_reader_multiplies_with_them_are_refused():
@@ -77,4 +77,4 @@ def test_inputs_of_weights_that_no_reader_multiplies_with_them_are_refused():
     weights = written["config_groups"]["group_0"]["weights"] | {"num_bits": 4}
     written["config_groups"]["group_0"] |= {"weights": weights, "format": "pack-quantized"}
     with pytest.raises(FormatError, match=r"input_activations is .*, expected None for such weights"):
-        FORMAT.config.grid_of(written | {"format": "pack-quantized"}, "a")
+        FORMAT.layers.grid_of(written | {"format": "pack-quantized"}, "a")

@@ -1,18 +1,19 @@
-"""What is asked of `tune`, and the checks of it that need no torch."""
+"""What is asked of `verify`, `export` and `tune`, and the checks of it that need no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nearplane.calibration.text_files import check_named
-from nearplane.errors import RecipeError
+from nearplane.errors import ModelError, RecipeError
+from nearplane.recipe.file_formats import FILE_FORMATS
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import read_record
-from nearplane.system.arguments import ComputeDtype, whole
+from nearplane.system.arguments import ComputeDtype, whole, within
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_path, folders_in, path_in
 from nearplane.system.progress import Progress, silent
@@ -24,6 +25,86 @@ if TYPE_CHECKING:
     from nearplane.calibration.given import Encoded
 else:
     Tensor = Encoded = Any  # these need torch
+
+DENSE = "safetensors"  # format of decoded weights
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRequest:
+    """Arguments of `verify`.
+
+    Args:
+        out: Folder of a checkpoint that nearplane wrote.
+        against: The original model, as a local folder or hub id. If given, every loss is measured again.
+        calibration: The calibration text of the checkpoint, as quantize takes it. Default: the text named in its recipe.
+        tolerance: Largest relative deviation of a figure that is measured again; 0 suits the machine that wrote the checkpoint.
+            Default: 1e-6, and 0.01 on another device than that of the run, or 0.5 if its blocks ran in 16 bits.
+        device: Device to compute on: auto (one like that of the run, if there is one), cpu, cuda, or a GPU as cuda:1.
+        trust_remote_code: Run model code that comes with the original model.
+        progress: Display that wraps the iterators over files, over layers to check and over layers to measure.
+    """
+
+    out: str | Path
+    _: KW_ONLY
+    against: str | Path | None = None
+    calibration: str | Path | Sequence[str] | Tensor | tuple[Tensor, Tensor] | Encoded | None = None
+    tolerance: float | None = None
+    device: str = "auto"
+    trust_remote_code: bool = False
+    progress: Progress = silent
+
+    def check(self) -> RunRecord:
+        """Refuse what can be refused without torch; return the run record of the checkpoint."""
+        if self.calibration is not None and self.against is None:
+            raise RecipeError(
+                "--calibration needs --against: losses are measured with both the original model and the text."
+            )
+        tolerance = self.tolerance
+        within("--tolerance", tolerance, tolerance is None or 0 <= tolerance < 1, "a number from 0 to 1")
+        check_path("checkpoint", self.out)
+        check_named(self.against, calibration=path_in(self.calibration))
+        return read_record(Path(self.out))
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """Arguments of `export`.
+
+    Args:
+        source: Folder of a checkpoint that nearplane, GPTQModel or llm-compressor wrote.
+        out: New or empty folder to write.
+        format: safetensors decodes all weights, for any program. Others hold the same integers: compressed-tensors and gptq if
+            symmetric, gptq_v2, awq at 4 bits, mlx, gguf at 4, 5 and 8 symmetric bits in groups that are multiples of 32, and at
+            4 asymmetric bits in multiples of 256.
+        dtype: Dtype of all weights, only with safetensors. Default: bfloat16 for decoded weights, and every other tensor keeps
+            its own.
+        trust_remote_code: Run model code that comes with the checkpoint, and copy it.
+    """
+
+    source: str | Path
+    out: str | Path
+    _: KW_ONLY
+    format: str = DENSE
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    trust_remote_code: bool = False
+
+    def check(self) -> None:
+        """Refuse what can be refused without torch."""
+        known = [DENSE, *(name for name, files in FILE_FORMATS.items() if name is not None and not files.entropy_coded)]
+        if self.format not in known:
+            raise RecipeError(f"--format is {self.format!r}, which export does not write; expected {', '.join(known)}.")
+        if self.dtype is not None and self.format != DENSE:
+            raise RecipeError(
+                f"--dtype {self.dtype} is for decoded weights, but --format {self.format} keeps their integers. Leave it out."
+            )
+        check_path("checkpoint", self.source)
+        check_path("output", self.out)
+        if not Path(self.source).is_dir():
+            raise ModelError(f"The folder {self.source} does not exist. Pass a folder that nearplane quantize wrote.")
+        if Path(self.out).is_dir() and any(Path(self.out).iterdir()):
+            raise RecipeError(f"{self.out} exists and is not empty. Empty it or choose another folder.")
+        check_named(self.source)
+        Unfinished(Path(self.out), sources=[Path(self.source)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Weights of a model object as they act, under the names that its class and config give them.
+"""Model objects: saved to a temporary folder and read from there like any model, with their weights as they act.
 
 A compiled part, a parametrization or a pruning mask gives a weight another name; transformers would save it under that
 name and find it missing afterwards. What takes part in the computation beside these weights, such as adapters, is refused.
@@ -7,15 +7,19 @@ name and find it missing afterwards. What takes part in the computation beside t
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import reduce
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.errors import ModelError, first_few
-from nearplane.models.pretrained import as_model_error
+from nearplane.errors import ModelError, first_few, first_line
+from nearplane.models.pretrained import GENERATION, as_model_error
 
 COMPILED = "_orig_mod."  # in the names of what torch.compile has wrapped
 PARAMETRIZED = ".parametrizations."  # in the names of what torch.nn.utils.parametrize has wrapped
@@ -88,3 +92,60 @@ def _apart(weights: dict[str, Tensor], tied: Collection[str]) -> dict[str, Tenso
             weights[name] = tensor.clone()
         seen.add(place)
     return weights
+
+
+@contextmanager
+def as_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[str]:
+    """Save a model object to a temporary folder, perhaps with a tokenizer; yield its path.
+
+    Raises:
+        ModelError: The object is not a model that transformers can save, or not what its config describes.
+    """
+    packed = any(getattr(module, "holds_codes", False) for module in model.modules())
+    if packed or getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+        raise ModelError(f"The {type(model).__name__} passed as model is already quantized. Pass the original model.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError(
+            f"The {type(model).__name__} passed as model has weights on the meta device, or offloaded by accelerate. "
+            f"Pass the folder from which it was loaded."
+        )
+    weights = acting_weights(model)
+    with tempfile.TemporaryDirectory(prefix="nearplane-") as place:
+        with as_model_error(f"transformers cannot save the {type(model).__name__} passed as model"):
+            try:
+                _save(model, weights, Path(place))
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(place)
+            except (OSError, SafetensorError) as error:
+                raise ModelError(
+                    f"The {type(model).__name__} passed as model could not be saved to {place} ({first_line(error)}). Free some "
+                    f"space there, or choose another folder (TMPDIR)."
+                ) from error
+        yield place
+
+
+def _save(model: PreTrainedModel, weights: dict[str, Tensor], place: Path) -> None:
+    """Save a model object with these weights, and its generation config as it is, which transformers may call invalid."""
+    saved = copy.copy(model)  # transformers changes the config that it saves
+    saved.config = copy.deepcopy(model.config)
+    settings = getattr(model, "generation_config", None)
+    if model.can_generate():
+        saved.generation_config = GenerationConfig()
+    saved.save_pretrained(place, state_dict=weights)
+    (place / GENERATION).unlink(missing_ok=True)
+    if settings is not None:
+        settings.to_json_file(place / GENERATION, keys_to_pop=["compile_config"])
+
+
+def check_model(model: object) -> PreTrainedModel:
+    """Return a model object; refuse anything but a transformers model.
+
+    Raises:
+        ModelError: The object is not a PreTrainedModel.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"model is a {type(model).__name__}; expected a folder, a hub id or a PreTrainedModel of transformers. For adapters "
+            f"or compiled modules, pass the model inside: merge_and_unload(), _orig_mod."
+        )
+    return model

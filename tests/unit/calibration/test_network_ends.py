@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nearplane.calibration.activations import finish, skeleton
+from nearplane.calibration.activations import skeleton
+from nearplane.calibration.network_ends import finish
 from nearplane.calibration.sensitivity import sensitivity
 from nearplane.models.model import open_model
 
