@@ -139,7 +139,8 @@ def same(a: Contents, b: Contents) -> bool:
     """Tell whether two contents agree in every field."""
     return (
         np.array_equal(a.codes, b.codes)
-        and np.array_equal(a.columns, b.columns)
-        and np.array_equal(a.rows, b.rows)
-        and (a.base, a.column_resolution, a.row_resolution) == (b.base, b.column_resolution, b.row_resolution)
+        and np.array_equal(a.scales.columns, b.scales.columns)
+        and np.array_equal(a.scales.rows, b.scales.rows)
+        and (a.scales.base, a.scales.column_resolution, a.scales.row_resolution)
+        == (b.scales.base, b.scales.column_resolution, b.scales.row_resolution)
     )

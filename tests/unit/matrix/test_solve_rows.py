@@ -44,8 +44,8 @@ def moments(columns: int, generator: torch.Generator) -> Moments:
     def of(X: Tensor, X_hat: Tensor) -> Moments:
         return Moments(H=X_hat.T @ X_hat / len(X), C=X.T @ X_hat / len(X), tokens=len(X))
 
-    (X, X_hat), (_, extra) = seen(500), seen(70)
-    return replace(of(X, X_hat), held_out=of(X[:100], X_hat[:100]), extra=Extra(X_hat=extra.float()))
+    (X, X_hat), (_, extra) = seen(1000), seen(70)
+    return replace(of(X, X_hat), held_out=of(X[:200], X_hat[:200]), extra=Extra(X_hat=extra.float()))
 
 
 CASES = [*((name, 128) for name in SCHEMES), ("4 bits", 1), ("q4_k", 1)]

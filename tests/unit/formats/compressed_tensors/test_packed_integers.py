@@ -27,7 +27,7 @@ def config(bits: int = 4, group_size: int | None = 32, symmetric: bool = True, *
 
 
 def unpacked(name: str, tensors: dict[str, torch.Tensor], made: dict[str, Any]) -> QuantizedMatrix:
-    return layout.unpack(name, tensors, FORMAT.config.grid_of(made, name))
+    return layout.unpack(name, tensors, FORMAT.layers.grid_of(made, name))
 
 
 @given(st.data())
