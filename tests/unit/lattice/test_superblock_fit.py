@@ -135,7 +135,7 @@ def _only_steps(W: Tensor, matrix: QuantizedMatrix[Grid], H: Tensor, fit: SuperF
     """Fit steps three times over while codes stay."""
     grid = matrix.grid
     state = State(
-        grid=grid,
+        group=grid.group,
         codebook=grid.codebook,
         scale=grid.scale.T.clone(),
         zero=grid.zero.T.clone(),

@@ -6,7 +6,7 @@ Loops are made short by small blocks, so that each of them has several turns. Re
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -203,7 +203,7 @@ def test_a_certificate_waits_twice_and_extra_windows_not_at_all(gpu: Gpu, solver
     found = certify(on_gpu(p.W), on_gpu(p.W), solution_there, on_gpu(p.H), there)
     assert waits(gpu) == 2
     expected = certify(p.W, p.W, solution, p.H, f)
-    for name, figure in asdict(replace(expected, row_losses=expected.row_losses.tolist())).items():
+    for name, figure in expected._replace(row_losses=expected.row_losses.tolist())._asdict().items():
         found_too = found.row_losses.held.tolist() if name == "row_losses" else getattr(found, name)
         assert found_too == (figure if isinstance(figure, str | None) else pytest.approx(figure, rel=1e-12))
     gpu.forget()
