@@ -27,7 +27,7 @@ from nearplane.models.model import Model
 from nearplane.models.model_objects import as_folder, check_model
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.journal import Journal
-from nearplane.planning.like import with_like
+from nearplane.planning.like_file import with_like
 from nearplane.planning.request import open_resolved
 from nearplane.planning.run import Job, Options, check_limit, container_for, start_run
 from nearplane.planning.solve_stage import solve_stage
