@@ -9,8 +9,8 @@ from pathlib import Path
 from kept_cells import Cell, Cells, Key
 from methods import TRACE, Quantized, Subject, measured, quantized, trace_ratios
 
-from nearplane.calibration.text_files import content_of
 from nearplane.record.record import versions
+from nearplane.verbs.compare import content_of
 
 
 def run(subjects: Sequence[Subject], keys: Sequence[Key], cells: Cells, folder: Path, device: str) -> None:

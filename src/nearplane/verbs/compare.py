@@ -128,7 +128,7 @@ def _run_inputs(request: CompareRequest, folders: Mapping[str, Path]) -> dict[st
         settings["prompt"] = request.prompt
     given = calibration.calibration
     texts = [request.text, *([each.name for each in texts_of(given)] or filter(None, [given]))]
-    digest = " ".join(_content_of(Path(text)) for text in texts)
+    digest = " ".join(content_of(Path(text)) for text in texts)
     return run_inputs(settings, folders, digest, versions(), Device.named(request.device)).values
 
 
@@ -269,7 +269,7 @@ def _quantized_before(out: Path, recipe: Recipe) -> RunRecord | None:
     return record if record.recipe == recipe else None
 
 
-def _content_of(text: Path) -> str:
+def content_of(text: Path) -> str:
     """Return the SHA-256 of a text file or of all files in a folder; for a data set, its name."""
     if text.is_file():
         return sha256(text)
