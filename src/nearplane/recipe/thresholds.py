@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 # calibration tokens for each input of a layer: a run with fewer than the first for the widest is refused, and an expert with
-# fewer gets the mean of the others added; with fewer than the second, losses are too small to be trusted, which is said
+# fewer gets the mean of the others added; with fewer than the second, losses are too small to be trusted, which is said, and
+# --rare-experts error ends the run; the default number of windows for experts follows from the second, too
 MIN_TOKENS_PER_INPUT, ADVISED_TOKENS_PER_INPUT = 1, 4
 MAX_CERTIFIED_INPUTS = 4096  # no limit is computed for wider layers, as it would take longer than the solve
