@@ -25,7 +25,7 @@ class Packing(ABC):
         ON_DEVICE: Whether `pack` and `unpack` compute where the matrix is; else it has to be on the CPU.
         FORMAT: The packing's name in config.json.
         TYPE: The name of its numbers in config.json.
-        HOLDS: The one number format that it stores; None: integers.
+        HOLDS: The one number format that it stores; None: integers of several widths.
         STRATEGY: Name in config.json of how weights share steps; None: by the number format.
         WORDS_IN: Suffix of the name of the tensor with the codes.
         WORDS: Its dtype.
