@@ -1,4 +1,4 @@
-"""A tiny Llama on disk."""
+"""A tiny Llama on disk, and a folder with nothing but a config."""
 
 from __future__ import annotations
 
@@ -28,3 +28,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype], 
         return folders[dtype]
 
     return make
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """A source folder with nothing but a config."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    return source

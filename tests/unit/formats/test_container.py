@@ -6,41 +6,21 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from checkpoints import config_of_grids, random_matrix, write_folder
+from checkpoints import random_matrix, write_folder
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.beside import changed_card
-from nearplane.formats.container import Container, Place
+from nearplane.formats.container import Container
 from nearplane.formats.stored import quantization_of, read_dense, read_matrices
-from nearplane.formats.table import open_container
 from nearplane.record.model_card import SEAL
+from opened import GRID, finish, writer
 
 FORMAT_NAMES = ("compressed-tensors", "gptq", "gptq_v2")
-GRID = {"bits": 4, "group_size": 32, "symmetric": True}
-
-
-def config(format: str, **changes: Any) -> dict[str, Any]:
-    return config_of_grids(format, ["a"], **(GRID | {"order": "natural"} | changes))
-
-
-def writer(out: Path, source: Path, format: str = "gptq", shards: int = 1, **options: Any) -> Container:
-    place = Place(out=out, source=source, **options)
-    return open_container(place, config(format), dtype=torch.float32, shards=shards)
-
-
-@pytest.fixture
-def plain(tmp_path: Path) -> Path:
-    """A source folder with nothing but a config."""
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text('{"model_type": "llama"}')
-    return source
 
 
 @pytest.mark.parametrize(
@@ -91,16 +71,6 @@ def test_code_of_the_model_is_copied_only_when_trusted(tmp_path: Path, plain: Pa
         assert (out / "modeling_own.py").exists() is trusted
         assert (out / "additional_chat_templates" / "tool.jinja").read_text() == "tool"
         assert not (out / "onnx").exists()
-
-
-def finish(opened: Container, shards: int = 1, during: Callable[[Container], object] = lambda w: None) -> None:
-    """Write shards of one tensor each; `during` happens before the last one is written."""
-    with opened as w:
-        for i in range(shards - 1):
-            w.close_block({f"x{i}": torch.ones(2)})
-        during(w)
-        w.close_block({f"x{shards - 1}": torch.ones(2)})
-        w.record_json = "{}"
 
 
 def fail(opened: Container) -> None:

@@ -14,44 +14,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from checkpoints import config_of_grids, random_matrix, write_folder
+from checkpoints import random_matrix, write_folder
 from nearplane.errors import FormatError
-from nearplane.formats.container import Container, Place
 from nearplane.formats.stored import quantization_of, read_dense, read_matrices
-from nearplane.formats.table import open_container
+from opened import GRID, finish, writer
 
 FORMAT_NAMES = ("compressed-tensors", "gptq", "gptq_v2")
-
-
-GRID = {"bits": 4, "group_size": 32, "symmetric": True}
-
-
-def config(format: str, **changes: Any) -> dict[str, Any]:
-    return config_of_grids(format, ["a"], **(GRID | {"order": "natural"} | changes))
-
-
-def writer(out: Path, source: Path, format: str = "gptq", shards: int = 1, **options: Any) -> Container:
-    place = Place(out=out, source=source, **options)
-    return open_container(place, config(format), dtype=torch.float32, shards=shards)
-
-
-@pytest.fixture
-def plain(tmp_path: Path) -> Path:
-    """A source folder with nothing but a config."""
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text('{"model_type": "llama"}')
-    return source
-
-
-def finish(opened: Container, shards: int = 1, during: Callable[[Container], object] = lambda w: None) -> None:
-    """Write shards of one tensor each; `during` happens before the last one is written."""
-    with opened as w:
-        for i in range(shards - 1):
-            w.close_block({f"x{i}": torch.ones(2)})
-        during(w)
-        w.close_block({f"x{shards - 1}": torch.ones(2)})
-        w.record_json = "{}"
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from nearplane.lattice import kernels_torch
 from nearplane.lattice.beam import k_best
 from nearplane.lattice.beam_cpu import beam_block, trace
 from nearplane.lattice.factor import Factor, factorize
-from nearplane.lattice.grid import Grid, QuantizedMatrix, Weights
+from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.solvers import nearest_plane, round_to_nearest
+from one_block import swept
 from oracles import closest_vector, run
 from strategies import KINDS, ORDERS, UNCLIPPED, Problem, problem, problems
 
@@ -40,18 +41,6 @@ def losses(p: Problem, factor: Factor, matrix: QuantizedMatrix) -> tuple[Tensor,
 def near_a_tie(p: Problem, factor: Factor) -> bool:
     """Whether nearest plane comes near a tie, by its oracle."""
     return run("C25 1 relative error", p.W, p.data(factor), p.grid, factor.order)[1].margin <= TIE
-
-
-def swept(p: Problem, factor: Factor, beam: int, sweep=beam_block) -> tuple[Tensor, Tensor, Tensor]:
-    """Sweep all columns as one block: chosen codes, parents and costs of the places."""
-    W = p.W[:, factor.order]
-    scale, zero = (part.expand(len(W), -1) for part in p.grid.columns(factor.order))
-    cost = torch.full((len(W), beam), torch.inf, dtype=torch.float64)
-    cost[:, 0] = 0
-    d = factor.d.masked_fill(factor.dead[factor.order], 0)
-    target = W[:, None].repeat(1, beam, 1)
-    chosen, parent = sweep(target, Weights(W, scale, zero, p.grid.codebook), factor.U, d, cost)
-    return chosen, parent, cost
 
 
 @given(problems(), st.sampled_from(ORDERS), st.integers(1, 11))

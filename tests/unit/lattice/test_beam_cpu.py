@@ -5,26 +5,11 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from nearplane.lattice import kernels_torch
-from nearplane.lattice.beam_cpu import beam_block
-from nearplane.lattice.factor import Factor
-from nearplane.lattice.grid import Weights
+from one_block import swept
 from strategies import ORDERS, Problem, problems
 from threads import threads_of_torch
-
-
-def swept(p: Problem, factor: Factor, beam: int, sweep=beam_block) -> tuple[Tensor, Tensor, Tensor]:
-    """Sweep all columns as one block: chosen codes, parents and costs of the places."""
-    W = p.W[:, factor.order]
-    scale, zero = (part.expand(len(W), -1) for part in p.grid.columns(factor.order))
-    cost = torch.full((len(W), beam), torch.inf, dtype=torch.float64)
-    cost[:, 0] = 0
-    d = factor.d.masked_fill(factor.dead[factor.order], 0)
-    target = W[:, None].repeat(1, beam, 1)
-    chosen, parent = sweep(target, Weights(W, scale, zero, p.grid.codebook), factor.U, d, cost)
-    return chosen, parent, cost
 
 
 @given(problems(), st.sampled_from(ORDERS), st.integers(1, 9), st.integers(1, 3))

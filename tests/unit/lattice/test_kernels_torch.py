@@ -7,18 +7,8 @@ from nearplane.lattice.grid import Codebook
 from nearplane.lattice.kernels_cpu import STRIP_ROWS, sweep_block
 from nearplane.lattice.kernels_torch import Columns, Tally
 from nearplane.lattice.kernels_torch import sweep_block as sweep_block_torch
+from one_block import problem
 from threads import threads_of_torch
-
-
-def problem(b, out, *, groups=1, seed=0):
-    """Targets, weights, steps, offsets, group of every column and the block's triangle, all float32."""
-    g = torch.Generator().manual_seed(seed)
-    target, W = torch.randn(2, b, out, generator=g)
-    scale = torch.rand(groups, out, generator=g) * 0.3 + 0.1
-    zero = torch.randint(0, 16, (groups, out), generator=g).float()
-    group = torch.randint(0, groups, (b,), generator=g)
-    U = (torch.randn(b, b, generator=g) / 8).triu(1) + torch.eye(b)
-    return target, W, scale, zero, group, U
 
 
 @pytest.mark.parametrize("moves", [False, True])
