@@ -35,12 +35,13 @@ from typing import Any
 import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 GROUP, STEPS = 32, 15  # of Q4_1: weights that share a step, and steps from the least of them to the largest
-WINDOWS, SEQLEN = 32, 512  # of the text on which perplexity is compared
-PROMPTS, PROMPT, CONTINUED = 8, 32, 64  # texts that are continued, their tokens, and new tokens
+WINDOWS, SEQLEN = 16, 512  # of the text on which perplexity is compared
+PROMPTS, PROMPT, CONTINUED = 8, 32, 32  # texts that are continued, their tokens, and new tokens
 LARGEST_RATIO = 1.005  # of two perplexities
 NEAR = 0.1  # nats between the two best tokens, below which either may be chosen
 
@@ -141,6 +142,9 @@ def tokenizer_of(gguf: Path) -> PreTrainedTokenizerBase:
     tokens = value("tokens")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.add_special_tokens({f"{role}_token": tokens[value(f"{role}_token_id")] for role in ("bos", "eos")})
+    if value("model") == "gpt2" and value("pre") == "smollm":  # transformers has no digits apart, whatever `pre` says
+        apart = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(apart)
     begins = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
     if begins != value("add_bos_token"):
         raise SystemExit(
