@@ -23,7 +23,6 @@ from vllm.model_executor.kernels.linear import (
 from vllm.platforms.interface import PlatformEnum
 
 ENTRY = "[vllm.general_plugins]\nplain_kernels = plain_vllm_kernel:register\n"
-LARGEST = 127.0  # what vLLM maps the largest magnitude of a row of inputs to
 REPLACED = "CPUWNA16LinearKernel,CPUInt8ScaledMMLinearKernel"
 
 
@@ -73,8 +72,8 @@ class PlainInt8Kernel(Int8ScaledMMLinearKernel):
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, scale, *_ = self._get_layer_params(layer)
-        step = x.float().abs().amax(-1, keepdim=True) / LARGEST
-        codes = (x.float() / step).round().clamp(-128, 127)
+        step = x.float().abs().amax(-1, keepdim=True) / 127  # as vLLM's own kernels
+        codes = (x.float() / step).round()
         sums = linear(codes.double(), weight.data.double())
         product = (sums * step * scale.data.double().view(-1)).to(x.dtype)
         return product if bias is None else product + bias
