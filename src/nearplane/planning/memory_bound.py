@@ -1,6 +1,6 @@
 """Upper bound of the memory of a run, computed from shapes alone, without measuring or allocating.
 
-    bound = resident memory at the start + memory that the C library may keep + ALLOCATOR_FACTOR * maximum of live bytes
+    bound = ALLOCATOR_FACTOR * (resident memory at the start + maximum of live bytes)
 
 A run on a GPU has two bounds: of the GPU's memory, and of the host's, which holds what is read, written and moved aside. On the
 CPU both are one. Live bytes are counted part by part: hidden states, waiting activations and second moments of
