@@ -20,7 +20,7 @@ KERNELS := $(shell find src/nearplane/lattice src/nearplane/coding src/nearplane
 $(TESTS): export NUMBA_CACHE_DIR ?= $(CURDIR)/build/numba/$(shell cat $(KERNELS) | cksum | tr ' ' -)
 export OMP_WAIT_POLICY ?= PASSIVE   # threads that wait do not spin: on a busy machine that is several times faster
 
-.PHONY: demo docs dist $(TESTS) test-llama test-mlx test-eval bench bench-check bench-peers bench-tables bench-gguf fingerprint clean
+.PHONY: demo docs dist $(TESTS) test-llama test-mlx test-eval bench bench-check bench-peers bench-tables bench-real bench-gguf fingerprint clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/nearplane demo
@@ -103,6 +103,14 @@ bench-tables: $(VENV)/.tested-with $(PEERS_OF_TABLES) $(LLAMA)/.installed
 	$(VENV)/bin/python benchmarks/quality/tables.py measure --peers $(PEERS) --llama $(LLAMA)/bin/python --assets $(ASSETS) $(MIXTURE)
 	$(VENV)/bin/python benchmarks/quality/tables.py show > docs/results/tables.md
 	$(VENV)/bin/python benchmarks/quality/formats.py > docs/results/formats.md
+
+bench-real: $(VENV)/.tested-with $(PEERS_OF_TABLES) $(LLAMA)/.installed   # the same on two published models
+	$(PIP) --no-deps --force-reinstall .
+	$(VENV)/bin/python tools/published_models.py build/models --noise
+	$(VENV)/bin/python benchmarks/quality/tables.py measure --published build/models --rows docs/results/real-models.jsonl \
+		--peers $(PEERS) --llama $(LLAMA)/bin/python --assets $(ASSETS)
+	$(VENV)/bin/python benchmarks/quality/real_tables.py > docs/results/real-tables.md
+	$(VENV)/bin/python benchmarks/quality/ladder.py > docs/results/ladder.md
 
 bench-gguf: $(VENV)/.tested-with $(LLAMA)/.installed   # our files run by llama.cpp
 	$(LLAMA)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .

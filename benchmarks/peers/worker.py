@@ -173,12 +173,16 @@ TOOLS = {
 
 
 def _for_mlx(task: SimpleNamespace) -> str:
-    """Return a copy of the model whose config names the base of rotary embeddings where mlx_lm looks for it."""
+    """Return a copy of the model whose config names the base of rotary embeddings where mlx_lm looks for it.
+
+    Of two kinds of layers, mlx_lm has the base of those that attend to nearby tokens alone as its default.
+    """
     copy = f"{task.out}-source"
     shutil.copytree(task.model, copy, dirs_exist_ok=True)
     path = Path(copy) / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"rope_theta": config["rope_parameters"]["rope_theta"]}))
+    rope = config["rope_parameters"]
+    path.write_text(json.dumps(config | {"rope_theta": rope.get("full_attention", rope)["rope_theta"]}))
     return copy
 
 

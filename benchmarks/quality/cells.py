@@ -1,13 +1,11 @@
-"""What the tables of quality measure: models with their texts, tools with their environments, settings, and the order of all.
+"""What the tables of quality measure: tools with their environments, settings, and the order of all cells.
 
-A batch is a model, a tool, a calibration and several settings, which one process quantizes one after the other. Calibration k takes
-windows k * samples, k * samples + 1, ... of the calibration text, from the beginning again after its end; of several kinds of
-text in turns. All tools get these same tokens and nothing else.
+A batch is a model, a tool, a calibration and several settings, which one process quantizes one after the other. All tools get the
+same tokens and nothing else. Models and texts are in `subjects.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import resource
 import subprocess
@@ -15,31 +13,30 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from llama_files import Original, quantized, rate
+from llama_files import Original, matrices, quantized, rate
 from rows import Row
 from safetensors import safe_open
 from safetensors.torch import save_file
+from subjects import Subject
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import PreTrainedModel
 
 from nearplane import evaluate
-from nearplane.calibration.texts import Frame, read_windows
-from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.errors import NearplaneError
-from nearplane.models.pretrained import tokenizer_of
+from nearplane.loading.dense_network import dense_network
 from nearplane.record.record_file import read_record
 from nearplane.system.safetensors_files import ShardReader
+from nearplane.verbs.evaluate import Evaluation
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks" / "peers"))
 from run import ITERATIONS, one_block, recipe_of, run_tasks  # noqa: E402
 
-GRIDS, RATES, MIXES = ("4", "3", "2"), ("3.125", "2.125", "1.5"), ("q4_k_m", "q3_k_m", "q2_k")
+GRIDS, RATES = ("4", "3", "2"), ("3.125", "2.125", "1.5")
 SCHEMES = {  # scheme of llm-compressor with the same weights
     "nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16", "fp8": "FP8_DYNAMIC", "fp8-block": "FP8_BLOCK", "mxfp8": "MXFP8A16",
     "int8": "W8A8",
@@ -66,135 +63,7 @@ TOOLS = {  # function of worker.py, environment, search for steps
 }
 SLOW = ("auto-round", "nearplane tuned")  # they train
 NEAREST = {"nearest": {"solver": "round-to-nearest"}}  # options of nearplane by tool
-SEPARATOR = "<|endoftext|>"  # between documents
 STEPS = ("scales", "weight_scale")  # names of a layer's steps in the files of peers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """A kind of text.
-
-    Args:
-        kind: Its name.
-        calibration, held_out: Files.
-        first: Bytes of `calibration` that are used; None: all.
-        last: Bytes at the end of `held_out` that are used, from the first separator in them; None: all.
-        separator: What stands between documents, which are joined by the end-of-sequence token instead; None: nothing.
-    """
-
-    kind: str
-    calibration: Path
-    held_out: Path
-    first: int | None = None
-    last: int | None = None
-    separator: str | None = None
-
-    def read(self, *, held_out: bool) -> list[str]:
-        """Return the documents of one of the two texts."""
-        content = (self.held_out if held_out else self.calibration).read_bytes()
-        if not held_out:
-            content = content[: self.first]
-        elif self.last is not None:
-            content = content[content.index(SEPARATOR.encode(), -self.last) :]  # a cut document may be trained on
-        text = content.decode("utf-8", errors="ignore")
-        return (
-            [text]
-            if self.separator is None
-            else [each.strip("\n") for each in text.split(self.separator) if each.strip()]
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A model and its texts.
-
-    Args:
-        name, folder: The model.
-        texts: Kinds of text, of which all windows have equal shares.
-        samples, windows: Windows for calibration, and held out.
-        seqlen: Tokens per window.
-        group_size: Of grids.
-        trained: Number of calibrations of tools that train.
-    """
-
-    name: str
-    folder: Path
-    texts: tuple[Text, ...]
-    samples: int
-    windows: int
-    seqlen: int
-    group_size: int
-    trained: int
-
-    @cached_property
-    def sha(self) -> str:
-        """First digits of the SHA-256 of its weights."""
-        digest = hashlib.sha256()
-        for path in sorted(self.folder.glob("*.safetensors")):
-            digest.update(path.read_bytes())
-        return digest.hexdigest()[:12]
-
-    @cached_property
-    def streams(self) -> dict[bool, dict[str, Tensor]]:
-        """All windows (windows, seqlen) by kind of text, for calibration (False) and held out (True)."""
-        tokenizer = tokenizer_of(self.folder, trust_remote_code=False)
-        return {
-            held: {
-                text.kind: read_windows(
-                    tokenizer, text.read(held_out=held), samples=sys.maxsize, seqlen=self.seqlen, frame=Frame()
-                )
-                for text in self.texts
-            }
-            for held in (False, True)
-        }
-
-    @cached_property
-    def held_out(self) -> dict[str, Tensor]:
-        """Held-out windows by kind of text."""
-        return {kind: windows[: self.windows // len(self.texts)] for kind, windows in self.streams[True].items()}
-
-    def calibration(self, number: int, times: int = 1) -> Tensor:
-        """Return windows (samples, seqlen) of a calibration, or so many times as many, of which they are the first."""
-        if times > 1:
-            return torch.cat([self.calibration(number + each) for each in range(times)])
-        count = self.samples // len(self.texts)
-        places = torch.arange(number * count, (number + 1) * count)
-        parts = [windows[places % len(windows)] for windows in self.streams[False].values()]
-        return torch.stack(parts, 1).flatten(0, 1).contiguous()
-
-    def digest(self, number: int) -> str:
-        """Return first digits of the SHA-256 of a calibration and the held-out windows."""
-        tensors = [self.calibration(number), *self.held_out.values()]
-        return hashlib.sha256(b"".join(each.numpy().tobytes() for each in tensors)).hexdigest()[:8]
-
-    @cached_property
-    def mixes(self) -> tuple[str, ...]:
-        """GGUF's mixes, if blocks of 256 fit the layers; llama.cpp falls back to other types where they do not."""
-        return MIXES if AutoConfig.from_pretrained(self.folder).hidden_size % 256 == 0 else ()
-
-
-def subjects(assets: Path, study: Path, mixture: Path | None) -> dict[str, Subject]:
-    """Return the models by name; the mixture of experts, which tools/train_model.py makes, only if its folder is given."""
-    stories, valid = (assets / "text" / f"tinystories_{name}.txt" for name in ("train_2m", "valid"))
-    web = assets / "text" / "c4_train_128.txt"
-    python = Text(kind="python", calibration=CALIBRATION, held_out=HELD_OUT)
-    mix = (
-        python,
-        Text(kind="stories", calibration=stories, held_out=valid, separator=SEPARATOR),
-        Text(kind="web", calibration=web, held_out=web, first=800_000, last=240_000, separator=SEPARATOR),
-    )
-    raw = (Text(kind="stories", calibration=stories, held_out=valid),)
-    short = {"samples": 64, "windows": 96, "seqlen": 256}
-    long = {"samples": 48, "windows": 48, "seqlen": 512}
-    baby = assets / "models" / "babyllama105"
-    known = [
-        Subject(name="study", folder=study, texts=mix, group_size=128, trained=3, **long),
-        Subject(name="demo", folder=MODEL, texts=(python,), group_size=128, trained=3, **short),
-        Subject(name="babyllama105", folder=baby, texts=raw, group_size=32, trained=1, **short),
-    ]
-    if mixture is not None:
-        known.append(Subject(name="mixture", folder=mixture, texts=(python,), group_size=32, trained=1, **short))
-    return {each.name: each for each in known if (each.folder / "config.json").exists()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +145,7 @@ class Bench:
         core: Core on which tools run.
         place: Folder for files that are thrown away.
         options: Options of nearplane beside the setting.
+        iterations: Of auto-round, for each block.
     """
 
     peers: Path
@@ -283,6 +153,7 @@ class Bench:
     core: int
     place: Path
     options: dict[str, Any]
+    iterations: int = ITERATIONS
 
     def python(self, tool: str) -> Path:
         """Return the Python of a tool.
@@ -301,6 +172,8 @@ class Bench:
 
     def label(self, tool: str) -> str:
         """Return the name of a tool in the rows, with the options."""
+        if tool == "auto-round" and self.iterations != ITERATIONS:
+            return f"{tool}, {self.iterations} iterations"
         return tool + "".join(f", {name}={value}" for name, value in self.options.items())
 
     def measure(self, subject: Subject, batch: Batch) -> Iterator[Row]:
@@ -310,7 +183,7 @@ class Bench:
         key = {
             "model": subject.name, "sha": subject.sha, "text": subject.digest(batch.calibration),
             "tool": self.label(batch.tool),
-            "calibration": batch.calibration, "commit": commit(), "version": version(python, function),
+            "calibration": batch.calibration, "samples": subject.samples, "commit": commit(), "version": version(python, function),
         }  # fmt: skip
         windows = subject.calibration(batch.calibration, MORE if batch.tool.endswith(ON_MORE) else 1)
         if function == "llama.cpp":
@@ -321,6 +194,8 @@ class Bench:
             began = time.process_time()
             rounded = "activations" in self.options
             figures = {"error": spent["error"]} if "error" in spent else scores(subject, out, spent["cpu"], rounded)
+            if "peak" in spent and "error" not in figures:
+                figures["peak"] = spent["peak"]
             took = round(time.process_time() - began, 1)
             yield key | {"setting": setting} | figures | {"cell_cpu": round(spent.get("cell_cpu", 0) + took, 1)}
 
@@ -335,7 +210,7 @@ class Bench:
         tasks = []
         for setting in batch.settings:
             task = {"model": str(subject.folder), "warm": warm, "tokens": str(tokens), "out": str(self.place / setting)}
-            task |= {"iterations": ITERATIONS, "search": search, "solved": subject.samples}
+            task |= {"iterations": self.iterations, "search": search, "solved": subject.samples}
             tasks.append(task | asked(subject, setting, options))
             warm = None  # the first task alone begins with a run on one block
         began = cpu_seconds()
@@ -384,7 +259,7 @@ def scores(subject: Subject, out: Path, cpu: float, rounded: bool) -> Row:
     """
     try:
         found = {
-            kind: evaluate(out, windows, against=subject.folder, activations=rounded)
+            kind: evaluate(out, windows, against=remembering(subject.folder), activations=rounded)
             for kind, windows in subject.held_out.items()
         }
     except NearplaneError as error:
@@ -400,13 +275,48 @@ def scores(subject: Subject, out: Path, cpu: float, rounded: bool) -> Row:
         "kl": float(f"{mean('kl'):.5g}"), "perplexity": round(math.exp(mean("nll")), 4),
         "original": round(math.exp(original_nll), 4), "agreement": round(mean("agreement"), 5),
         "bits": round(bits, 4), "weights": weights, "cpu": cpu,
+        "written": sum(file.stat().st_size for file in files_of(out)), "bytes": size_with(bits, weights, subject.folder),
     }  # fmt: skip
     if rounded:
         row["computed"] = sum(each.computed.kl * each.tokens for each in found.values()) / tokens
         row["computed"] = float(f"{row['computed']:.5g}")
     if len(found) > 1:
         row["kinds"] = {kind: float(f"{each.kl:.4g}") for kind, each in found.items()}
+        row["texts"] = {kind: of_text(each) for kind, each in found.items()}
+    if types := types_of(out):
+        row["types"] = types
     return row
+
+
+def size_with(bits: float, weights: int, folder: Path) -> int:
+    """Return the bytes of a model whose other weights, embeddings say, take 16 bits: GGUF files hold them in F32 here."""
+    reader = ShardReader(folder)
+    return round(bits * weights / 8 + 2 * (sum(math.prod(reader.shape(name)) for name in reader.names()) - weights))
+
+
+def of_text(found: Evaluation) -> Row:
+    """Return the figures of one text."""
+    return {
+        "kl": float(f"{found.kl:.5g}"), "kl_999": float(f"{found.statistics.kl_999:.4g}"),
+        "perplexity": round(found.perplexity, 4), "original": round(found.original, 4),
+    }  # fmt: skip
+
+
+def files_of(out: Path) -> list[Path]:
+    """Return the files that hold weights: of a folder that a tool wrote, those that it would hand on."""
+    if out.is_file():
+        return [out]
+    folder = out / "packed" if (out / "packed").exists() else out
+    return [path for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf")]
+
+
+def types_of(out: Path) -> dict[str, float]:
+    """Return the share of the weights in blocks that a GGUF holds in each type; nothing for other files."""
+    counts: dict[str, int] = {}
+    for file in files_of(out):
+        for tensor in matrices(file) if file.suffix == ".gguf" else ():
+            counts[tensor.tensor_type.name] = counts.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
+    return {name: round(count / sum(counts.values()), 4) for name, count in counts.items()}
 
 
 def stored(subject: Subject, out: Path) -> tuple[float, int]:
@@ -427,6 +337,23 @@ def stored(subject: Subject, out: Path) -> tuple[float, int]:
     reader = ShardReader(subject.folder)
     weights = sum(math.prod(reader.shape(f"{layer}.weight")) for layer in packed)
     return 8 * sum(nbytes[layer] for layer in packed) / weights, weights
+
+
+@cache
+def remembering(folder: Path) -> PreTrainedModel:
+    """Return an original in float32 that computes the hidden states of the same tokens once, and then only its head."""
+    network = dense_network(folder)
+    body = network.base_model
+    forward, known = body.forward, {}
+
+    def remembered(input_ids: Tensor, **options: Any) -> Any:
+        tokens = input_ids.shape, input_ids.numpy().tobytes()
+        if tokens not in known:
+            known[tokens] = forward(input_ids, **options)
+        return known[tokens]
+
+    body.forward = remembered
+    return network
 
 
 @cache

@@ -144,9 +144,14 @@ def quantized(
     return files
 
 
+def matrices(path: Path) -> list[gguf.ReaderTensor]:
+    """Return the matrices in blocks but those that choose experts."""
+    tensors = [each for each in gguf.GGUFReader(path).tensors if each.name not in EMBEDDING_TENSORS]
+    return [each for each in tensors if len(each.shape) > 1 and "ffn_gate_inp" not in each.name]
+
+
 def rate(path: Path) -> tuple[float, int]:
     """Return bits per weight of the matrices in blocks, every byte counted, and the number of these weights."""
-    tensors = [each for each in gguf.GGUFReader(path).tensors if each.name not in EMBEDDING_TENSORS]
-    matrices = [each for each in tensors if len(each.shape) > 1 and "ffn_gate_inp" not in each.name]
-    weights = sum(int(each.n_elements) for each in matrices)
-    return 8 * sum(int(each.n_bytes) for each in matrices) / weights, weights
+    found = matrices(path)
+    weights = sum(int(each.n_elements) for each in found)
+    return 8 * sum(int(each.n_bytes) for each in found) / weights, weights

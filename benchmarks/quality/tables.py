@@ -1,13 +1,15 @@
 """The tables of quality: ours beside all peers on the same models, tokens and held-out windows, and how a change is judged.
 
     python benchmarks/quality/tables.py measure [--peers build/peers] [--llama build/llama/bin/python] [--mixture FOLDER] [--core 1]
+    python benchmarks/quality/tables.py measure --published build/models --rows docs/results/real-models.jsonl
     python benchmarks/quality/tables.py show
     python benchmarks/quality/tables.py compare OLD.jsonl NEW.jsonl [--tools OLD NEW]
 
 `measure` adds a line to docs/results/tables.jsonl for every cell that it does not hold yet. It may be stopped at any time, and
 several may run at once, on a core each. --models, --tools, --settings and --calibrations choose cells; --set polish=0 changes an
-option of nearplane, under a name of its own. A cell that failed stays so, unless --again is given. `show` prints the tables
-from that file alone. `compare` prints the ratio of KL of two versions or of two tools, over pairs of rows.
+option of nearplane, under a name of its own. A cell that failed stays so, unless --again is given. --published measures the
+models of tools/published_models.py instead. --samples and --held-out choose other numbers of windows. `show` prints the tables from
+that file alone. `compare` prints the ratio of KL of two versions or of two tools, over pairs of rows.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 from rows import Estimate, Row, append, average, claimed, failure, key, paired, read, table, where
 
-if TYPE_CHECKING:  # it imports torch
-    from cells import Batch, Bench, Subject
+if TYPE_CHECKING:  # they import torch
+    from cells import Batch, Bench
+    from subjects import Subject
 
 ROWS = Path(__file__).parents[2] / "docs" / "results" / "tables.jsonl"
 PEERS = ("GPTQModel", "GPTQModel, mse", "llm-compressor", "llm-compressor, mse", "auto-round", "llama.cpp")
@@ -43,6 +46,8 @@ is `nvfp4_expanded_mse`, the best of its observers. [formats.md](formats.md) has
 download.
 """
 TRAINED = "auto-round"  # the peer that trains
+PUBLISHED_TOOLS = ("nearplane", "nearest", *PEERS, "mlx_lm")
+PUBLISHED_SETTINGS = ("4", "3", "2", "3.125", "2.125", "nvfp4", "mxfp4", "fp8", "q4_k_m", "q3_k_m", "mlx4")
 OURS = ("nearplane", "nearest")  # what is compared with peers, and its rounding without calibration
 ORDER = (
     "4", "3", "2", "3-symmetric", "2-symmetric", "nvfp4", "mxfp4", "fp8", "fp8-block", "mxfp8", "q4_k_m", "q3_k_m", "q2_k",
@@ -55,23 +60,35 @@ def measure(asked: argparse.Namespace) -> None:
     if find_spec("gguf") is None:
         sys.exit("gguf is not installed. Run pip install gguf")
     import torch
-    from cells import TOOLS, Bench, chosen, plan, subjects
+    from cells import TOOLS, Bench, chosen, plan
+    from subjects import published_subjects, subjects
 
     torch.set_num_threads(1)
     models = subjects(asked.assets, asked.study, asked.mixture)
+    if asked.published is not None:
+        models = published_subjects(asked.published, asked.assets)
     if missing := set(asked.models) - set(models):
         sys.exit(
-            f"{', '.join(missing)}: no such model. There are {', '.join(models)}; the mixture needs --mixture FOLDER."
+            f"{', '.join(missing)}: no such model. There are {', '.join(models)}; the mixture needs --mixture FOLDER, "
+            f"and smollm2, gemma3 and smollm2-noise need --published FOLDER, see tools/published_models.py."
         )
-    models = {name: models[name] for name in asked.models or models}
+    models = {name: resized(models[name], asked.samples, asked.held_out) for name in asked.models or models}
     for subject in models.values():
         files = [subject.folder, *(file for text in subject.texts for file in (text.calibration, text.held_out))]
-        if missing := [str(file) for file in files if not file.exists()]:
+        if missing := [str(file) for file in files if file is not None and not file.exists()]:
             sys.exit(
                 f"{subject.name} needs {missing[0]}, which does not exist. Pass the folder of models and texts with --assets, or "
                 f"measure the demo alone with --models demo."
             )
+        if asked.published is not None and max(asked.calibrations, default=0) >= subject.calibrations:
+            sys.exit(
+                f"{subject.name} has {subject.calibrations} calibrations of {subject.samples} windows that share none, 0 to "
+                f"{subject.calibrations - 1}. Choose among them with --calibrations, or use fewer --samples."
+            )
     options = {name: _value(text) for name, text in (pair.split("=", 1) for pair in asked.set)}
+    if asked.published is not None:
+        asked.settings, asked.calibrations = asked.settings or PUBLISHED_SETTINGS, asked.calibrations or [0]
+        asked.tools = asked.tools or PUBLISHED_TOOLS
     if asked.settings:
         batches = chosen(models, asked.tools or TOOLS, asked.calibrations or range(3), asked.settings)
     else:
@@ -79,12 +96,21 @@ def measure(asked: argparse.Namespace) -> None:
     ours = [tool for tool, (function, _, _) in TOOLS.items() if function.startswith("nearplane")]
     tools = [tool for tool in asked.tools or TOOLS if tool in ours or not options]
     with tempfile.TemporaryDirectory() as place:
-        bench = Bench(peers=asked.peers, llama=asked.llama, core=asked.core, place=Path(place), options=options)
+        bench = Bench(
+            peers=asked.peers, llama=asked.llama, core=asked.core, place=Path(place), options=options,
+            iterations=asked.iterations,
+        )  # fmt: skip
         for tool in tools:
             bench.python(tool)
         for batch in batches:
             if batch.tool in tools and batch.calibration in (asked.calibrations or range(10)):
                 complete(asked, bench, models[batch.model], batch)
+
+
+def resized(subject: Subject, samples: int | None, held_out: int | None) -> Subject:
+    """Return a model with other numbers of windows: for calibration, and held out of each text."""
+    windows = subject.windows if held_out is None else held_out * len(subject.texts)
+    return replace(subject, samples=samples or subject.samples, windows=windows)
 
 
 def complete(asked: argparse.Namespace, bench: Bench, subject: Subject, batch: Batch) -> None:
@@ -263,6 +289,10 @@ def main() -> None:
     one.add_argument("--again", action="store_true", help="measure failed cells again")
     one.add_argument("--assets", type=Path, default=Path(os.environ.get("ASSETS", "../shared/assets")))
     one.add_argument("--study", type=Path, default=Path(__file__).parents[1] / "models" / "study")
+    one.add_argument("--published", type=Path, help="folder that tools/published_models.py wrote")
+    one.add_argument("--samples", type=int, help="windows of a calibration")
+    one.add_argument("--held-out", type=int, help="held-out windows of each text")
+    one.add_argument("--iterations", type=int, default=200, help="of auto-round, for each block")
     one.add_argument("--mixture", type=Path, help="folder that tools/train_model.py wrote")
     one.add_argument("--peers", type=Path, default=Path("build/peers"), help="folder of the environments")
     one.add_argument("--llama", type=Path, default=Path("build/llama/bin/python"))

@@ -1,11 +1,15 @@
 """Tables 1 to 5 and Figure 2 of Chen et al., "The Geometry of LLM Quantization" (arXiv 2507.18553), by one command.
 
     python benchmarks/reproduce/qwen3.py --keep FOLDER                       # Qwen3 0.6B to 14B; fetches models and texts
+    python benchmarks/reproduce/qwen3.py --keep FOLDER --models MODEL --assets $ASSETS --tables 1 5      # no network
     python benchmarks/reproduce/qwen3.py --keep FOLDER --offline [--assets $ASSETS]
 
 FOLDER gets `cells.jsonl`, a line for each finished figure, from which the same command resumes; `tables.md` with the
 paper's figures in brackets beside ours and the ratio of the two, `!` where they differ by more than 2 %; `figure2.svg`.
 A figure that cannot be measured is marked with the reason, the run goes on, and the exit code is 3.
+
+With --models and --assets, tables 1, 2 and 5 have texts of $ASSETS in the places of those from the hub: calibration on the first
+64 windows of 512 tokens of C4, WikiText-2 and the end of C4 held out, 64 windows each; --windows: so many of all three.
 
 --offline runs the same lines on the models in this repository, and on those of $ASSETS. Their figures are no
 reproduction of the paper's. The tasks need lm-eval (pip install "nearplane[eval]").
@@ -35,7 +39,7 @@ from kept_cells import Cells, Key
 from methods import ORDERS, TRACE, Subject, Task
 from paper_tables import TOLERANCE, Table, draw_sizes, markdown, published
 from runs import inputs_of, run
-from stand_ins import offline_subjects
+from stand_ins import local_subjects, offline_subjects
 
 from nearplane.errors import NearplaneError
 from nearplane.recipe.recipe import Calibration
@@ -50,6 +54,7 @@ SIZED = ("gptq-huffman", "nearplane")  # methods that run on all sizes
 TEXTS = {"wikitext2": "wikitext2", "c4": "c4"}
 TASKS = {"winogrande": Task(name="winogrande", shots=5), "truthfulqa": Task(name="truthfulqa_mc1", shots=0)}
 NUMBERS = (1, 2, 3, 4, 5)
+PERPLEXITIES = (1, 2, 5)  # tables without tasks
 SOME_FAILED = 3  # exit code
 SETTINGS = f"""\
 Marked `!`: the figure differs from the paper's by more than {100 * TOLERANCE:g} %. Settings that differ from the paper's, or
@@ -62,6 +67,10 @@ of which the paper's are not known to us:
 - TruthfulQA is mc1. Which of its measures the paper has is not known.
 - Networks are measured in float32, with the decoded weights of the file.
 - Bits count every byte of the layers, including the table of each Huffman code."""
+
+LOCAL = """\
+Windows of calibration and of both texts are those of `benchmarks/quality/tables.py` on published models. Bits count every byte of
+the layers, including the table of each Huffman code."""
 
 
 def online_subjects(models: Sequence[str], windows: int | None) -> list[Subject]:
@@ -119,7 +128,7 @@ def _by_method(title: str, subject: Subject, measures: Sequence[str]) -> Table:
     return Table(title=title, rows={ORIGINAL_METHOD: [*original, *blanks], **rows}, columns=columns)
 
 
-def report(tables: Sequence[Table], subjects: Sequence[Subject], cells: Cells, *, offline: bool) -> str:
+def report(tables: Sequence[Table], subjects: Sequence[Subject], cells: Cells, *, offline: bool, settings: str) -> str:
     """Return the page: tables, settings that differ, and notes of methods."""
     papers_model = {subject.name: subject.paper for subject in subjects}
     paper = published("chen")
@@ -130,7 +139,7 @@ def report(tables: Sequence[Table], subjects: Sequence[Subject], cells: Cells, *
     parts += [markdown(table, cells.get, paper, papers_model) for table in tables]
     keys = {key for table in tables for key in table.keys}
     notes = {f"{cell.key.model}, {cell.key.method}: {cell.note}" for cell in cells if cell.key in keys and cell.note}
-    return "\n\n".join([*parts, *([] if offline else [SETTINGS]), *sorted(notes)]) + "\n"
+    return "\n\n".join([*parts, *([] if offline else [settings]), *sorted(notes)]) + "\n"
 
 
 def main() -> None:
@@ -144,10 +153,15 @@ def main() -> None:
     parser.add_argument("--windows", type=int, help="windows of each text (default: all)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--offline", action="store_true", help="run on the models in this repository")
-    parser.add_argument("--assets", type=Path, help="folder of more models and texts for --offline")
+    parser.add_argument("--assets", type=Path, help="folder of texts, and for --offline of more models")
     arguments = parser.parse_args()
-    if arguments.assets and not arguments.offline:
-        parser.error("--assets is for --offline: it holds models that take the place of Qwen3.")
+    local = arguments.assets is not None and arguments.models is not None
+    if arguments.assets and not arguments.offline and not local:
+        parser.error(
+            "--assets needs folders of models, --models, or --offline: then its models take the place of Qwen3."
+        )
+    if local and not set(arguments.tables) <= set(PERPLEXITIES):
+        parser.error("Tables 3 and 4 are of tasks, whose data come from the hub. Leave them out: --tables 1 2 5.")
     if arguments.offline and (arguments.models or arguments.windows):
         parser.error(
             "--models and --windows are not for --offline, whose models and texts are those of the repository."
@@ -157,13 +171,16 @@ def main() -> None:
     check_plot(figure)
     if arguments.offline:
         subjects = offline_subjects(arguments.keep, arguments.assets, list(TEXTS), TASKS)
+    elif local:
+        models = [Path(model) for model in arguments.models]
+        subjects = local_subjects(arguments.keep, models, arguments.assets, list(TEXTS), arguments.windows)
     else:
         subjects = online_subjects(arguments.models or PAPER_MODELS, arguments.windows)
     tables = [table for number, table in tables_of(subjects).items() if number in arguments.tables]
     cells = Cells(arguments.keep, inputs_of(subjects))
     keys = [key for table in tables for key in table.keys]
     run(subjects, keys, cells, arguments.keep, arguments.device)
-    page = report(tables, subjects, cells, offline=arguments.offline)
+    page = report(tables, subjects, cells, offline=arguments.offline, settings=LOCAL if local else SETTINGS)
     (arguments.keep / "tables.md").write_text(page)
     print(page)
     if 2 in arguments.tables and any(cell.finished and cell.key.method in SIZED for cell in cells):

@@ -14,6 +14,7 @@ from nearplane.recipe.recipe import Calibration
 
 sys.path.append(str(Path(__file__).parents[1] / "quality"))
 from continuations import TASK, documents
+from subjects import published_subject
 
 STUDY = Path(__file__).parents[1] / "models" / "study"
 WINDOWS = 8  # of calibration and of each text
@@ -48,6 +49,38 @@ def offline_subjects(
         calibration = assets / "text" / "tinystories_train_2m.txt"
         for name, paper in (("babyllama105", "Qwen/Qwen3-1.7B"), ("stories260K", "Qwen/Qwen3-0.6B")):
             subjects.append(_subject(name, paper, assets / "models" / name, calibration, parts, local))
+    return subjects
+
+
+def local_subjects(
+    keep: Path, models: Sequence[Path], assets: Path, measures: Sequence[str], windows: int | None
+) -> list[Subject]:
+    """Return models of folders, with texts of `assets` in the places of those from the hub.
+
+    Calibration has the first windows of C4 that the tables of quality have, and held-out text is what they measure on.
+
+    Args:
+        keep: Folder for the parts of C4 that are made here, documents on lines of their own.
+        models: Folders of models.
+        assets: Folder with text/.
+        measures: Names of WikiText-2 and C4.
+        windows: Number of windows for calibration, and of each text; None: those of the tables of quality.
+    """
+    subjects = []
+    for folder in models:
+        known = published_subject(folder, assets)
+        parts = {held: keep / f"c4-{'held-out' if held else 'calibration'}.jsonl" for held in (False, True)}
+        for held, path in parts.items():
+            text = next(text for text in known.texts if text.kind == "c4")
+            path.write_text("".join(f"{json.dumps({'text': each})}\n" for each in text.read(held_out=held)))
+        wiki = assets / "text" / "wikitext2_test.txt"
+        calibration = Calibration(calibration=str(parts[False]), samples=windows or known.samples, seqlen=known.seqlen)
+        subjects.append(
+            Subject(
+                name=folder.name, paper=folder.name, source=str(folder), calibration=calibration, tasks={},
+                texts=dict(zip(measures, (wiki, parts[True]), strict=True)), windows=windows or known.windows // 2,
+            )
+        )  # fmt: skip
     return subjects
 
 

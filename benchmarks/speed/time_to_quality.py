@@ -35,9 +35,10 @@ from nearplane.recipe.recipe import Calibration
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks" / "quality"))
-from cells import TOOLS, Subject, asked, commit, one_block, scores, subjects  # noqa: E402
+from cells import TOOLS, asked, commit, one_block, scores  # noqa: E402
 from rows import Row, append, average, table, where  # noqa: E402
 from run import ITERATIONS, run_tasks  # noqa: E402
+from subjects import Subject, subjects  # noqa: E402
 
 ROWS = ROOT / "docs" / "results" / "time_to_quality.jsonl"
 FIGURE = ROWS.with_name("time-to-quality.svg")

@@ -61,10 +61,12 @@ def test_a_checkpoint_is_verified_and_computes_as_transformers_does(tmp_path, to
     assert record.recipe.activations == activations
     found = nearplane.verify(out, against=model, calibration=tokens)
     assert (found.faults, found.measured) == ((), True)
-    alone, computed = nearplane.load(out), nearplane.load(out, activations=True)
+    alone, computed = nearplane.load(out, packed=False), nearplane.load(out, activations=True)
     theirs = AutoModelForCausalLM.from_pretrained(out)
     assert torch.equal(logits(theirs, tokens), logits(computed, tokens))
     assert torch.equal(logits(alone, tokens), logits(dense_network(out, dtype=dtype), tokens))
+    packed = nearplane.load(out, dtype="float32")  # whose weights are not rounded to the dtype of the model
+    torch.testing.assert_close(logits(packed, tokens), logits(dense_network(out), tokens))
     assert not torch.equal(logits(alone, tokens), logits(computed, tokens))
 
     evaluation = nearplane.evaluate(out, tokens, against=model, activations=True)
@@ -84,7 +86,7 @@ def test_second_moments_are_those_of_the_inputs_that_the_finished_network_multip
     """The last stage sees all layers before it as the runtime computes them, whether forward passes pause or repeat."""
     (grid, activations), dtype = kind, torch.float32
     model, out = tmp_path / "model", tmp_path / "out"
-    save_tiny(model, "llama", dtype, **SIZES)
+    save_tiny(model, "llama", dtype, **SIZES | {"num_hidden_layers": 3})
     record = nearplane.quantize(model, out, grid=grid, activations=activations, calibration=tokens)
     stored, name = Stored(out), "model.layers.2.mlp.down_proj"
     inputs = []
@@ -114,7 +116,7 @@ def test_second_moments_are_those_of_the_inputs_that_the_finished_network_multip
 @pytest.mark.nightly
 def test_layers_that_share_an_input_have_one_global_scale_and_verify_finds_another(tmp_path, tokens):
     model, out = tmp_path / "model", tmp_path / "out"
-    save_tiny(model, "llama", torch.bfloat16, **SIZES)
+    save_tiny(model, "llama", torch.bfloat16, **SIZES | {"num_hidden_layers": 3})
     nearplane.quantize(model, out, grid="nvfp4", activations="fp4", calibration=tokens)
     files = {file: load_file(file) for file in out.glob("*.safetensors")}
     scales = {name: float(t) for tensors in files.values() for name, t in tensors.items() if "input_global" in name}
@@ -141,7 +143,7 @@ def test_inputs_of_experts_are_rounded_though_transformers_does_not_round_them(t
     activations = {"fp8": "fp8", "mxfp4": "fp4"}[grid]
     nearplane.quantize(model, out, grid=grid, activations=activations, calibration=tokens)
     assert nearplane.verify(out, against=model, calibration=tokens).faults == ()
-    network = nearplane.load(out)
+    network = nearplane.load(out, packed=False)
     layers = rounded_layers(network, out)
     assert any(layer.routed for layer in layers)
     with round_inputs({layer: change for layer, change in layers.items() if not layer.routed}, network):
@@ -156,7 +158,7 @@ def test_tokens_of_a_matrix_get_steps_of_their_own_though_transformers_takes_one
     model, out = tmp_path / "model", tmp_path / "out"
     save_tiny(model, "opt", torch.float32)
     nearplane.quantize(model, out, grid="int8", activations="int8", calibration=tokens)
-    theirs, network = logits(AutoModelForCausalLM.from_pretrained(out), tokens), nearplane.load(out)
+    theirs, network = logits(AutoModelForCausalLM.from_pretrained(out), tokens), nearplane.load(out, packed=False)
     assert not torch.equal(theirs, logits(nearplane.load(out, activations=True), tokens))
 
     def of_matrices(change, x):

@@ -31,12 +31,16 @@ def text(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    random_model(config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=1)).float().save_pretrained(folder)
+def save_model(folder, blocks):
+    config = config_of("llama", vocab_size=TEXT_VOCABULARY, num_hidden_layers=blocks)
+    random_model(config).float().save_pretrained(folder)
     add_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("models") / "llama", blocks=1)
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +129,9 @@ def test_another_recipe_is_refused(solved, again):
 
 
 @pytest.mark.nightly
-def test_overwrite_begins_a_solve_anew_that_was_stopped(place, solved, again, monkeypatch):
+def test_overwrite_begins_a_solve_anew_that_was_stopped(place, solved, again, tmp_path, monkeypatch):
     """The sentence that refuses it names --overwrite."""
+    source = save_model(tmp_path / "model", blocks=2)
     shutil.rmtree(solved)
     monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", float("inf"))
 
@@ -137,16 +142,16 @@ def test_overwrite_begins_a_solve_anew_that_was_stopped(place, solved, again, mo
             yield item
 
     with pytest.raises(StoppedError):
-        again(bits=3, progress=until_the_second_block)
+        again(source, bits=3, progress=until_the_second_block)
     assert names(place) == ["out.untuned.unfinished"]
     with pytest.raises(RecipeError, match="--overwrite to start again"):
-        again()
+        again(source)
     monkeypatch.setattr("nearplane.verbs.then_tuned.tune", stopped)
     with pytest.raises(StoppedError):
-        again(overwrite=True)
+        again(source, overwrite=True)
     assert read_record(solved).recipe.scheme.bits == 4
     with pytest.raises(StoppedError):  # and is what the same command goes on with
-        again()
+        again(source)
 
 
 def test_an_output_that_is_there_is_refused_and_nothing_is_deleted(place, again):

@@ -157,3 +157,68 @@ def test_the_page_of_formats_compares_with_the_best_observer_and_says_which_targ
     more = "| demo | nvfp4 | 0.700 ± 0.000 (2) | 0.500 ± 0.000 (2) | 0.400 ± 0.000 (2) | **0.571** ± 0.000 | **0.800** ± 0.000 |"
     assert more in out
     assert "| demo | fp8 | fp8 | 0.700 (1) | 0.600 (1) | - |" in out
+
+
+def real(tool, setting, wikitext2, c4, model="smollm2", **more):
+    """A row of a published model, with KL on two texts."""
+    texts = {
+        text: {"kl": kl, "kl_999": 9 * kl, "perplexity": 30.5, "original": 30.0}
+        for text, kl in (("wikitext2", wikitext2), ("c4", c4))
+    }
+    sizes = {"sha": model, "samples": 64, "bytes": 113_000_000, "written": 113_200_000, "peak": 1_500_000_000}
+    return row((wikitext2 + c4) / 2, tool=tool, setting=setting, model=model, texts=texts, **(sizes | more))
+
+
+@pytest.fixture
+def real_rows(rows, tmp_path):
+    """A file with rows of a published model and its control, in which one ranking turns."""
+    path = tmp_path / "rows.jsonl"
+    for setting, control in (("4", 0.3), ("nvfp4", 0.1)):
+        rows.append(path, real("nearplane", setting, 0.1, 0.2))
+        rows.append(path, real("llm-compressor", setting, 0.2, 0.4))
+        rows.append(path, real("GPTQModel", setting, 0.3, 0.3))
+        rows.append(path, real("nearplane", setting, 0.2, 0.2, model="smollm2-noise"))
+        rows.append(path, real("llm-compressor", setting, control, 0.25, model="smollm2-noise"))
+    rows.append(path, real("llama.cpp", "q4_k_m", 0.05, 0.06, types={"Q5_0": 0.66, "Q4_K": 0.34}, bits=5.2))
+    rows.append(path, real("nearplane", "4", 0.05, 0.06, samples=168, text="other"))
+    rows.append(path, failed(0, tool="mlx_lm"))
+    return path
+
+
+def module_of(name, path, monkeypatch):
+    """Return a module of the folder, which reads rows from a file."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROWS", path)
+    return module
+
+
+def test_the_page_of_published_models_names_the_best_peer_of_each_text_and_rankings_that_turn_in_the_control(
+    real_rows, monkeypatch, capsys
+):
+    module_of("real_tables", real_rows, monkeypatch).main()
+    out = capsys.readouterr().out
+    best = (
+        "**0.500** (llm-compressor) | **0.667** (llm-compressor) | **0.667** (GPTQModel) | **0.800** (llm-compressor)"
+    )
+    assert f"| 4 bits | {best} | stays |" in out
+    assert "| nvfp4 | **0.500** (llm-compressor) | **2.000** (llm-compressor) |" in out
+    assert "| turns / stays |" in out
+    assert "Q5_0 66 %, Q4_K 34 %" in out
+    assert "| 0.200 (1); 1.80 | 0.400 (1); 3.60 | 0.300 (1); 2.70 | - |" in out
+    assert "### smollm2 with 168 windows" in out
+    assert "demo, mlx_lm, 4, calibration 0: E: no" in out
+
+
+def test_the_ladder_is_ordered_by_bytes_and_is_drawn(real_rows, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    module_of("real_tables", real_rows, monkeypatch)
+    ladder = module_of("ladder", real_rows, monkeypatch)
+    monkeypatch.setattr(ladder, "FIGURE", real_rows.with_name("ladder.svg"))
+    ladder.main()
+    out = capsys.readouterr().out
+    first, *_ = [line for line in out.splitlines() if line.startswith("| 113")]
+    assert first == "| 113.0 | q4_k_m † | llama.cpp | 0.05 | 0.45 | 30.5 | 0.06 | 0.54 | 30.5 | 1 |"
+    assert real_rows.with_name("ladder.svg").read_text().startswith("<?xml")

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nearplane.lattice import kernels
 from pretended import Pretend
@@ -17,12 +17,13 @@ from pretended_cards import KIND, here
 
 
 def on_the_cpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel of the CPU that takes tensors of the card, as one launch."""
+    """Return a kernel of the CPU that takes tensors of one card, as one launch there."""
 
     def launched(*args: Any, **keywords: Any) -> Any:
         here().launches += 1
+        card = next(each.device.index for each in tree_leaves((args, keywords)) if isinstance(each, Pretend))
         args, keywords = tree_map_only(Pretend, lambda each: each.held, (args, keywords))
-        return tree_map_only(Tensor, lambda each: Pretend(each, 0), kernel(*args, **keywords))
+        return tree_map_only(Tensor, lambda each: Pretend(each, card), kernel(*args, **keywords))
 
     return launched
 
