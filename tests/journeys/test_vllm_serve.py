@@ -40,7 +40,13 @@ OF_THE_DEMO: dict[str, dict[str, Any]] = {
 }
 TEMPLATE = "{{ bos_token }}{% for m in messages %}Return {{ m.content }}{% endfor %}"  # for the demo, which has none
 QUESTION = [{"role": "user", "content": "Name three colours of the rainbow."}]
-CLOSE = {"float32": 1e-3, "float16": 5e-2}  # of log-probabilities: the cache and other layers compute in these dtypes
+CLOSE = {
+    "float32": 1e-3,
+    "float16": 5e-2,
+}  # nats, of log-probabilities: the cache and other layers compute in these dtypes
+CLOSE_INT8 = (
+    3.0  # vLLM's step of inputs is another, see test_vllm.py; on SmolLM2 that alone moves predictions by 2.4 nats
+)
 
 
 @pytest.fixture(scope="module")
@@ -133,4 +139,4 @@ def test_a_client_chats_streams_stops_and_gets_our_log_probabilities(
     ]
     print(form, max(differences))
     assert len(differences) == 5 * len(given)
-    assert max(differences) < CLOSE[dtype_of(form)]
+    assert max(differences) < (CLOSE_INT8 if form.startswith("int8") else CLOSE[dtype_of(form)])
