@@ -19,6 +19,7 @@ Needs transformers 5.24 or newer: the reader of 5.17 builds a wrong tokenizer fo
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
 import math
@@ -204,6 +205,8 @@ def prove(gguf: Path, folder: Path, text: str) -> None:
     perplexity = [
         math.exp(sum(map(loss, windows)) / WINDOWS) for loss in (partial(nll, network), partial(llama_nll, theirs))
     ]
+    theirs.close()
+    theirs = Llama(str(in_float32(gguf)), flash_attn=False, n_threads=1, n_threads_batch=1, **options)
     equal, ties = continued(network, theirs, windows)
     print(
         f"{len(ids):,} tokens {'equal' if same else 'DIFFERENT'}; perplexity of {WINDOWS} windows of {SEQLEN}, first token "
@@ -212,6 +215,18 @@ def prove(gguf: Path, folder: Path, text: str) -> None:
     )
     if not same or not 1 / LARGEST_RATIO < perplexity[0] / perplexity[1] < LARGEST_RATIO:
         raise SystemExit(f"{folder} is not what llama.cpp computes. Decode it again with transformers 5.24.")
+
+
+def in_float32(gguf: Path) -> Path:
+    """Let llama.cpp decode a file: where weights are quantized, it rounds the inputs of layers to 8 bits."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.nthread, params.ftype, params.allow_requantize = 1, llama_cpp.LLAMA_FTYPE_ALL_F32, True
+    out = gguf.with_name("decoded.gguf")
+    if llama_cpp.llama_model_quantize(str(gguf).encode(), str(out).encode(), ctypes.byref(params)):
+        raise SystemExit(f"llama.cpp does not decode {gguf}.")
+    return out
 
 
 @torch.inference_mode()
