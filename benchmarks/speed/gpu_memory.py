@@ -80,7 +80,10 @@ def looks_of(model: Model, narrow: Model, seqlen: int) -> dict[str, FirstLook]:
         tuple(replace(own[layer.name], adds=layer.adds, calls=layer.calls) for layer in group) for group in look.groups
     )
     larger = NARROW**2 // 2  # in width and length; bfloat16 on a GPU, float32 on the CPU
-    entered = {layer: [replace(each, alive=each.alive * larger) for each in look.entered[layer]] for layer in shape}
+    entered = {
+        layer: [replace(each, alive=each.alive * larger, needed=each.alive * larger) for each in look.entered[layer]]
+        for layer in shape
+    }
     return {name: replace(look, groups=groups, entered=entered)}
 
 

@@ -168,7 +168,7 @@ class Stream:
 
     def noted(self, output: Tensor) -> Tensor:
         """Return an output of a block; `check` refuses the block if it is not finite."""
-        self._finite.append(torch.isfinite(output).all())
+        self._finite.append(torch.stack(output.aminmax()).isfinite().all())
         return output
 
     def check(self, block: Block) -> None:

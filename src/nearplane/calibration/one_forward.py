@@ -94,16 +94,16 @@ def paused_stages(look: FirstLook, stream: Stream, room: int) -> tuple[int, str]
     if reason := never_pauses(look, correct=correct):
         return 0, reason
     batches = stream.dealt.most / stream.sizes[0]
-    alive = [look.entered[group[0].name][0].alive for group in look.groups]
-    for stage, (group, here) in enumerate(zip(look.groups, alive, strict=True)):
-        last = stage == len(alive) - 1 and not group[0].routed  # rows of experts are kept
+    held = [look.entered[group[0].name][0].needed for group in look.groups]
+    for stage, (group, here) in enumerate(zip(look.groups, held, strict=True)):
+        last = stage == len(held) - 1 and not group[0].routed  # rows of experts are kept
         state = stream.quantized[0].nbytes
-        before = alive[stage - 1] if stage else state
+        before = held[stage - 1] if stage else state
         needed = int(batches * paused_bytes(here, before, state, 1 + correct, last=last))
         if needed > room:
             where = f"forward passes paused at {group[0].name} would need {size_text(needed)}"
             return stage, f"{where}, more than the {size_text(room)} that paused passes may use"
-    return len(alive), ""
+    return len(held), ""
 
 
 def never_pauses(look: FirstLook, *, correct: bool) -> str:
@@ -130,17 +130,17 @@ def never_pauses(look: FirstLook, *, correct: bool) -> str:
     return ""
 
 
-def paused_bytes(alive: int, before: int, state: int, streams: int, *, last: bool) -> int:
+def paused_bytes(held: int, before: int, state: int, streams: int, *, last: bool) -> int:
     """Return the peak bytes of one window's activations while forward passes run from one stage to the next.
 
     Args:
-        alive: Bytes held by a forward pass that is paused at the next stage.
+        held: Bytes held by a forward pass that is paused at the next stage.
         before: Bytes held by a forward pass that is paused at the stage before.
         state: Bytes of the hidden states that leave the block.
         streams: Number of networks that run.
         last: Whether this is the last pause of the original network, which then runs to the end of the block.
     """
-    arrived = alive + state * (streams - 1) if last else streams * alive
+    arrived = held + state * (streams - 1) if last else streams * held
     return max(streams * before, arrived)
 
 
@@ -173,6 +173,7 @@ class BlockForward:
         self._quantized: list[_Forward] = []
         self._ends = ExitStack()  # removes hooks and stops forward passes
         self._running: _Forward | None = None
+        self._nothing = stream.quantized[0].new_empty(0)  # made here, as it would be a result of a forward pass there
 
     def __iter__(self) -> Iterator[tuple[tuple[tuple[Layer, ...], ...], Iterator[list[Rows | RoutedRows]] | InParts]]:
         groups = self._look.groups
@@ -234,7 +235,7 @@ class BlockForward:
         """Run a copy of the block on a batch; the function of a greenlet."""
         hidden = [states[batch]]
         if self._whole:
-            states[batch] = hidden[0].new_empty(0)  # its memory is free once the block has used it
+            states[batch] = self._nothing  # its memory is free once the block has used it
         return self.stream.forward(self.block, module, batch, hidden.pop())
 
     def _watch(self, layer: Layer, output: Tensor) -> None:
@@ -261,6 +262,9 @@ class BlockForward:
             if not isinstance(event, Paused) or event.stage != stage:
                 raise self._inconsistent_batches()
             forward.paused = event
+            entered = self._look.entered[self._look.groups[stage][0].name][0]
+            if forward.results.count == entered.results:  # else their places differ, and all keep their memory
+                forward.results.drop(entered.idle)
         return forward.paused
 
     def _seen(self, forward: _Forward, stage: int, rounding: RoundedStream | None = None) -> Seen:

@@ -10,8 +10,9 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nearplane.models.experts import Routed, by_expert
 from nearplane.models.layers import Layer
@@ -99,16 +100,20 @@ class Results:
 
     Attributes:
         numbered: References to the numbered tensors so far, in order.
+        watching: Whether results are noted; what only looks at a pass would be no result of it.
     """
 
     def __init__(self, hidden: Tensor) -> None:
         self._size, self._width = hidden.numel(), hidden.shape[-1]
         self._all: list[ref[Tensor]] = []
         self._fixed: dict[int, ref[Tensor]] = {}  # {id: tensor that is the same in every batch}
+        self.watching = True
         self.numbered: list[tuple[ref[Tensor], int]] = []  # with its version, which counts writes to the tensor
 
     def note(self, result: Any, given: Iterable[Any]) -> None:
         """Number the tensors in the `result` of a function with arguments `given`."""
+        if not self.watching:
+            return
         operands = tensors_in(given)
         same = all(self._is_fixed(x) for x in operands)
         for x in tensors_in((result,)):
@@ -135,11 +140,43 @@ class Results:
         """Return the tensor of a number; None if it does not exist yet or no longer."""
         return self.numbered[number][0]() if number < len(self.numbered) else None
 
-    def bytes_alive(self, *, but: set[int]) -> int:
-        """Return the bytes of all tensors still in memory, without storages at the addresses `but`."""
-        tensors = (known() for known in self._all)
-        storages = [x.untyped_storage() for x in tensors if x is not None]
-        return sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in but}.values())
+    @property
+    def count(self) -> int:
+        """Number of all results so far."""
+        return len(self._all)
+
+    def in_memory(self, *, but: set[int]) -> dict[int, UntypedStorage]:
+        """Return the memory of the results that are alive by their place in the order, but for these addresses."""
+        alive = ((place, known()) for place, known in enumerate(self._all))
+        storages = {place: x.untyped_storage() for place, x in alive if x is not None}
+        return {place: each for place, each in storages.items() if each.data_ptr() not in but}
+
+    def drop(self, places: Iterable[int]) -> None:
+        """Free the memory of tensors that are not used again; code that uses one nevertheless finds NaN."""
+        for place in places:
+            if (x := self._all[place]()) is not None and x.is_floating_point():
+                x.data = x.new_full((), torch.nan).expand(x.shape)
+
+
+class Uses(TorchDispatchMode):
+    """Torch dispatch mode that records at which operation each address is last used.
+
+    Attributes:
+        count: Number of operations so far.
+        last: {address of a storage: number of the last operation that used it}.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count, self.last = 0, dict[int, float]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        for x in tensors_in((*args, *(kwargs or {}).values())):
+            self.last[x.untyped_storage().data_ptr()] = self.count
+        return func(*args, **(kwargs or {}))
 
 
 class Additions(TorchFunctionMode):

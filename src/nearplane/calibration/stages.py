@@ -5,17 +5,19 @@ Before anything is solved, a trial of one window through one block of each kind 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from nearplane.calibration.activations import Stream, skeleton
 from nearplane.calibration.expert_rows import RoutedRows
-from nearplane.calibration.rows import Additions, Results, Rows, Seen, wide
+from nearplane.calibration.rows import Additions, Results, Rows, Seen, Uses, wide
 from nearplane.errors import CalibrationError, ModelError, NearplaneError, first_few, first_line
 from nearplane.models.ignored import pattern_of
 from nearplane.models.layers import Layer, unwatched
@@ -34,6 +36,10 @@ class Entered:
             receives only some of the tokens.
         computed: Number of results numbered so far, see `Results`.
         alive: Bytes of all activations in memory.
+        needed: Bytes of those that the rest of the pass uses. All of them on a GPU, whose kernels may use tensors unseen, and
+            where places differ between batches.
+        results: Number of all results so far, with those that have no number.
+        idle: Places in their order of those that the rest of the pass does not use.
         routed: Bytes of the input of experts: shared by all experts, and with one row per pair of token and expert.
             None for other layers.
     """
@@ -42,6 +48,9 @@ class Entered:
     rows: float
     computed: int
     alive: int
+    needed: int
+    results: int
+    idle: tuple[int, ...]
     routed: tuple[int, int] | None = None
 
 
@@ -85,29 +94,45 @@ def first_look(block: Block, stream: Stream, *, trial: bool = False) -> FirstLoo
     layers = block.quantized_layers()
     entered: dict[str, list[Entered]] = {}
     kept_alive: list[Any] = []  # so that no other tensor reuses their memory
-    results = Results(hidden)
+    results, uses = Results(hidden), Uses()
     additions = Additions(results=results)
+    then: dict[str, list[_InMemory]] = {}
     weights = {x.untyped_storage().data_ptr() for x in (*module.parameters(), *module.buffers())}
 
     def entering(layer: Layer, x: Any) -> None:
+        results.watching = False
+        storages = results.in_memory(but=weights)
+        then.setdefault(layer.name, []).append(_InMemory(uses.count, storages))
         entered.setdefault(layer.name, []).append(
             Entered(
                 same=layer.same_input(x),
                 rows=min((layer.share(x, states) for states in block_inputs), key=lambda share: share % 1),
                 computed=len(results.numbered),
-                alive=results.bytes_alive(but=weights),
+                results=results.count,
+                alive=_bytes(storages.values()),
+                needed=0,
+                idle=(),
                 routed=x.sizes if layer.routed else None,
             )
         )
         kept_alive.append(x.untyped_storage())
+        results.watching = True
 
-    with additions, ExitStack() as hooks:
+    with uses, additions, ExitStack() as hooks:
         for layer in layers:
             hooks.enter_context(layer.before(entering))
             if not layer.routed:
                 hooks.enter_context(layer.after(additions.watch))
-        stream.forward(block, module, 0, stream.quantized[0])
+        output = stream.forward(block, module, 0, stream.quantized[0])
         additions.finish()
+    uses.last[output.untyped_storage().data_ptr()] = math.inf
+    depends = unwatched(block.name, module)
+    known = hidden.device.type == "cpu" and not depends
+    for name, moments in then.items():
+        entered[name] = [
+            _with_uses(each, before, uses.last if known else None)
+            for each, before in zip(entered[name], moments, strict=True)
+        ]
     missing = tuple(layer.name for layer in layers if layer.name not in entered)
     if missing and not trial:
         raise unreached(", ".join(missing))
@@ -121,8 +146,37 @@ def first_look(block: Block, stream: Stream, *, trial: bool = False) -> FirstLoo
         entered=entered,
         operands=additions.found,
         missing=missing,
-        unwatched=unwatched(block.name, module),
+        unwatched=depends,
     )
+
+
+class _InMemory(NamedTuple):
+    """Number of operations of a forward pass so far, and the memory of each result that is alive, by its place."""
+
+    operations: int
+    storages: Mapping[int, UntypedStorage]
+
+
+def _with_uses(entered: Entered, before: _InMemory, last: Mapping[int, float] | None) -> Entered:
+    """Add what the rest of a forward pass uses.
+
+    Args:
+        entered: State of the pass when it enters a layer.
+        before: What was in memory at that moment.
+        last: {address: number of the last operation that used it}; None: everything may be used.
+    """
+    storages = before.storages
+    idle = {
+        place
+        for place, each in storages.items()
+        if last is not None and last.get(each.data_ptr(), 0) <= before.operations
+    }
+    needed = _bytes(each for place, each in storages.items() if place not in idle)
+    return replace(entered, needed=needed, idle=tuple(sorted(idle)))
+
+
+def _bytes(storages: Iterable[UntypedStorage]) -> int:
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def rows_of(name: str, quantized: Seen, original: Seen | None) -> Rows | RoutedRows:

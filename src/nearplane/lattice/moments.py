@@ -121,7 +121,8 @@ class MomentSums:
         if X is not None:
             if crossed:
                 self._sum("C", n, n).add(cross_product(X, X_hat))
-            self.alive = X.any(0).long().add_(0 if self.alive is None else self.alive)
+            if self.alive is None or tiling_of(X.device).waits or not bool(self.alive.all()):
+                self.alive = X.any(0).long().add_(0 if self.alive is None else self.alive)
             for name, difference in (outputs or {}).items():
                 self._sum(f"lost.{name}", difference.shape[1], n).add(cross_product(difference, X_hat))
 

@@ -255,6 +255,7 @@ def _group(look: FirstLook, group: tuple[Layer, ...]) -> Group:
     return Group(
         layers=tuple(layer.shape for layer in layers),
         alive=entered.alive,
+        held=entered.needed,
         lost=tuple(layer.shape for layer in layers if layer.adds or single),
         experts=len(experts),
         routed=entered.routed or (0, 0),

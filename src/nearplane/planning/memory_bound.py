@@ -46,7 +46,8 @@ class Group:
 
     Args:
         layers: (out, in) of each layer.
-        alive: Bytes of live activations while the forward pass of one window waits before these layers.
+        alive: Bytes of live activations when the forward pass of one window comes to these layers.
+        held: Bytes of those that it keeps while it waits there, because the rest of it uses them.
         lost: (out, in) of each layer whose lost outputs are summed; for the others the moments C are summed.
         experts: Number of experts, of which `layers` are one; 1: plain layers.
         routed: Bytes of a window's inputs of experts: as they are given, and with one row per expert that a token reaches.
@@ -54,6 +55,7 @@ class Group:
 
     layers: tuple[tuple[int, int], ...]
     alive: int
+    held: int
     lost: tuple[tuple[int, int], ...] = ()
     experts: int = 1
     routed: tuple[int, int] = (0, 0)
@@ -216,9 +218,9 @@ def waits(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> list[int]:
     waiting_bytes: list[int] = []
     for stage, group in enumerate(kind.groups if kind.pauses else ()):
         last = stage == len(kind.groups) - 1 and group.experts == 1
-        before = kind.groups[stage - 1].alive if stage else shapes.state
+        before = kind.groups[stage - 1].held if stage else shapes.state
         needed = shapes.most_windows(setting.batch) * paused_bytes(
-            group.alive, before, shapes.state, shapes.streams, last=last
+            group.held, before, shapes.state, shapes.streams, last=last
         )
         if needed > setting.room:
             break
@@ -330,8 +332,8 @@ def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterato
     for stage, group in enumerate(kind.groups):
         n, paused = group.inputs, stage < len(held)
         last = all_paused and stage == len(kind.groups) - 1 and group.experts == 1
-        before = kind.groups[stage - 1].alive if stage else shapes.state
-        arrived = group.alive + split * shapes.state if last else streams * group.alive
+        before = kind.groups[stage - 1].held if stage else shapes.state
+        arrived = group.held + split * shapes.state if last else streams * group.held
         given, wide = (streams * windows * size for size in group.routed)  # inputs of as many experts as fit
         routed = given if given <= setting.room else wide // min(group.experts, -(-wide // max(1, setting.room)))
         waiting_now = windows * arrived if paused else routed

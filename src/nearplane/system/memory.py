@@ -21,13 +21,14 @@ from nearplane.errors import DeviceMemoryError, NearplaneError, SystemLimitError
 
 # bytes; forward passes often allocate smaller blocks: system calls took 14 % of a run with 4 MB here, 1 % with 16 MB
 LARGE_BLOCK = 16 << 20
-# bytes of freed memory that the C library may keep: fetching a page again costs more than all small sums
-KEPT = 128 << 20
+# bytes of freed memory that the C library may keep: fetching its pages again took a fifth of a run's CPU time with half of this
+KEPT = 256 << 20
 MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 PAUSE = 0.03  # seconds between questions how much freed memory the C library keeps
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt
 
 _asked = -PAUSE  # time of the last question
+_others = 0  # bytes of this process that the C library does not count, when they were last measured
 # what libraries of CUDA, pinned memory, kernels of Triton and Apple's GPUs say, which raise other errors than torch's own
 FULL = re.compile(r"CU\w+_STATUS_ALLOC_FAILED|CUDA(\]| error): out of memory|MPS backend out of memory")
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
@@ -68,6 +69,14 @@ def resident(root: Path = Path("/")) -> int | None:
     return None
 
 
+def private(root: Path) -> int:
+    """Return the resident memory of this process in bytes that is not of files; 0 if it is unknown."""
+    for line in _lines(root / "proc/self/statm"):
+        resident_pages, shared_pages = map(int, line.split()[1:3])
+        return (resident_pages - shared_pages) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
 def return_large_blocks() -> None:
     """Make this process return freed blocks of `LARGE_BLOCK` bytes or more to the system at once.
 
@@ -89,20 +98,33 @@ def release() -> None:
     if time.monotonic() < _asked + PAUSE:
         return
     _asked = time.monotonic()
-    if (state := getattr(_c_library(), "mallinfo2", None)) is not None:  # glibc 2.33 and newer
-        state.restype = _Mallinfo2
-    if state is None or state().fordblks > KEPT:
+    if _uncounted() - _others > KEPT:
         release_all()
 
 
 def release_all() -> None:
     """Return all memory that was freed to the system, for the start of a run: what it keeps is not needed again soon."""
+    global _others
     if trim := getattr(_c_library(), "malloc_trim", None):
         trim(0)
+        _others = _uncounted()
+
+
+def _uncounted() -> int:
+    """Return the bytes of this process that the C library does not count as used: freed pages, and those of others.
+
+    It counts as free also what it has returned to the system, so that its number of free bytes would not do.
+    """
+    ask = getattr(_c_library(), "mallinfo2", None)  # glibc 2.33 and newer
+    if ask is None:
+        return KEPT + _others + 1
+    ask.restype = _Mallinfo2
+    found = ask()
+    return private(Path("/")) - int(found.uordblks) - int(found.hblkhd)
 
 
 class _Mallinfo2(ctypes.Structure):
-    """What glibc says of its memory, see mallinfo(3); `fordblks` is the number of free bytes that it keeps."""
+    """What glibc says of its memory, see mallinfo(3): bytes in use are `uordblks`, and `hblkhd` in blocks of their own."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in MALLINFO2]
 

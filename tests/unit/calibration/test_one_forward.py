@@ -263,7 +263,7 @@ def test_what_pauses_takes_what_was_foretold(folder_of: Callable[[str], Path]) -
     stream = both(skeleton(model, tokens.split(2), device="cpu", dtype=torch.float64))
     with model.blocks[0].on("cpu", torch.float64) as block:
         look = first_look(block, stream)
-        foretold = [look.entered[group[0].name][0].alive * 8 * 2 for group in look.groups]
+        foretold = [look.entered[group[0].name][0].needed * 8 * 2 for group in look.groups]
         held = [x.untyped_storage() for x in living(Tensor)]  # so that nothing takes their memory
         before = {storage.data_ptr() for storage in held}
         found = []

@@ -12,7 +12,8 @@ from torch import Tensor
 from bare_blocks import both
 from families import config_of, random_model
 from nearplane.calibration.activations import Stream, skeleton
-from nearplane.calibration.stages import stages
+from nearplane.calibration.rows import Additions, Results
+from nearplane.calibration.stages import first_look, stages
 from nearplane.errors import CalibrationError
 from nearplane.models.model import Model, open_model
 
@@ -57,3 +58,31 @@ def test_layers_that_never_run_are_named(tokens: Tensor, tmp_path: Path) -> None
         pytest.raises(CalibrationError, match=r"No token reached backbone\.layers\.0\.mixer\.dt_proj"),
     ):
         stages(block, stream)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
+def test_a_pass_that_waits_needs_its_input_and_the_residual_stream(family: str, saved: Saved, tokens: Tensor) -> None:
+    """Not q, k and v, which attention has used, and not the block's input once attention was added to it."""
+    model = open_model(str(saved(family)))
+    stream = at(model, tokens)
+    with model.blocks[0].on("cpu", torch.float64) as block:
+        look = first_look(block, stream)
+    rows = stream.quantized[0].numel() // stream.quantized[0].shape[-1]
+    for first, *_ in look.groups:
+        entered = look.entered[first.name][0]
+        assert entered.needed == rows * 8 * (first.shape[1] + stream.quantized[0].shape[-1]), first.name
+    waiting = look.entered[look.groups[1][0].name][0]
+    assert waiting.alive > waiting.needed
+    assert waiting.idle
+
+
+def test_what_is_dropped_is_nan_and_takes_no_memory(tokens: Tensor) -> None:
+    hidden = tokens.double()
+    results = Results(hidden)
+    with Additions(results=results):
+        product = hidden * 2
+        view = product.view(-1)
+    results.drop([0, 1])
+    assert product.isnan().all()
+    assert view.isnan().all()
+    assert product.untyped_storage().nbytes() == hidden.element_size()

@@ -29,10 +29,10 @@ from nearplane.system.ranks import Ranks
 
 MB = 1 << 20
 GROUPS = (
-    Group(layers=((512, 512),) * 3, alive=4 * MB),
-    Group(layers=((512, 512),), alive=6 * MB, lost=((512, 512),)),
-    Group(layers=((1024, 512),) * 2, alive=5 * MB),
-    Group(layers=((512, 1024),), alive=9 * MB, lost=((512, 1024),)),
+    Group(layers=((512, 512),) * 3, alive=4 * MB, held=4 * MB),
+    Group(layers=((512, 512),), alive=6 * MB, held=6 * MB, lost=((512, 512),)),
+    Group(layers=((1024, 512),) * 2, alive=5 * MB, held=5 * MB),
+    Group(layers=((512, 1024),), alive=9 * MB, held=9 * MB, lost=((512, 1024),)),
 )
 SHAPES = Shapes(
     blocks=(Blocks(count=4, weights=2_500_000, groups=GROUPS),),

@@ -21,7 +21,7 @@ from nearplane.models.pretrained import as_model_error
 from nearplane.planning import solve_stage as quantize_stage
 from nearplane.recipe.schemes import GridScheme
 from nearplane.system.arguments import checked
-from nearplane.system.memory import PAUSE, _c_library, free_memory, release, working_on
+from nearplane.system.memory import PAUSE, _c_library, free_memory, release, release_all, working_on
 from pretended import pretended
 
 MEMINFO = "MemTotal:       24000000 kB\nMemFree:         1000000 kB\nMemAvailable:   20000000 kB\n"
@@ -79,12 +79,18 @@ def test_this_machine_tells() -> None:
 )
 def test_what_was_freed_in_pieces_is_given_back() -> None:
     """Of blocks too small for pages of their own every second is freed: nothing of it is at the end of the heap."""
-    blocks = [bytearray(b"x" * 100_000) for _ in range(4000)]
+    release_all()
+    blocks = [bytearray(b"x" * 100_000) for _ in range(6000)]
     del blocks[::2]
     before = resident()
     time.sleep(PAUSE)
     release()
-    assert resident() < before - 100_000_000
+    assert resident() < before - 200_000_000
+    blocks[::10] = [bytearray(b"x" * 100_000) for _ in blocks[::10]]  # less than may be kept, of what was given back
+    before = resident()
+    time.sleep(PAUSE)
+    release()
+    assert resident() > before - 1_000_000
 
 
 def resident() -> int:
