@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -200,21 +201,25 @@ def prove(gguf: Path, folder: Path, text: str) -> None:
     length = SEQLEN - len(first)
     windows = [[*first, *ids[n * length : (n + 1) * length]] for n in range(WINDOWS)]
     options = dict(n_ctx=SEQLEN, n_batch=SEQLEN, n_ubatch=SEQLEN, logits_all=True, type_k=0, type_v=0, verbose=False)
-    theirs = Llama(str(gguf), flash_attn=False, n_threads=1, n_threads_batch=1, **options)
+    perplexity = [perplexity_of(partial(nll, network), windows)]
+    for file in (gguf, in_float32(gguf)):
+        theirs = Llama(str(file), flash_attn=False, n_threads=1, n_threads_batch=1, **options)
+        perplexity.append(perplexity_of(partial(llama_nll, theirs), windows))
     same = theirs.tokenize(text.encode(), add_bos=False, special=False) == ids
-    perplexity = [
-        math.exp(sum(map(loss, windows)) / WINDOWS) for loss in (partial(nll, network), partial(llama_nll, theirs))
-    ]
-    theirs.close()
-    theirs = Llama(str(in_float32(gguf)), flash_attn=False, n_threads=1, n_threads_batch=1, **options)
     equal, ties = continued(network, theirs, windows)
+    ours, as_it_is, decoded = perplexity
     print(
         f"{len(ids):,} tokens {'equal' if same else 'DIFFERENT'}; perplexity of {WINDOWS} windows of {SEQLEN}, first token "
-        f"{first or 'none'}: {perplexity[0]:.4f}, llama.cpp {perplexity[1]:.4f}; {PROMPTS} texts continued: {equal} tokens equal, "
-        f"{ties} of them ended at two tokens within {NEAR} nat, llama-cpp-python {version('llama-cpp-python')}"
+        f"{first or 'none'}: {ours:.4f}, llama.cpp {decoded:.4f}, with rounded inputs {as_it_is:.4f}; {PROMPTS} texts continued: "
+        f"{equal} tokens equal, {ties} ended at two tokens within {NEAR} nat; llama-cpp-python {version('llama-cpp-python')}"
     )
-    if not same or not 1 / LARGEST_RATIO < perplexity[0] / perplexity[1] < LARGEST_RATIO:
+    if not same or not 1 / LARGEST_RATIO < ours / decoded < LARGEST_RATIO:
         raise SystemExit(f"{folder} is not what llama.cpp computes. Decode it again with transformers 5.24.")
+
+
+def perplexity_of(loss: Callable[[list[int]], float], windows: list[list[int]]) -> float:
+    """Return the perplexity of windows by a function that returns the mean loss of one."""
+    return math.exp(sum(map(loss, windows)) / len(windows))
 
 
 def in_float32(gguf: Path) -> Path:
