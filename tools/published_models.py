@@ -19,7 +19,9 @@ Needs transformers 5.24 or newer: the reader of 5.17 builds a wrong tokenizer fo
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
+import json
 import math
 import shutil
 import subprocess
@@ -130,6 +132,7 @@ def decode(gguf: Path, out: Path) -> None:
     converted = {name: weight.to(torch.bfloat16).contiguous() for name, weight in weights.items()}
     save_file(converted, out / "model.safetensors", {"format": "pt"})
     tokenizer_of(gguf).save_pretrained(out)
+    group_merges(out / "tokenizer.json")
 
 
 def tokenizer_of(gguf: Path) -> PreTrainedTokenizerBase:
@@ -151,6 +154,23 @@ def tokenizer_of(gguf: Path) -> PreTrainedTokenizerBase:
             f"transformers {version('transformers')} reads the tokenizer of {gguf.name} wrongly. Use 5.24."
         )
     return tokenizer
+
+
+def group_merges(file: Path) -> None:
+    """Put merges of a tokenizer of pieces that give one token beside each other, as a GGUF made from the folder needs.
+
+    llama.cpp ranks tokens by their scores. transformers orders merges by these, which are equal for all runs of spaces or
+    of line ends in Gemma's file.
+    """
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not content["model"].get("byte_fallback"):
+        return
+    merges = content["model"]["merges"]
+    first: dict[str, int] = {}
+    for place, (left, right) in enumerate(merges):
+        first.setdefault(left + right, place)
+    content["model"]["merges"] = sorted(merges, key=lambda pair: first[pair[0] + pair[1]])
+    file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
 def add_noise(folder: Path, out: Path) -> None:
@@ -185,6 +205,8 @@ def prove(gguf: Path, folder: Path, text: str) -> None:
     perplexity = [
         math.exp(sum(map(loss, windows)) / WINDOWS) for loss in (partial(nll, network), partial(llama_nll, theirs))
     ]
+    theirs.close()
+    theirs = Llama(str(in_float32(gguf)), flash_attn=False, n_threads=1, n_threads_batch=1, **options)
     equal, ties = continued(network, theirs, windows)
     print(
         f"{len(ids):,} tokens {'equal' if same else 'DIFFERENT'}; perplexity of {WINDOWS} windows of {SEQLEN}, first token "
@@ -193,6 +215,18 @@ def prove(gguf: Path, folder: Path, text: str) -> None:
     )
     if not same or not 1 / LARGEST_RATIO < perplexity[0] / perplexity[1] < LARGEST_RATIO:
         raise SystemExit(f"{folder} is not what llama.cpp computes. Decode it again with transformers 5.24.")
+
+
+def in_float32(gguf: Path) -> Path:
+    """Let llama.cpp decode a file: where weights are quantized, it rounds the inputs of layers to 8 bits."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.nthread, params.ftype, params.allow_requantize = 1, llama_cpp.LLAMA_FTYPE_ALL_F32, True
+    out = gguf.with_name("decoded.gguf")
+    if llama_cpp.llama_model_quantize(str(gguf).encode(), str(out).encode(), ctypes.byref(params)):
+        raise SystemExit(f"llama.cpp does not decode {gguf}.")
+    return out
 
 
 @torch.inference_mode()
