@@ -19,13 +19,16 @@ Needs transformers 5.24 or newer: the reader of 5.17 builds a wrong tokenizer fo
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
+import json
 import math
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -130,6 +133,7 @@ def decode(gguf: Path, out: Path) -> None:
     converted = {name: weight.to(torch.bfloat16).contiguous() for name, weight in weights.items()}
     save_file(converted, out / "model.safetensors", {"format": "pt"})
     tokenizer_of(gguf).save_pretrained(out)
+    group_merges(out / "tokenizer.json")
 
 
 def tokenizer_of(gguf: Path) -> PreTrainedTokenizerBase:
@@ -151,6 +155,23 @@ def tokenizer_of(gguf: Path) -> PreTrainedTokenizerBase:
             f"transformers {version('transformers')} reads the tokenizer of {gguf.name} wrongly. Use 5.24."
         )
     return tokenizer
+
+
+def group_merges(file: Path) -> None:
+    """Put merges of a tokenizer of pieces that give one token beside each other, as a GGUF made from the folder needs.
+
+    llama.cpp ranks tokens by their scores. transformers orders merges by these, which are equal for all runs of spaces or
+    of line ends in Gemma's file.
+    """
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not content["model"].get("byte_fallback"):
+        return
+    merges = content["model"]["merges"]
+    first: dict[str, int] = {}
+    for place, (left, right) in enumerate(merges):
+        first.setdefault(left + right, place)
+    content["model"]["merges"] = sorted(merges, key=lambda pair: first[pair[0] + pair[1]])
+    file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
 def add_noise(folder: Path, out: Path) -> None:
@@ -180,19 +201,37 @@ def prove(gguf: Path, folder: Path, text: str) -> None:
     length = SEQLEN - len(first)
     windows = [[*first, *ids[n * length : (n + 1) * length]] for n in range(WINDOWS)]
     options = dict(n_ctx=SEQLEN, n_batch=SEQLEN, n_ubatch=SEQLEN, logits_all=True, type_k=0, type_v=0, verbose=False)
-    theirs = Llama(str(gguf), flash_attn=False, n_threads=1, n_threads_batch=1, **options)
+    perplexity = [perplexity_of(partial(nll, network), windows)]
+    for file in (gguf, in_float32(gguf)):
+        theirs = Llama(str(file), flash_attn=False, n_threads=1, n_threads_batch=1, **options)
+        perplexity.append(perplexity_of(partial(llama_nll, theirs), windows))
     same = theirs.tokenize(text.encode(), add_bos=False, special=False) == ids
-    perplexity = [
-        math.exp(sum(map(loss, windows)) / WINDOWS) for loss in (partial(nll, network), partial(llama_nll, theirs))
-    ]
     equal, ties = continued(network, theirs, windows)
+    ours, as_it_is, decoded = perplexity
     print(
         f"{len(ids):,} tokens {'equal' if same else 'DIFFERENT'}; perplexity of {WINDOWS} windows of {SEQLEN}, first token "
-        f"{first or 'none'}: {perplexity[0]:.4f}, llama.cpp {perplexity[1]:.4f}; {PROMPTS} texts continued: {equal} tokens equal, "
-        f"{ties} of them ended at two tokens within {NEAR} nat, llama-cpp-python {version('llama-cpp-python')}"
+        f"{first or 'none'}: {ours:.4f}, llama.cpp {decoded:.4f}, with rounded inputs {as_it_is:.4f}; {PROMPTS} texts continued: "
+        f"{equal} tokens equal, {ties} ended at two tokens within {NEAR} nat; llama-cpp-python {version('llama-cpp-python')}"
     )
-    if not same or not 1 / LARGEST_RATIO < perplexity[0] / perplexity[1] < LARGEST_RATIO:
+    if not same or not 1 / LARGEST_RATIO < ours / decoded < LARGEST_RATIO:
         raise SystemExit(f"{folder} is not what llama.cpp computes. Decode it again with transformers 5.24.")
+
+
+def perplexity_of(loss: Callable[[list[int]], float], windows: list[list[int]]) -> float:
+    """Return the perplexity of windows by a function that returns the mean loss of one."""
+    return math.exp(sum(map(loss, windows)) / len(windows))
+
+
+def in_float32(gguf: Path) -> Path:
+    """Let llama.cpp decode a file: where weights are quantized, it rounds the inputs of layers to 8 bits."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.nthread, params.ftype, params.allow_requantize = 1, llama_cpp.LLAMA_FTYPE_ALL_F32, True
+    out = gguf.with_name("decoded.gguf")
+    if llama_cpp.llama_model_quantize(str(gguf).encode(), str(out).encode(), ctypes.byref(params)):
+        raise SystemExit(f"llama.cpp does not decode {gguf}.")
+    return out
 
 
 @torch.inference_mode()

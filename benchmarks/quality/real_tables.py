@@ -22,7 +22,7 @@ ORDER = (
     "4", "3", "2", "3-symmetric", "2-symmetric", "3.125", "2.125", "nvfp4", "mxfp4", "fp8", "q4_k_m", "q3_k_m", "mlx4",
 )  # fmt: skip
 NEAR = {  # settings whose grids are near those of the file from which the weights were decoded
-    "smollm2": ("3", "2", "fp8", "q4_k_m", "q3_k_m", "mlx4"), "gemma3": ("fp8", "q4_k_m"),
+    "smollm2": ("3", "2", "fp8", "q4_k_m", "q3_k_m", "mlx4"), "gemma3": ("fp8", "q4_k_m", "q3_k_m"),
 }  # fmt: skip
 MARK = " †"
 INTRODUCTION = f"""# Tables on published models

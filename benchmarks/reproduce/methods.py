@@ -33,6 +33,7 @@ from nearplane.models.model import open_model
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import GridScheme
+from nearplane.record.remarks import missed
 from nearplane.system.device import Device
 from nearplane.theory.vectors import absmax_codes, zero_point_codes
 from nearplane.verbs.compare import ORIGINAL_METHOD
@@ -135,7 +136,7 @@ def quantized(subject: Subject, method: str, bits: float | None, folder: Path, d
     shutil.rmtree(folder)
     return Quantized(
         network=network, tokenizer=tokenizer, rate=record.rate, bytes=record.bytes, seconds=record.seconds,
-        note="; ".join(filter(None, (note, record.missed))),
+        note="; ".join(filter(None, (note, missed(record)))),
     )  # fmt: skip
 
 

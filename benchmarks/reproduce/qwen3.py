@@ -9,7 +9,7 @@ paper's figures in brackets beside ours and the ratio of the two, `!` where they
 A figure that cannot be measured is marked with the reason, the run goes on, and the exit code is 3.
 
 With --models and --assets, tables 1, 2 and 5 have texts of $ASSETS in the places of those from the hub: calibration on the first
-64 windows of 512 tokens of C4, WikiText-2 and the end of C4 held out, 64 windows each; --windows: so many of all three.
+64 windows of 512 tokens of C4, WikiText-2 and the end of C4 held out, 64 windows each; --samples and --windows choose others.
 
 --offline runs the same lines on the models in this repository, and on those of $ASSETS. Their figures are no
 reproduction of the paper's. The tasks need lm-eval (pip install "nearplane[eval]").
@@ -151,6 +151,7 @@ def main() -> None:
     )
     parser.add_argument("--tables", type=int, nargs="+", default=NUMBERS, choices=NUMBERS)
     parser.add_argument("--windows", type=int, help="windows of each text (default: all)")
+    parser.add_argument("--samples", type=int, default=64, help="windows of calibration with --models and --assets")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--offline", action="store_true", help="run on the models in this repository")
     parser.add_argument("--assets", type=Path, help="folder of texts, and for --offline of more models")
@@ -173,7 +174,9 @@ def main() -> None:
         subjects = offline_subjects(arguments.keep, arguments.assets, list(TEXTS), TASKS)
     elif local:
         models = [Path(model) for model in arguments.models]
-        subjects = local_subjects(arguments.keep, models, arguments.assets, list(TEXTS), arguments.windows)
+        subjects = local_subjects(
+            arguments.keep, models, arguments.assets, list(TEXTS), arguments.samples, arguments.windows
+        )
     else:
         subjects = online_subjects(arguments.models or PAPER_MODELS, arguments.windows)
     tables = [table for number, table in tables_of(subjects).items() if number in arguments.tables]

@@ -53,7 +53,7 @@ def offline_subjects(
 
 
 def local_subjects(
-    keep: Path, models: Sequence[Path], assets: Path, measures: Sequence[str], windows: int | None
+    keep: Path, models: Sequence[Path], assets: Path, measures: Sequence[str], samples: int, windows: int | None
 ) -> list[Subject]:
     """Return models of folders, with texts of `assets` in the places of those from the hub.
 
@@ -64,7 +64,8 @@ def local_subjects(
         models: Folders of models.
         assets: Folder with text/.
         measures: Names of WikiText-2 and C4.
-        windows: Number of windows for calibration, and of each text; None: those of the tables of quality.
+        samples: Number of windows for calibration.
+        windows: Number of windows of each text; None: those of the tables of quality.
     """
     subjects = []
     for folder in models:
@@ -74,7 +75,7 @@ def local_subjects(
             text = next(text for text in known.texts if text.kind == "c4")
             path.write_text("".join(f"{json.dumps({'text': each})}\n" for each in text.read(held_out=held)))
         wiki = assets / "text" / "wikitext2_test.txt"
-        calibration = Calibration(calibration=str(parts[False]), samples=windows or known.samples, seqlen=known.seqlen)
+        calibration = Calibration(calibration=str(parts[False]), samples=samples, seqlen=known.seqlen)
         subjects.append(
             Subject(
                 name=folder.name, paper=folder.name, source=str(folder), calibration=calibration, tasks={},

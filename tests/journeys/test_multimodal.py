@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
@@ -24,7 +25,14 @@ WINDOWS = torch.randint(3, 85, (16, 32), generator=torch.Generator().manual_seed
 TOKENS = {"input_ids": WINDOWS[:2, :12]}
 GRID, RATE = dict(bits=4, group_size=16, allocate="uniform"), dict(rate=3, allocate="uniform")
 FEW = ["llava", "qwen2_vl"]  # of `make test`
-LOADED = daily([kind for kind in KINDS if kind not in ("mllama", "qwen3_vl_moe")], FEW)
+LLAMA4 = pytest.mark.xfail(
+    transformers.__version__ == "5.24.0",
+    raises=AttributeError,
+    strict=True,
+    reason="its forward pass in transformers 5.24.0 reads image_outputs of a result that has none, whoever calls it",
+)
+OTHERS = [kind for kind in KINDS if kind not in ("llama4", "mllama", "qwen3_vl_moe")]
+LOADED = [*daily(OTHERS, FEW), pytest.param("llama4", marks=[pytest.mark.nightly, LLAMA4])]
 
 
 def dense(out: Path) -> Any:
@@ -68,7 +76,7 @@ def test_four_bits_load_in_plain_transformers(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mllama", "qwen3_vl_moe")])
+@pytest.mark.parametrize("kind", [*OTHERS, pytest.param("llama4", marks=LLAMA4)])
 def test_rates_load_in_nearplane(kind: str, tmp_path: Path) -> None:
     source, out = save_seeing(tmp_path / "source", kind), tmp_path / "out"
     nearplane.quantize(source, out, calibration=WINDOWS, device="cpu", **RATE)
@@ -149,6 +157,7 @@ def test_blocks_that_run_on_images_alone_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@LLAMA4
 @pytest.mark.nightly
 def test_buffers_keep_their_dtype_when_weights_are_decoded(tmp_path: Path) -> None:
     """Frequencies in float32 and complex ones: Llama 4's tower has such."""
