@@ -71,7 +71,12 @@ def draw(found: list[Row], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "ladder"}  # text as text; the same bytes again
+    as_text, same_bytes = {"svg.fonttype": "none"}, {"svg.hashsalt": "ladder"}
+    with matplotlib.rc_context(as_text | same_bytes):
+        _draw(found, path)
+
+
+def _draw(found: list[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, len(TEXTS), figsize=(10.4, 8.4), sharex=True, sharey="row", squeeze=False)
