@@ -106,6 +106,7 @@ class Results:
     def __init__(self, hidden: Tensor) -> None:
         self._size, self._width = hidden.numel(), hidden.shape[-1]
         self._all: list[ref[Tensor]] = []
+        self._own: dict[int, ref[Tensor]] = {}  # {id: tensor that the pass made of the hidden states}
         self._fixed: dict[int, ref[Tensor]] = {}  # {id: tensor that is the same in every batch}
         self.watching = True
         self.numbered: list[tuple[ref[Tensor], int]] = []  # with its version, which counts writes to the tensor
@@ -116,8 +117,11 @@ class Results:
             return
         operands = tensors_in(given)
         same = all(self._is_fixed(x) for x in operands)
+        own = not self._all or any(self._is_own(x) for x in operands)  # the first is a copy of the hidden states
         for x in tensors_in((result,)):
             self._all.append(ref(x))
+            if own and not any(x is operand for operand in operands):  # some functions return what they were given
+                self._own[id(x)] = ref(x)
             fixed = same and (bool(operands) or not x.is_floating_point())
             if fixed:
                 self._fixed[id(x)] = ref(x)
@@ -127,6 +131,10 @@ class Results:
     def _is_fixed(self, x: Tensor) -> bool:
         known = self._fixed.get(id(x))
         return isinstance(x, nn.Parameter) or (known is not None and known() is x)
+
+    def _is_own(self, x: Tensor) -> bool:
+        known = self._own.get(id(x))
+        return known is not None and known() is x
 
     def number(self, x: Tensor) -> int | None:
         """Return the number of a tensor; None if it has none, or was written to since it was numbered."""
@@ -151,10 +159,15 @@ class Results:
         storages = {place: x.untyped_storage() for place, x in alive if x is not None}
         return {place: each for place, each in storages.items() if each.data_ptr() not in but}
 
+    def own(self) -> set[int]:
+        """Return the places of what the pass made of the hidden states; arguments, tables and caches serve other batches, too."""
+        alive = ((place, known()) for place, known in enumerate(self._all))
+        return {place for place, x in alive if x is not None and x.is_floating_point() and self._is_own(x)}
+
     def drop(self, places: Iterable[int]) -> None:
         """Free the memory of tensors that are not used again; code that uses one nevertheless finds NaN."""
         for place in places:
-            if (x := self._all[place]()) is not None and x.is_floating_point():
+            if (x := self._all[place]()) is not None:
                 x.data = x.new_full((), torch.nan).expand(x.shape)
 
 

@@ -96,13 +96,13 @@ def first_look(block: Block, stream: Stream, *, trial: bool = False) -> FirstLoo
     kept_alive: list[Any] = []  # so that no other tensor reuses their memory
     results, uses = Results(hidden), Uses()
     additions = Additions(results=results)
-    then: dict[str, list[_InMemory]] = {}
+    then: dict[str, list[_InMemory]] = {}  # like `entered`
     weights = {x.untyped_storage().data_ptr() for x in (*module.parameters(), *module.buffers())}
 
     def entering(layer: Layer, x: Any) -> None:
         results.watching = False
         storages = results.in_memory(but=weights)
-        then.setdefault(layer.name, []).append(_InMemory(uses.count, storages))
+        then.setdefault(layer.name, []).append(_InMemory(uses.count, storages, results.own()))
         entered.setdefault(layer.name, []).append(
             Entered(
                 same=layer.same_input(x),
@@ -110,7 +110,7 @@ def first_look(block: Block, stream: Stream, *, trial: bool = False) -> FirstLoo
                 computed=len(results.numbered),
                 results=results.count,
                 alive=_bytes(storages.values()),
-                needed=0,
+                needed=_bytes(storages.values()),
                 idle=(),
                 routed=x.sizes if layer.routed else None,
             )
@@ -127,12 +127,11 @@ def first_look(block: Block, stream: Stream, *, trial: bool = False) -> FirstLoo
         additions.finish()
     uses.last[output.untyped_storage().data_ptr()] = math.inf
     depends = unwatched(block.name, module)
-    known = hidden.device.type == "cpu" and not depends
-    for name, moments in then.items():
-        entered[name] = [
-            _with_uses(each, before, uses.last if known else None)
-            for each, before in zip(entered[name], moments, strict=True)
-        ]
+    if hidden.device.type == "cpu" and not depends:
+        entered = {
+            name: [_with_uses(*each, uses.last) for each in zip(runs, then[name], strict=True)]
+            for name, runs in entered.items()
+        }
     missing = tuple(layer.name for layer in layers if layer.name not in entered)
     if missing and not trial:
         raise unreached(", ".join(missing))
@@ -151,27 +150,24 @@ def first_look(block: Block, stream: Stream, *, trial: bool = False) -> FirstLoo
 
 
 class _InMemory(NamedTuple):
-    """Number of operations of a forward pass so far, and the memory of each result that is alive, by its place."""
+    """Number of operations of a forward pass so far, the memory of each result by its place, and those that may be dropped."""
 
     operations: int
     storages: Mapping[int, UntypedStorage]
+    own: set[int]
 
 
-def _with_uses(entered: Entered, before: _InMemory, last: Mapping[int, float] | None) -> Entered:
+def _with_uses(entered: Entered, before: _InMemory, last: Mapping[int, float]) -> Entered:
     """Add what the rest of a forward pass uses.
 
     Args:
         entered: State of the pass when it enters a layer.
         before: What was in memory at that moment.
-        last: {address: number of the last operation that used it}; None: everything may be used.
+        last: {address: number of the last operation that used it}.
     """
-    storages = before.storages
-    idle = {
-        place
-        for place, each in storages.items()
-        if last is not None and last.get(each.data_ptr(), 0) <= before.operations
-    }
-    needed = _bytes(each for place, each in storages.items() if place not in idle)
+    used = {place for place, each in before.storages.items() if last.get(each.data_ptr(), 0) > before.operations}
+    idle = (before.own & before.storages.keys()) - used
+    needed = _bytes(each for place, each in before.storages.items() if place not in idle)
     return replace(entered, needed=needed, idle=tuple(sorted(idle)))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from alive import living, paused
-from bare_blocks import Convolution, Experts, bare, both
+from bare_blocks import Convolution, Experts, Tables, bare, both
 from families import LLAMA, VOCABULARY, config_of, random_model
 from nearplane.calibration.activations import Dealt, Stream, skeleton
 from nearplane.calibration.one_forward import BlockForward, paused_stages
@@ -275,6 +275,18 @@ def test_what_pauses_takes_what_was_foretold(folder_of: Callable[[str], Path]) -
                 found.append(sum(size for place, size in storages.items() if place not in before))
     for expected, measured in list(zip(foretold, found, strict=True))[:-1]:
         assert 0.85 < measured / expected <= 1.01  # what else is in memory moves it by some per cent
+
+
+def test_tables_that_serve_all_batches_are_not_dropped() -> None:
+    block, stream = bare(Tables(), 5, 4)
+    expected = [block.original(states) for states in stream.quantized]
+    block.original.made = None
+    with closing(BlockForward(block, stream, sequential=True, room=MUCH)) as passage:
+        for _, shown in passage:
+            for rows in shown:
+                del rows
+    for found in (stream.original, stream.quantized):
+        assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("stage", daily([0, 2, 3], [2]))

@@ -82,6 +82,7 @@ def test_what_is_dropped_is_nan_and_takes_no_memory(tokens: Tensor) -> None:
     with Additions(results=results):
         product = hidden * 2
         view = product.view(-1)
+    assert results.own() == {0, 1}
     results.drop([0, 1])
     assert product.isnan().all()
     assert view.isnan().all()
