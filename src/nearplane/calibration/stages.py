@@ -6,7 +6,7 @@ Before anything is solved, a trial of one window through one block of each kind 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -135,18 +135,25 @@ def first_look(block: Block, stream: Stream, *, trial: bool = False) -> FirstLoo
     missing = tuple(layer.name for layer in layers if layer.name not in entered)
     if missing and not trial:
         raise unreached(", ".join(missing))
-    groups: dict[tuple[Any, ...], list[Layer]] = {}
-    by_name = {layer.name: layer for layer in layers}
-    for name, runs in entered.items():
-        layer = replace(by_name[name], calls=len(runs), adds=name in additions.found and len(runs) == 1)
-        groups.setdefault(tuple(run.same for run in runs), []).append(layer)
     return FirstLook(
-        groups=tuple(map(tuple, groups.values())),
+        groups=_grouped(layers, entered, additions.found.keys()),
         entered=entered,
         operands=additions.found,
         missing=missing,
         unwatched=depends,
     )
+
+
+def _grouped(
+    layers: Iterable[Layer], entered: Mapping[str, Sequence[Entered]], added: Set[str]
+) -> tuple[tuple[Layer, ...], ...]:
+    """Group the layers that ran by their input, in the order in which they ran; `added`: whose output is added to a stream."""
+    groups: dict[tuple[Any, ...], list[Layer]] = {}
+    by_name = {layer.name: layer for layer in layers}
+    for name, runs in entered.items():
+        layer = replace(by_name[name], calls=len(runs), adds=name in added and len(runs) == 1)
+        groups.setdefault(tuple(run.same for run in runs), []).append(layer)
+    return tuple(map(tuple, groups.values()))
 
 
 class _InMemory(NamedTuple):

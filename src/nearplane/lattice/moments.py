@@ -83,9 +83,9 @@ class Moments:
 class MomentSums:
     """Sums over batches before division by the number of tokens; order and grouping of the batches change no bit.
 
-    `named` are the sums: "H", "C", and "lost." with the name of a layer. `alive` counts the batches in which an input of the
-    original model was not 0; `dtype` is that of the products. `unit` is that of all sums, see `unit_of`; None: that of the first
-    rows.
+    `named` are the sums: "H", "C", and "lost." with the name of a layer. `alive` is above 0 for inputs of the original model
+    that were not 0 in some batch; `dtype` is that of the products. `unit` is that of all sums, see `unit_of`; None: that of the
+    first rows.
     """
 
     named: dict[str, ExactSum] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from nearplane.errors import DeviceMemoryError, NearplaneError, SystemLimitError
 
 # bytes; forward passes often allocate smaller blocks: system calls took 14 % of a run with 4 MB here, 1 % with 16 MB
 LARGE_BLOCK = 16 << 20
-# bytes of freed memory that the C library may keep: fetching its pages again took a fifth of a run's CPU time with half of this
+# bytes of freed memory that the C library may keep: with half of this, 1.6 times as many pages are fetched again
 KEPT = 256 << 20
 MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 PAUSE = 0.03  # seconds between questions how much freed memory the C library keeps
@@ -64,17 +64,7 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
 def resident(root: Path = Path("/")) -> int | None:
     """Return the resident memory of this process in bytes, or None if it is unknown."""
-    for line in _lines(root / "proc/self/statm"):
-        return int(line.split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return None
-
-
-def private(root: Path) -> int:
-    """Return the resident memory of this process in bytes that is not of files; 0 if it is unknown."""
-    for line in _lines(root / "proc/self/statm"):
-        resident_pages, shared_pages = map(int, line.split()[1:3])
-        return (resident_pages - shared_pages) * os.sysconf("SC_PAGE_SIZE")
-    return 0
+    return None if (pages := _pages(root)) is None else pages[0] * os.sysconf("SC_PAGE_SIZE")
 
 
 def return_large_blocks() -> None:
@@ -98,7 +88,8 @@ def release() -> None:
     if time.monotonic() < _asked + PAUSE:
         return
     _asked = time.monotonic()
-    if _uncounted() - _others > KEPT:
+    uncounted = _uncounted()
+    if uncounted is None or uncounted - _others > KEPT:
         release_all()
 
 
@@ -107,20 +98,29 @@ def release_all() -> None:
     global _others
     if trim := getattr(_c_library(), "malloc_trim", None):
         trim(0)
-        _others = _uncounted()
+        _others = _uncounted() or 0
 
 
-def _uncounted() -> int:
+def _uncounted() -> int | None:
     """Return the bytes of this process that the C library does not count as used: freed pages, and those of others.
 
-    It counts as free also what it has returned to the system, so that its number of free bytes would not do.
+    It counts as free also what it has returned to the system, so that its number of free bytes would not do. None if the
+    system or the library does not say.
     """
-    ask = getattr(_c_library(), "mallinfo2", None)  # glibc 2.33 and newer
-    if ask is None:
-        return KEPT + _others + 1
+    ask, pages = getattr(_c_library(), "mallinfo2", None), _pages(Path("/"))  # glibc 2.33 and newer
+    if ask is None or pages is None:
+        return None
     ask.restype = _Mallinfo2
-    found = ask()
-    return private(Path("/")) - int(found.uordblks) - int(found.hblkhd)
+    found, (all_pages, of_files) = ask(), pages
+    return (all_pages - of_files) * os.sysconf("SC_PAGE_SIZE") - int(found.uordblks) - int(found.hblkhd)
+
+
+def _pages(root: Path) -> tuple[int, int] | None:
+    """Return the resident pages of this process, all and those of files; None if they are unknown."""
+    for line in _lines(root / "proc/self/statm"):
+        every, of_files = map(int, line.split()[1:3])
+        return every, of_files
+    return None
 
 
 class _Mallinfo2(ctypes.Structure):
