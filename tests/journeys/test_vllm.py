@@ -164,7 +164,7 @@ def test_four_bits_fail_at_the_first_request_without_avx512(folders: dict[str, W
         distance(made, folders["compressed-tensors, 4 bits"].predicted)
 
 
-def test_int8_products_overflow_without_vnni(folders: dict[str, Written]) -> None:
-    """oneDNN adds two products in 16 bits there. Where this fails, its kernel is exact here, and should be tested."""
+def test_int8_products_are_off_without_vnni(folders: dict[str, Written]) -> None:
+    """Presumably oneDNN adds two products in 16 bits there. Where this fails, its kernel is exact here, and should be tested."""
     with engine(folders["int8, inputs int8"].folder) as made:
         assert 0.1 < distance(made, folders["int8, inputs int8"].predicted) < 2
