@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rows import Estimate, Row, average, failure, paired, read, table, where
+from rows import Estimate, Row, average, failures, paired, read, table, where
 
 ROWS = Path(__file__).parents[2] / "docs" / "results" / "tables.jsonl"
 MODELS = ("study", "demo", "babyllama105")
@@ -236,10 +236,7 @@ def main() -> None:
     print("\n".join(on_more(rows, models)))
     print(ROUNDED)
     print("\n".join(activations(rows, models)))
-    failed = [row for row in everything if "error" in row]
-    print("\n## What failed\n" if failed else "", end="")
-    for row in failed:
-        print("\n" + failure(row))
+    print(failures(everything), end="")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rows import Estimate, Row, average, failure, paired, read, table, where
+from rows import Estimate, Row, average, failures, paired, read, table, where
 
 ROWS = Path(__file__).parents[2] / "docs" / "results" / "real-models.jsonl"
 SAMPLES = 64  # windows of a calibration in the tables; rows with others are in a table of their own
@@ -171,10 +171,7 @@ def main() -> None:
             for text, name in TEXTS.items():
                 print(f"\nKL on {name}:\n")
                 print("\n".join(by_tool(where(rows, model=model, samples=samples), model, text)))
-    failed = [row for row in everything if "error" in row]
-    print("\n## What failed\n" if failed else "", end="")
-    for row in failed:
-        print("\n" + failure(row))
+    print(failures(everything), end="")
 
 
 if __name__ == "__main__":

@@ -124,10 +124,15 @@ def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]
         yield f"| {' | '.join(line)} |"
 
 
-def failure(row: Row) -> str:
-    """Return the lines of a list that say what failed."""
-    cell = f"{row['model']}, {row['tool']}, {row['setting']}, calibration {row['calibration']}"
-    return fill(f"- {cell}: {row['error']}", 120, subsequent_indent="  ", break_long_words=False)
+def failures(rows: Iterable[Row]) -> str:
+    """Return the section of a page that says which cells failed; empty if none did."""
+    lines = [
+        f"- {row['model']}, {row['tool']}, {row['setting']}, calibration {row['calibration']}: {row['error']}"
+        for row in rows
+        if "error" in row
+    ]
+    filled = (fill(line, 120, subsequent_indent="  ", break_long_words=False) for line in lines)
+    return "\n## What failed\n" + "".join(f"\n{line}\n" for line in filled) if lines else ""
 
 
 def where(rows: Iterable[Row], **values: Any) -> list[Row]:

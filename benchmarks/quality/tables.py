@@ -27,7 +27,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from rows import Estimate, Row, append, average, claimed, failure, key, paired, read, table, where
+from rows import Estimate, Row, append, average, claimed, failures, key, paired, read, table, where
 
 if TYPE_CHECKING:  # they import torch
     from cells import Batch, Bench
@@ -164,10 +164,7 @@ def show(asked: argparse.Namespace) -> None:
         counts = {row["tool"]: row["weights"] for row in measured}
         if len({*counts.values()}) > 1:
             print(f"\nThe tools do not quantize as many weights: {counts}")
-    failed = [row for row in rows if "error" in row]
-    print("\n## What failed\n" if failed else "", end="")
-    for row in failed:
-        print("\n" + failure(row))
+    print(failures(rows), end="")
 
 
 def untuned(rows: list[Row], tools: list[str]) -> Iterator[str]:
