@@ -156,7 +156,8 @@ class Costs(NamedTuple):
     Args:
         solved: Bytes per weight in a solve: W, target, values, codes, errors, candidate codes or steps, and sums.
         beam: Maximum for the targets of a beam, their copies and their codes.
-        swept: Bytes per candidate and weight of the columns that a beam sweeps together, in addition.
+        swept: Bytes per candidate and weight of the columns that a beam sweeps together, in addition; their codes do not
+            lie beside the targets yet.
     """
 
     solved: int
@@ -165,7 +166,7 @@ class Costs(NamedTuple):
 
 
 CPU = Costs(solved=36, beam=128 << 20, swept=0)
-GPU = Costs(solved=60, beam=kernels_torch.BEAM_BYTES, swept=24)
+GPU = Costs(solved=60, beam=kernels_torch.BEAM_BYTES, swept=20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
