@@ -1,11 +1,12 @@
 """What every stage of a run costs: CPU time by parts, as multiples of the products that the layers' shapes stand for.
 
     OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/speed/stages.py [SRC ...]
+    OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/speed/stages.py --model FOLDER --text FILE --group-size 64 [SRC ...]
 
-Quantizes a random Llama of two blocks (hidden 1024, intermediate 3072) to 4 bits, groups of 128, on windows of 512 random
-tokens, in a process of its own for every SRC, the `src` folder of some commit (default: that of the checkout), one after
-another. The unit is one float32 product (out, in) x (in, in) for every layer, timed in the same process. Stages contain one
-another: what `measure` takes is part of `layers`.
+Quantizes a random Llama of two blocks (hidden 1024, intermediate 3072), or a model of yours, to 4 bits on windows of 512 tokens,
+in a process of its own for every SRC, the `src` folder of some commit (default: that of the checkout), one after another. The
+unit is one float32 product (out, in) x (in, in) for every layer, timed in the same process. Stages contain one another: what
+`certificates` take is part of `layers`.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ from pathlib import Path
 
 LETTERS = 512  # of the alphabet
 ROOT = Path(__file__).resolve().parents[2]
-SHAPES = 2 * [(1024, 1024), (512, 1024), (512, 1024), (1024, 1024), (3072, 1024), (3072, 1024), (1024, 3072)]
-STAGES = {  # name: (file, functions), whichever of them a commit has
+PRODUCT, ATTENTION = "torch._C._nn.linear", "torch._C._nn.scaled_dot_product_attention"
+STAGES = {  # name: (file, functions), whichever of them a commit has; what torch has built in has no file
+    "before the first block": ("planning/run.py", ["start_run"]),
+    "products of the forward passes": ("~", [f"<built-in method {PRODUCT}>"]),
+    "attention": ("~", [f"<built-in method {ATTENTION}>"]),
     "moments": ("lattice/moments.py", ["add"]),
-    "factors": ("matrix/inputs.py", ["_factorized", "factor"]),
+    "factors": ("matrix/inputs.py", ["factor"]),
     "layers": ("planning/solve_stage.py", ["solve_layer"]),
     "correction": ("matrix/inputs.py", ["corrected"]),
     "steps": ("lattice/scale.py", ["grid"]),
     "sweeps": ("lattice/solvers.py", ["sweep_planes", "nearest_plane"]),
     "sweeps and refinement": ("lattice/polish.py", ["refine"]),
     "certificates": ("matrix/certificate.py", ["measured_rows", "record_of"]),
-    "of them the limit": ("matrix/inputs.py", ["eigenvalues", "mean_log_eigenvalue"]),
-    "of them extra windows": ("lattice/bounds.py", ["losses_beside"]),
+    "of them the limit": ("matrix/certificate.py", ["limit_under"]),
+    "of them extra windows": ("lattice/bounds.py", ["losses_on_extra"]),
 }
 
 
@@ -73,12 +77,24 @@ def write_text(file: Path, tokens: int) -> None:
     file.write_text("".join(chr(0x4E00 + index) for index in chosen), encoding="utf-8")
 
 
-def unit() -> float:
+def shapes_in(model: str) -> list[tuple[int, int]]:
+    """Return (out, in) of the layers of a folder's blocks, from the headers of its files."""
+    from safetensors import safe_open
+
+    shapes = []
+    for file in sorted(Path(model).glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            every = [(name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys()]  # noqa: SIM118
+            shapes += [shape for name, shape in every if len(shape) == 2 and ".layers." in name]
+    return shapes
+
+
+def unit(shapes: list[tuple[int, int]]) -> float:
     """Return the CPU seconds of one product for every layer: the best of five by the better of two libraries."""
     import torch
 
     found: dict[tuple[int, int], float] = {}
-    for out, columns in set(SHAPES):
+    for out, columns in set(shapes):
         W, H, times = torch.randn(out, columns), torch.randn(columns, columns), []
         for precision in 6 * ("ieee", "bf16"):  # by MKL, and by oneDNN: see src/nearplane/system/matmul_library.py
             torch.backends.mkldnn.matmul.fp32_precision = precision
@@ -87,29 +103,33 @@ def unit() -> float:
             times.append(time.process_time() - began)
         found[out, columns] = min(times)
     torch.backends.mkldnn.matmul.fp32_precision = "ieee"
-    return sum(found[shape] for shape in SHAPES)
+    return sum(found[shape] for shape in shapes)
 
 
-def measure(model: str, text: str, out: str, windows: str) -> None:
+def measure(model: str, text: str, out: str, windows: int, group_size: int) -> None:
     """Quantize in this process, and print a line for every stage."""
     import nearplane
 
     nearplane.quantize  # noqa: B018  # imports
-    asked = {"bits": 4, "group_size": 128, "seqlen": 512, "calibration": text}
+    asked = {"bits": 4, "group_size": group_size, "seqlen": 512, "calibration": text}
     nearplane.quantize(model, f"{out}-first", **asked, samples=7)  # compiles
-    product, profile = unit(), cProfile.Profile(time.process_time)
+    product, profile = unit(shapes_in(model)), cProfile.Profile(time.process_time)
+    before = resource.getrusage(resource.RUSAGE_SELF)
     profile.enable()
-    nearplane.quantize(model, out, **asked, samples=int(windows))
+    nearplane.quantize(model, out, **asked, samples=windows)
     profile.disable()
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    after = resource.getrusage(resource.RUSAGE_SELF)
     stats = pstats.Stats(profile)
     whole = float(stats.total_tt)  # type: ignore[attr-defined]
-    print(f"one product a layer: {product:.3f} s; whole run {whole:.1f} s, peak {peak / 1e9:.2f} GB")
+    system, peak = after.ru_stime - before.ru_stime, 1024 * after.ru_maxrss
+    print(
+        f"one product a layer: {product:.3f} s; whole run {whole:.1f} s, of it {system:.1f} s of the system's; peak {peak / 1e9:.2f} GB"
+    )
     for name, (file, functions) in STAGES.items():
         times = [
             value[3]
-            for key, value in stats.stats.items()  # type: ignore[attr-defined]
-            if key[0].endswith(f"nearplane/{file}") and key[2] in functions
+            for (path, _, function), value in stats.stats.items()  # type: ignore[attr-defined]
+            if (path == file or path.endswith(f"nearplane/{file}")) and function in functions
         ]
         seconds = max(times, default=0.0) if name == "sweeps" else sum(times)
         print(f"| {name} | {seconds:.2f} s | {seconds / product:.1f} | {100 * seconds / whole:.1f} % |", flush=True)
@@ -119,19 +139,27 @@ def main() -> None:
     """Measure every tree in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs="*", default=[str(ROOT / "src")], metavar="SRC")
+    parser.add_argument("--model", help="folder; default: a random model", metavar="FOLDER")
+    parser.add_argument("--text", help="calibration text of --model", metavar="FILE")
     parser.add_argument("--windows", type=int, default=32)
+    parser.add_argument("--group-size", type=int, default=128)
     arguments = parser.parse_args()
+    if (arguments.model is None) != (arguments.text is None):
+        parser.error("--model and --text belong together")
     with tempfile.TemporaryDirectory() as place:
-        model, text = f"{place}/model", f"{place}/text.txt"
-        build(model, text)
+        model, text = arguments.model, arguments.text
+        if model is None:
+            model, text = f"{place}/model", f"{place}/text.txt"
+            build(model, text)
         for index, tree in enumerate(arguments.trees):
             print(tree, flush=True)
-            command = [sys.executable, __file__, "--one", model, text, f"{place}/out-{index}", str(arguments.windows)]
+            numbers = [str(arguments.windows), str(arguments.group_size)]
+            command = [sys.executable, __file__, "--one", model, text, f"{place}/out-{index}", *numbers]
             subprocess.run(command, env=os.environ | {"PYTHONPATH": tree}, check=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
-        measure(*sys.argv[2:])
+        measure(*sys.argv[2:5], *map(int, sys.argv[5:]))
     else:
         main()
