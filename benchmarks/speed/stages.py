@@ -121,10 +121,9 @@ def measure(model: str, text: str, out: str, windows: int, group_size: int) -> N
     after = resource.getrusage(resource.RUSAGE_SELF)
     stats = pstats.Stats(profile)
     whole = float(stats.total_tt)  # type: ignore[attr-defined]
-    system, peak = after.ru_stime - before.ru_stime, 1024 * after.ru_maxrss
-    print(
-        f"one product a layer: {product:.3f} s; whole run {whole:.1f} s, of it {system:.1f} s of the system's; peak {peak / 1e9:.2f} GB"
-    )
+    system, peak = after.ru_stime - before.ru_stime, 1024 * after.ru_maxrss / 1e9
+    print(f"one product a layer: {product:.3f} s; peak {peak:.2f} GB")
+    print(f"whole run: {whole:.1f} s, {system:.1f} s of it the system's")
     for name, (file, functions) in STAGES.items():
         times = [
             value[3]
