@@ -135,7 +135,7 @@ def of_model(rows: list[Row], control: list[Row], model: str) -> Iterator[str]:
     versions = sorted({row["version"] for row in rows if not row["version"].startswith("nearplane")})
     commits = sorted({row["commit"] for row in rows})
     yield f"\n## {model}\n\nSHA-256 of the weights: {first['sha']}... Perplexity of the original: {original}."
-    yield f"Measured at {', '.join(commits)}.\n{', '.join(versions)}."
+    yield f"Measured at {', '.join(commits)}, beside {', '.join(versions) or 'nothing yet'}."
     for text, name in TEXTS.items():
         yield f"\nKL on {name}:\n"
         yield from by_tool(rows, model, text)
