@@ -35,7 +35,8 @@ class CodedLinear(WordsLinear):
     Attributes:
         words_4, words_8: The codes as `product_cpu` reads them, of the columns that take 4 and 8 bits.
         columns_4, columns_8: (places,) int32 column of each code of a row; any where a place has none.
-        scale_4, scale_8: (places,) scales of these columns, float32 seen as int32; 0 where a place has none.
+        scale_4, scale_8: (places,) scales of these columns, float32 seen as int32; 0 where a place has none, or only codes 0:
+            products are rounded relative to 8 steps, and the steps of a layer of zeros may be of any size.
         steps: Scales of rows, see `by_block`.
         patch_rows, patch_columns: (patches,) int32 places of patches, ordered by row.
         patch_bits: (patches,) their values, float32 seen as int32.
@@ -66,7 +67,8 @@ class CodedLinear(WordsLinear):
             used = np.flatnonzero(chosen)
             used = np.append(used, np.full(-len(used) % (32 // bits), -1))
             columns = np.where(used < 0, 0, packed.orders.columns[used])
-            scale = np.where(used < 0, np.float32(0), packed.scales.column_scale[columns]).astype(np.float32)
+            empty = (used < 0) | ~codes[:, used].any(0)
+            scale = np.where(empty, np.float32(0), packed.scales.column_scale[columns]).astype(np.float32)
             self.register_buffer(f"words_{bits}", product_cpu.pack(codes, bits, used), persistent=False)
             self._keep({f"columns_{bits}": columns, f"scale_{bits}": scale.view(np.int32)})
         by_row = np.argsort(rows, kind="stable")
@@ -114,7 +116,7 @@ class CodedLinear(WordsLinear):
         columns_of, values = self.patch_columns.cpu().long(), self.patch_bits.cpu().view(torch.float32)
         for a in range(0, len(steps), count := torch.get_num_threads()):
             b = min(a + count, len(steps))
-            strip = torch.empty(self.in_features, (b - a) * BLOCK)
+            strip = torch.zeros(self.in_features, (b - a) * BLOCK)
             for bits, words, columns, scale in self._parts():
                 part = product_cpu.values(words.cpu()[a:b], steps[a:b], steps[a:b, :0], bits)
                 used = scale.cpu().nonzero()[:, 0]

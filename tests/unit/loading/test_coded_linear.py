@@ -55,6 +55,16 @@ def test_products_are_those_of_the_decoded_matrix(case: Contents, tokens: int, g
     assert ((y - exact).abs() <= 2e-6 * size).all()
 
 
+@pytest.mark.parametrize("tokens", [1, MAX_ROWS + 1])
+def test_columns_of_zeros_give_zero_however_large_their_steps(tokens: int, generator: torch.Generator) -> None:
+    case = contents(7, 13, spread=0.0)
+    case.codes[:, 3], case.scales.columns[:3], case.scales.columns[4:] = 1, 120, 120  # 2^30 times the step of column 3
+    layer = filled(decode_packed(encode(case)))
+    assert torch.equal(layer.weight, matrix_of(case).decode())
+    x = torch.randn(tokens, 13, generator=generator)
+    assert (layer(x) - x @ layer.weight.T).abs().max() <= 1e-5 * layer.weight.abs().max()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_types_come_back_and_lose_no_more_than_the_dense_layer(
     dtype: torch.dtype, generator: torch.Generator
