@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -38,6 +39,7 @@ from nearplane.formats.stored import read_dense, reader_of
 from nearplane.loading.dense_network import dense_network
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.model import open_model
+from nearplane.system.source_storage import method_of
 
 ALONE = "alone.gguf"
 NETWORKS = (
@@ -173,8 +175,12 @@ class Folder(Subject):
 
 
 def _as_bytes_say(weights: Weights, folder: Path, *, whole: bool) -> str:
-    """Compare weights with what the files decode to; a network has them as float32, and may lack some or tie them."""
+    """Compare weights with what the files decode to; a network has them as float32, and may lack some or tie them.
+
+    A network of 8-bit floats without our record is an original, whose weights are widened to bfloat16.
+    """
     expected = plain_formats.decoded(folder)
+    widened = not whole and method_of(folder, json.loads((folder / "config.json").read_bytes())) == "fp8"
     if whole and weights.keys() != expected.keys():
         return f"other tensors: {sorted(weights.keys() ^ expected.keys())[:3]}"
     for name, tensor in weights.items():
@@ -184,6 +190,7 @@ def _as_bytes_say(weights: Weights, folder: Path, *, whole: bool) -> str:
             return f"{name} is made up"
         values = torch.from_numpy(np.array(raw.values if whole else raw.floats()))
         values = values if whole else values.float()
+        values = values.bfloat16().float() if widened and ".layers." in name and values.ndim == 2 else values
         there = tensor.detach()
         if whole and raw.dtype == "BF16":
             there, values = there.float(), torch.from_numpy(raw.floats().copy())
