@@ -77,9 +77,9 @@ def written(source: Path, out: Path, **how: Any) -> nearplane.record.record.RunR
 
 
 def logits(model: PreTrainedModel) -> Tensor:
-    """Return what a model computes, its weights in memory of their own: where they begin decides the order of sums."""
+    """Return what a model computes, its weights row by row in memory of their own: where they lie decides the order of sums."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     with torch.no_grad():
         return model.eval()(TOKENS).logits
 

@@ -13,6 +13,7 @@ from nearplane.formats.container import Container
 from nearplane.models.model import Model
 from nearplane.models.pretrained import tokenizer_of
 from nearplane.models.two_tokenizers import cut, decoded
+from nearplane.system.output_folder import readable_errors
 from nearplane.system.token_lines import DECOMPOSED, LINES, differing_line
 
 CALIBRATION_LINES = 200
@@ -33,6 +34,7 @@ def check_tokens_in_file(container: Container, model: Model, windows: Windows | 
 
     Raises:
         RecipeError: A line has other tokens.
+        FormatError: The disk is full.
     """
     forced = bool(container.config.get("pre"))
     try:
@@ -45,7 +47,7 @@ def check_tokens_in_file(container: Container, model: Model, windows: Windows | 
     tokenizer, fitted = model.tokenizer(), () if windows is None or windows.fitted is None else windows.fitted
     calibrated = (line for text in decoded(tokenizer, fitted) for line in text.splitlines(keepends=True))
     lines = [*LINES, *islice(filter(str.strip, calibrated), CALIBRATION_LINES)]
-    with tempfile.TemporaryDirectory() as place:
+    with readable_errors(container.place.out), tempfile.TemporaryDirectory() as place:
         for name, text in files.items():
             (Path(place) / name).write_text(text, encoding="utf-8")
         again = tokenizer_of(Path(place))

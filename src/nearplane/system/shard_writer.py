@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,10 @@ class ShardWriter:
         }
         self._kept, files = set(self._parts), files_of(self._parts)
         for file, parts in files.items():
-            for part in () if (self.folder / file).is_file() else parts:  # a file that is there is read by `join`
+            if (path := self.folder / file).is_file():  # its parts were joined before the run was stopped
+                self._digests[file] = self._read(path, self._tensors_of(parts))
+                continue
+            for part in parts:
                 self._read(self.folder / part, self._parts[part])
                 self._dates[part] = size_and_date(self.folder / part)
         for path in self.folder.glob("*.safetensors*"):
@@ -187,25 +190,26 @@ class ShardWriter:
             raise FormatError(f"{self.folder}: {self._written} shards were written, expected {self.total}.")
         files = files_of(self._parts)
         for file, parts in files.items():
+            paths = [self.folder / part for part in parts]
             if file not in self._digests:
-                self._digests[file] = self._joined(self.folder / file, [self.folder / part for part in parts])
+                self._digests[file] = self._joined(self.folder / file, paths)
+            flush(self.folder)
+            for path in paths:
+                path.unlink(missing_ok=True)
         self._dates = {}
         return sum((self.folder / file).stat().st_size for file in files)
 
     def _joined(self, path: Path, parts: Sequence[Path]) -> str:
-        """Join parts to a file and delete them; return its SHA-256."""
-        tensors = {name: kind for part in parts for name, kind in self._parts[part.name].items()}
-        if path.is_file():  # of a stopped run
-            digest = self._read(path, tensors)
-        elif len(parts) == 1:
-            digest = self._read(parts[0], tensors)
-            parts[0].rename(path)
-        else:
-            digest = self._copied(path, parts, tensors)
-        flush(self.folder)
-        for part in parts:
-            part.unlink(missing_ok=True)
+        """Join parts to a file and return its SHA-256."""
+        tensors = self._tensors_of(part.name for part in parts)
+        if len(parts) > 1:
+            return self._copied(path, parts, tensors)
+        digest = self._read(parts[0], tensors)
+        parts[0].rename(path)
         return digest
+
+    def _tensors_of(self, parts: Iterable[str]) -> dict[str, Kind]:
+        return {name: kind for part in parts for name, kind in self._parts[part].items()}
 
     def _copied(self, path: Path, parts: Sequence[Path], tensors: Mapping[str, Kind]) -> str:
         """Write a file with the tensors of parts and return its SHA-256."""
