@@ -35,6 +35,7 @@ from nearplane.record.record_file import read_record
 from nearplane.system.device import Device
 from nearplane.system.files import HashedFiles, sha256
 from nearplane.system.output_folder import Unfinished
+from nearplane.system.shard_writer import ShardWriter
 from nightly import daily
 from threads import threads_of_torch
 
@@ -226,6 +227,25 @@ def test_a_run_that_is_killed_when_all_is_written_is_put_in_place(model, text, w
     shard.write_bytes(content)
     nearplane.quantize(model, tmp_path / "out", **options)
     assert contents(tmp_path / "out") == wanted
+
+
+def test_a_joined_file_that_is_damaged_is_written_anew_with_overwrite(model, text, whole, tmp_path, monkeypatch):
+    options, join = dict(calibration=str(text), **WAYS["grid"], **TEXT), ShardWriter.join
+
+    def stopped(self):
+        join(self)
+        raise StoppedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "join", stopped)
+        with pytest.raises(StoppedError):
+            nearplane.quantize(model, tmp_path / "out", **options)
+    shard = tmp_path / "out.unfinished" / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(FormatError, match=r"model\.safetensors has changed .*--overwrite"):
+        nearplane.quantize(model, tmp_path / "out", **options)
+    nearplane.quantize(model, tmp_path / "out", **options, overwrite=True)
+    assert contents(tmp_path / "out") == contents(whole("grid"))
 
 
 def test_a_run_that_is_told_something_else_does_not_go_on(model, text, stop, tmp_path):
