@@ -167,10 +167,11 @@ def main() -> None:
         if same:
             print("\n".join(of_model(same, where(rows, model=CONTROLS.get(model), samples=SAMPLES), model)))
         for samples in sorted({row["samples"] for row in where(rows, model=model)} - {SAMPLES}):
-            print(f"\n### {model} with {samples} windows\n")
-            for text, name in TEXTS.items():
-                print(f"\nKL on {name}:\n")
-                print("\n".join(by_tool(where(rows, model=model, samples=samples), model, text)))
+            print(f"\n### {model} with {samples} windows")
+            others = where(rows, model=model, samples=samples)
+            for entry, name in (*((text, f"KL on {name}") for text, name in TEXTS.items()), ("cpu", "CPU seconds")):
+                print(f"\n{name}:\n")
+                print("\n".join(by_tool(others, model, entry)))
     print(failures(everything), end="")
 
 
