@@ -34,7 +34,7 @@ are 56.6 MB. So files of the same bits have the same bytes, whatever else they h
 nats per token, means over the calibrations of {SAMPLES} windows that there are. The 99.9 % quantile is that of tokens:
 one in a thousand differs by more.
 
-![KL divergence of SmolLM2 from its original against megabytes of the model, a mark for each tool and setting](ladder.svg)
+![KL of SmolLM2 against megabytes of the model, a mark for each tool and setting](ladder.svg)
 """
 
 

@@ -3,19 +3,22 @@
     OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/speed/stages.py [SRC ...]
     OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/speed/stages.py --model FOLDER --text FILE --group-size 64 [SRC ...]
 
-Quantizes a random Llama of two blocks (hidden 1024, intermediate 3072), or a model of yours, to 4 bits on windows of 512 tokens,
-in a process of its own for every SRC, the `src` folder of some commit (default: that of the checkout), one after another. The
-unit is one float32 product (out, in) x (in, in) for every layer, timed in the same process. Stages contain one another: what
-`certificates` take is part of `layers`.
+Quantizes a random Llama of two blocks (hidden 1024, intermediate 3072), or the first blocks of your model (default: all; one
+safetensors file, blocks named as Llama's), to 4 bits on windows of 512 tokens, in a process of its own for every SRC, the `src`
+folder of some commit (default: that of the checkout), one after another. The unit is one float32 product (out, in) x (in, in)
+for every layer, timed in the same process. Stages contain one another: what `certificates` take is part of `layers`.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import json
 import os
 import pstats
+import re
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,11 +27,10 @@ from pathlib import Path
 
 LETTERS = 512  # of the alphabet
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT, ATTENTION = "torch._C._nn.linear", "torch._C._nn.scaled_dot_product_attention"
 STAGES = {  # name: (file, functions), whichever of them a commit has; what torch has built in has no file
     "before the first block": ("planning/run.py", ["start_run"]),
-    "products of the forward passes": ("~", [f"<built-in method {PRODUCT}>"]),
-    "attention": ("~", [f"<built-in method {ATTENTION}>"]),
+    "products of the forward passes": ("~", ["<built-in method torch._C._nn.linear>"]),
+    "attention": ("~", ["<built-in method torch._C._nn.scaled_dot_product_attention>"]),
     "moments": ("lattice/moments.py", ["add"]),
     "factors": ("matrix/inputs.py", ["factor"]),
     "layers": ("planning/solve_stage.py", ["solve_layer"]),
@@ -75,6 +77,22 @@ def write_text(file: Path, tokens: int) -> None:
 
     chosen = torch.randint(0, LETTERS, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     file.write_text("".join(chr(0x4E00 + index) for index in chosen), encoding="utf-8")
+
+
+def first_blocks(model: str, blocks: int, folder: str) -> None:
+    """Write a copy of a model that ends after some blocks."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    cut = {"num_hidden_layers": blocks}
+    if "layer_types" in config:
+        cut["layer_types"] = config["layer_types"][:blocks]
+    Path(folder, "config.json").write_text(json.dumps(config | cut), encoding="utf-8")
+    weights = load_file(Path(model, "model.safetensors"))
+    number = {name: re.search(r"\.layers\.(\d+)\.", name) for name in weights}
+    kept = {name: weights[name] for name, found in number.items() if found is None or int(found[1]) < blocks}
+    save_file(kept, Path(folder, "model.safetensors"), {"format": "pt"})
 
 
 def shapes_in(model: str) -> list[tuple[int, int]]:
@@ -140,6 +158,7 @@ def main() -> None:
     parser.add_argument("trees", nargs="*", default=[str(ROOT / "src")], metavar="SRC")
     parser.add_argument("--model", help="folder; default: a random model", metavar="FOLDER")
     parser.add_argument("--text", help="calibration text of --model", metavar="FILE")
+    parser.add_argument("--blocks", type=int, help="quantize the first of --model only")
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=128)
     arguments = parser.parse_args()
@@ -150,6 +169,8 @@ def main() -> None:
         if model is None:
             model, text = f"{place}/model", f"{place}/text.txt"
             build(model, text)
+        elif arguments.blocks is not None:
+            first_blocks(model, arguments.blocks, model := f"{place}/model")
         for index, tree in enumerate(arguments.trees):
             print(tree, flush=True)
             numbers = [str(arguments.windows), str(arguments.group_size)]

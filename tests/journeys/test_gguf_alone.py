@@ -73,9 +73,8 @@ def out_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             config = config_of(family, **(FAMILIES.get(family, {}) | known | changes | {"vocab_size": TEXT_VOCABULARY}))
             random_model(config).float().save_pretrained(model)
             add_tokenizer(model)
-            pre = (
-                "qwen2" if shape == "qwen2" else None
-            )  # so does transformers split its text, whatever tokenizer.json says
+            # transformers splits the text of this class so, whatever tokenizer.json says
+            pre = "qwen2" if shape == "qwen2" else None
             nearplane.quantize(
                 model, folders[shape], calibration=str(CALIBRATION), solver="round-to-nearest", pre=pre, **SETTINGS
             )

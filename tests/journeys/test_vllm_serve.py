@@ -40,10 +40,8 @@ OF_THE_DEMO: dict[str, dict[str, Any]] = {
 }
 TEMPLATE = "{{ bos_token }}{% for m in messages %}Return {{ m.content }}{% endfor %}"  # for the demo, which has none
 QUESTION = [{"role": "user", "content": "Name three colours of the rainbow."}]
-CLOSE = {
-    "float32": 1e-3,
-    "float16": 5e-2,
-}  # nats, of log-probabilities: the cache and other layers compute in these dtypes
+# nats, of log-probabilities: the cache and other layers compute in these dtypes
+CLOSE = {"float32": 1e-3, "float16": 5e-2}
 
 
 @pytest.fixture(scope="module")

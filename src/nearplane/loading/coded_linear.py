@@ -63,12 +63,12 @@ class CodedLinear(WordsLinear):
         rows, at = np.concatenate([rows, more]), np.concatenate([at, there])
         patched = np.concatenate([patched, codes[more, there]])
         codes[more, there] = 0
+        filled = np.count_nonzero(codes, axis=0) > 0
         for bits, chosen in ((4, narrow), (8, ~narrow)):
             used = np.flatnonzero(chosen)
             used = np.append(used, np.full(-len(used) % (32 // bits), -1))
             columns = np.where(used < 0, 0, packed.orders.columns[used])
-            empty = (used < 0) | ~codes[:, used].any(0)
-            scale = np.where(empty, np.float32(0), packed.scales.column_scale[columns]).astype(np.float32)
+            scale = np.where((used >= 0) & filled[used], packed.scales.column_scale[columns], 0).astype(np.float32)
             self.register_buffer(f"words_{bits}", product_cpu.pack(codes, bits, used), persistent=False)
             self._keep({f"columns_{bits}": columns, f"scale_{bits}": scale.view(np.int32)})
         by_row = np.argsort(rows, kind="stable")
