@@ -92,16 +92,16 @@ test-vllm test-ort test-openvino test-ctranslate2: export NEARPLANE_PYTHON := $(
 test-vllm test-ort test-openvino test-ctranslate2: export PYTHONPATH := tests/support
 test-vllm test-ort test-openvino test-ctranslate2: export OMP_NUM_THREADS ?= 1
 
-test-vllm: $(VENV)/.installed $(VLLM)/.installed   # vLLM on the CPU, offline and served; with build/models/smollm2 if it is there
+test-vllm: $(VENV)/.tested-with $(VLLM)/.installed   # vLLM on the CPU, offline and served; with build/models/smollm2 if it is there
 	$(VLLM)/bin/python -m pytest tests/journeys/test_vllm.py tests/journeys/test_vllm_serve.py -m nightly
 
-test-ort: $(VENV)/.installed $(ORT)/.installed   # ONNX Runtime GenAI: its builder, and its engine on the CPU
+test-ort: $(VENV)/.tested-with $(ORT)/.installed   # ONNX Runtime GenAI: its builder, and its engine on the CPU
 	$(ORT)/bin/python -m pytest tests/journeys/test_onnxruntime_genai.py -m nightly
 
-test-openvino: $(VENV)/.installed $(OPENVINO)/.installed   # GGUF files in OpenVINO GenAI
+test-openvino: $(VENV)/.tested-with $(OPENVINO)/.installed   # GGUF files in OpenVINO GenAI
 	$(OPENVINO)/bin/python -m pytest tests/journeys/test_openvino.py -m nightly
 
-test-ctranslate2: $(VENV)/.installed $(CTRANSLATE2)/.installed   # folders in AWQ in the converter of CTranslate2
+test-ctranslate2: $(VENV)/.tested-with $(CTRANSLATE2)/.installed   # folders in AWQ in the converter of CTranslate2
 	$(CTRANSLATE2)/bin/python -m pytest tests/journeys/test_ctranslate2.py -m nightly
 
 bench: $(VENV)/.tested-with
