@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from time import monotonic
 from typing import Any
 
@@ -17,6 +18,7 @@ from nearplane.cli.streams import Unread, say_error
 from nearplane.errors import FormatError, NearplaneError, RankError, printable
 from nearplane.system.memory import is_refused, system_limit
 
+BAR_WIDTH = 12  # characters, so that all fits into 80
 QUICK = 1.0  # seconds within which another Ctrl-C is taken for the same
 
 
@@ -25,24 +27,48 @@ class Terminated(KeyboardInterrupt):
 
 
 def bar(items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
-    """Show a bar on the error stream while items pass through; without a terminal, log lines show the progress."""
+    """Show a bar on the error stream while items pass through; without a terminal, log lines show the progress.
+
+    Beside it stands what `Tracked.line` says, anew every tenth of a second; for other items, how many of them are done.
+    """
     if not sys.stderr.isatty():
         yield from items
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.text import Text
 
-    done = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    left = (TextColumn("left"), TimeRemainingColumn())
-    with Progress(*done, *left, console=Console(stderr=True), transient=True) as shown:
+    class Line(ProgressColumn):
+        def __init__(self, line: Callable[[], str]) -> None:
+            super().__init__()
+            self._line = line
+
+        def render(self, task: Any) -> Text:
+            return Text(self._line())
+
+    line = getattr(items, "line", None)
+    said = (MofNCompleteColumn(), TimeElapsedColumn()) if line is None else (Line(line),)
+    with Progress(TextColumn(label), BarColumn(BAR_WIDTH), *said, console=_console(), transient=True) as shown:
         yield from shown.track(items, total=total)
+
+
+@cache
+def _console() -> Any:
+    """Return the one console of the error stream, which prints lines above a bar that it shows."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+class _Lines(logging.Handler):
+    """Log lines on the error stream; on a terminal above the bar, and broken between words."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a line; with its traceback, if it has one."""
+        text = self.format(record)
+        if sys.stderr.isatty():
+            _console().print(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -82,8 +108,7 @@ def attended(stopped: Sequence[KeyboardInterrupt]) -> Iterator[None]:
     Raises:
         FormatError: The user has no right to read or write a file, which the message names.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler = _Lines()
     package, progress = logging.getLogger("nearplane"), logging.getLogger("nearplane.system.progress")
     levels = package.level, progress.level
     package.addHandler(handler)

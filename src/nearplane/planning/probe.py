@@ -40,7 +40,7 @@ from nearplane.planning.perturb import (
 from nearplane.system.matmul_choice import Library
 from nearplane.system.matmul_library import library_in_use, using_library
 from nearplane.system.memory import release
-from nearplane.system.progress import Progress, logged, silent
+from nearplane.system.progress import Progress, Tracked, silent
 from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 BATCH = 8  # maximum windows of a forward pass
@@ -165,7 +165,7 @@ def probe(
     travellers: list[_Traveller | None] = []  # None: of another rank
     turns = _Turns(ranks)
     differences = keep(())  # of all travellers
-    blocks = logged(model.in_turn(model.blocks, device), "probing", len(model.blocks), blocks=[1] * len(model.blocks))
+    blocks = Tracked(model.in_turn(model.blocks, device), "probing", len(model.blocks), blocks=[1] * len(model.blocks))
     for number, block in enumerate(progress(blocks, "probing", len(model.blocks))):
         with block.on(device, dtype, original=False):
             before = [stream.quantized[i] for i in range(batches)]

@@ -24,21 +24,13 @@ def silent(items: Iterable[Any], label: str, total: int) -> Iterable[Any]:
     return items
 
 
-def logged(
-    items: Iterable[Any],
-    label: str,
-    total: int,
-    *,
-    blocks: Sequence[int] = (),
-    there: int = 0,
-    short: bool = True,
-) -> Iterator[Any]:
-    """Pass items through and log the progress at level INFO: a line at the end of a block, or every 30 seconds.
+class Tracked:
+    """Items of a loop that pass through and know how far it is: for displays by `line()`, and as log lines at level INFO.
 
         quantizing: block 3 of 32, layer 21 of 224, 1 min 35 s, about 15 min 20 s left
 
-    There is at most one line per second, and one at the end. The time left is extrapolated from all items so far; it is
-    too long at first, because compiling kernels counts.
+    A line comes at the end of a block or every 30 seconds, at most one per second, and one at the end. The time left is
+    said once a block is finished.
 
     Args:
         items: Iterable of `total` items; asking for the next one means that the last one is done.
@@ -48,16 +40,84 @@ def logged(
         there: Number of leading items that were done before the run was resumed, and that took no time.
         short: Whether there is a line at the end if none came before it.
     """
-    began = last_line = monotonic()
-    ends = list(accumulate(blocks))
-    block_ends = set(ends)
-    for done, item in enumerate(items, 1):
-        yield item  # the consumer is done with it when it asks for the next one
+
+    def __init__(
+        self,
+        items: Iterable[Any],
+        label: str,
+        total: int,
+        *,
+        blocks: Sequence[int] = (),
+        there: int = 0,
+        short: bool = True,
+    ) -> None:
+        self.label, self.total = label, total
+        self._items, self._there, self._short = items, there, short
+        self._ends = list(accumulate(blocks))
+        self._done = 0
+        # time and number of items done: at the start, after the first block, and after the last one that is finished
+        self._finished = [(monotonic(), there)]
+        self._passing = self._pass()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._passing)
+
+    def _pass(self) -> Iterator[Any]:
+        last_line = began = self._finished[0][0]
+        block_ends = {*self._ends}
+        for done, item in enumerate(self._items, 1):
+            yield item  # the consumer is done with it when it asks for the next one
+            self._done, now = done, monotonic()
+            if done > self._there and (done in block_ends or not block_ends):
+                self._finished[2:] = [(now, done)]
+            ended = done == self.total and (self._short or last_line > began)
+            interval = MIN_INTERVAL if done in block_ends else MAX_INTERVAL
+            if done > self._there and (ended or now - last_line >= interval):
+                last_line = now
+                log.info("%s: %s", self.label, self.line(ended=True))
+
+    def line(self, *, ended: bool = False) -> str:
+        """Return what is done, the time since the start, and from the first finished block on the time that is left.
+
+        Args:
+            ended: Whether the last item that ended is named, with its block; else the block that is in progress.
+        """
         now = monotonic()
-        ended = done == total and (short or last_line > began)
-        if done > there and (ended or now - last_line >= (MIN_INTERVAL if done in block_ends else MAX_INTERVAL)):
-            last_line = now
-            log.info("%s: %s, %s", label, _place(done, total, ends), _times(now - began, done - there, total - there))
+        left = self._left(now)
+        place, passed = self._place(ended=ended), duration(now - self._finished[0][0])
+        return f"{place}, {passed}" + (
+            "" if left is None or self._done == self.total else f", about {duration(left)} left"
+        )
+
+    def _place(self, *, ended: bool) -> str:
+        if not self._ends:
+            return f"{self._done:,} of {self.total:,}"
+        block = bisect_right(self._ends, self._done - ended) + 1
+        layer = f", layer {self._done:,} of {self.total:,}" * (ended and len(self._ends) < self.total)
+        return f"block {min(block, len(self._ends))} of {len(self._ends)}{layer}"
+
+    def _left(self, now: float) -> float | None:
+        """Return the seconds left at the speed of the finished blocks, without the first of several: it compiles kernels."""
+        if len(self._finished) == 1:
+            return None
+        (began, before), (last, done) = self._finished[-2:]
+        return max(0.0, (self.total - done) * (last - began) / (done - before) - (now - last))
+
+
+class Seen:
+    """An iterator with the method `line` of the items that pass through it, if they have one."""
+
+    def __init__(self, items: Iterator[Any], line: Callable[[], str] | None) -> None:
+        self._items, self.line = items, line
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._items)
 
 
 def shown(progress: Progress, items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
@@ -81,7 +141,7 @@ def shown(progress: Progress, items: Iterable[Any], label: str, total: int) -> I
             raise
 
     try:
-        for item in progress(passed(), label, total):
+        for item in progress(Seen(passed(), getattr(items, "line", None)), label, total):
             given += 1
             yield item
     except Exception as error:
@@ -101,9 +161,9 @@ def counted(
 
     Args:
         progress: Display that wraps an iterator; the next item is taken as soon as one is done.
-        label, total, blocks, there: Arguments of `logged`; items done before count as done.
+        label, total, blocks, there: Arguments of `Tracked`; items done before count as done.
     """
-    items = iter(progress(logged(range(total), label, total, blocks=blocks, there=there), label, total))
+    items = iter(progress(Tracked(range(total), label, total, blocks=blocks, there=there), label, total))
     next(items, None)  # the first item is in progress
 
     def done(count: int) -> None:
@@ -116,17 +176,6 @@ def counted(
     finally:
         if isinstance(items, Generator):
             items.close()
-
-
-def _place(done: int, total: int, ends: Sequence[int]) -> str:
-    if not ends or len(ends) == total:  # items are blocks
-        return f"{'block ' * bool(ends)}{done:,} of {total:,}"
-    return f"block {min(bisect_right(ends, done - 1) + 1, len(ends))} of {len(ends)}, layer {done:,} of {total:,}"
-
-
-def _times(passed: float, done: int, total: int) -> str:
-    left = passed * (total - done) / done
-    return duration(passed) + (f", about {duration(left)} left" if done < total else "")
 
 
 def duration(seconds: float) -> str:

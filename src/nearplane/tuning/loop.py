@@ -26,7 +26,7 @@ from nearplane.formats.journal_pages import JournalPages, RunInputs
 from nearplane.models.divergence import Divergence
 from nearplane.record.record import RunRecord
 from nearplane.record.tuning_record import Point
-from nearplane.system.progress import Progress, duration, logged, silent
+from nearplane.system.progress import Progress, Tracked, duration, silent
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned
 from nearplane.tuning.settings import Split
@@ -146,7 +146,7 @@ def train(
         run.restore(before)
     total = cut.steps
     looks = {round(total * (look + 1) / cut.looks) for look in range(cut.looks)}
-    for step in progress(logged(range(1, total + 1), "tuning", total, there=run.done), "tuning", total):
+    for step in progress(Tracked(range(1, total + 1), "tuning", total, there=run.done), "tuning", total):
         if step <= run.done:
             continue
         try:

@@ -43,7 +43,7 @@ from nearplane.models.two_tokenizers import check_same_tokens, decoded
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.paths import refuse_tokenizer
-from nearplane.system.progress import logged, shown, silent
+from nearplane.system.progress import Tracked, shown, silent
 from nearplane.system.ranks import Ranks
 from nearplane.verbs.evaluate_request import EvaluateRequest
 from nearplane.verbs.follow import agree, files_of, on_all_ranks
@@ -292,7 +292,7 @@ def _measured(
     ranks = networks[0].device.ranks
     with running(networks, scored.tokens, ranks) as batches:
         total = len(batches_here(networks, scored.tokens, ranks))
-        compared = shown(request.progress, logged(batches, "evaluating", total), "evaluating", total)
+        compared = shown(request.progress, Tracked(batches, "evaluating", total), "evaluating", total)
         if networks[0].outline.embeds:
             alike = cosines(compared, names, ranks)
             evaluation = Evaluation(tokens=seqlen * windows, windows=windows, seqlen=seqlen, text=name)

@@ -38,7 +38,7 @@ from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import AnyScheme
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library
-from nearplane.system.progress import Progress, logged, silent
+from nearplane.system.progress import Progress, Tracked, silent
 from nearplane.theory.huffman import coded_bytes, estimated_size
 from nearplane.verbs.evaluate import load_dense
 
@@ -192,7 +192,7 @@ def huffman_coded(
         chosen_library([layer.shape for layer in layers], windows.count * windows.seqlen, place),
         closing(hptq_layers(opened, recipe, windows, place)) as walked,
     ):
-        for layer, coded in progress(logged(walked, "quantizing", len(layers)), "quantizing", len(layers)):
+        for layer, coded in progress(Tracked(walked, "quantizing", len(layers)), "quantizing", len(layers)):
             layer.under(network, "").write(coded.matrix.decode())
             size += coded.bytes
     reader, layer_tensors = opened.reader, {name for layer in layers for name in layer.copies(opened.weights)}

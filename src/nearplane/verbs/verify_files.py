@@ -22,7 +22,7 @@ from nearplane.record.contradictions import contradictions, tuning_contradiction
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.files import digest_of, sha256
 from nearplane.system.paths import CONFIG, RECORD
-from nearplane.system.progress import Progress, logged, shown
+from nearplane.system.progress import Progress, Tracked, shown
 
 REPOSITORY_FILES = ("README", "LICENSE", "LICENCE", ".")  # beginnings of names of files that repositories add
 
@@ -59,7 +59,7 @@ def sound_files(folder: Path, record: RunRecord, progress: Progress, faults: lis
 
 def _shown(progress: Progress, items: Sequence[Any], label: str) -> Iterable[Any]:
     """Pass items through and show the progress."""
-    return shown(progress, logged(items, label, len(items), short=False), label, len(items))
+    return shown(progress, Tracked(items, label, len(items), short=False), label, len(items))
 
 
 def _hashes(folder: Path, record: RunRecord, progress: Progress) -> Iterator[Fault]:

@@ -3,6 +3,7 @@
 import importlib
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -148,7 +149,7 @@ def test_where_there_is_a_terminal_there_is_a_bar_and_no_lines(model, tmp_path, 
     reader.join()
     os.close(parent)
     assert not stop.value.code
-    assert b"42/42" in b"".join(shown)
+    assert b"block 6 of 6, " in b"".join(shown)
     assert b"quantizing: " not in b"".join(shown)
 
 
@@ -173,3 +174,41 @@ def test_a_deleted_folder_is_refused(tmp_path, monkeypatch):
         1,
         "nearplane: The current folder was deleted. Change to another folder, and repeat the command.\n",
     )
+
+
+LIVE = """
+import logging, sys, time
+from nearplane.cli.terminal import attended, bar
+from nearplane.system.progress import Tracked
+log = logging.getLogger("nearplane.x")
+with attended([]):
+    for number in bar(Tracked(range(4), "quantizing", 4, blocks=[1] * 4), "quantizing", 4):
+        time.sleep(0.3)
+        log.warning("layer %d is odd: %s", number, " ".join(["word"] * 30))
+"""
+
+
+def test_log_lines_stand_above_the_bar_and_break_between_words():
+    """They were glued onto it, and cut within words."""
+    pty, termios = pytest.importorskip("pty"), pytest.importorskip("termios")
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    environment = os.environ | {"TERM": "xterm"}
+    environment.pop("COLUMNS", None)
+    child = subprocess.Popen([sys.executable, "-c", LIVE], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    seen = b""
+    with suppress(OSError):  # the other side is closed
+        while part := os.read(ours, 4096):
+            seen += part
+    os.close(ours)
+    assert child.wait() == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
+    shown = [line.rstrip() for line in re.split(r"[\r\n]+", text)]
+    for number in range(4):
+        place = next(place for place, line in enumerate(shown) if line.startswith(f"layer {number} is odd: word"))
+        assert set(" ".join(shown[place : place + 3]).split(": ")[1].split()) == {"word"}
+        assert max(map(len, shown[place : place + 3])) <= 80
+    bars = [line for line in shown if line.startswith("quantizing ")]
+    assert all(re.fullmatch(r"quantizing \S+( \S+)? block \d of 4, \d\.\d s(, about \d\.\d s left)?", line) for line in bars), bars
+    assert any("block 3 of 4" in line and "about" in line for line in bars)

@@ -8,7 +8,7 @@ import numba
 import pytest
 
 from nearplane.errors import RecipeError, is_of_caller
-from nearplane.system.progress import duration, logged, say_compiling, shown
+from nearplane.system.progress import Tracked, duration, say_compiling, shown
 
 
 def lines(caplog, seconds, **words):
@@ -24,7 +24,7 @@ def lines(caplog, seconds, **words):
 
     with caplog.at_level(logging.INFO, logger="nearplane"), pytest.MonkeyPatch.context() as patch:
         patch.setattr("nearplane.system.progress.monotonic", lambda: now)
-        assert len(list(logged(items(), "quantizing", len(seconds), **words))) == len(seconds)
+        assert len(list(Tracked(items(), "quantizing", len(seconds), **words))) == len(seconds)
     assert {(record.name, record.levelname) for record in caplog.records} == {("nearplane.system.progress", "INFO")}
     return [record.getMessage() for record in caplog.records]
 
@@ -40,7 +40,26 @@ def test_every_block_has_a_line_with_the_time_left(caplog):
 def test_long_blocks_have_a_line_every_30_seconds(caplog):
     said = lines(caplog, [16.0] * 7, blocks=[7])
     assert [line.split(",")[1] for line in said] == [" layer 2 of 7", " layer 4 of 7", " layer 6 of 7", " layer 7 of 7"]
-    assert said[0] == "quantizing: block 1 of 1, layer 2 of 7, 32 s, about 1 min 20 s left"
+    assert said[0] == "quantizing: block 1 of 1, layer 2 of 7, 32 s"  # what is left is unknown until a block is done
+
+
+def test_the_first_block_does_not_count_once_another_is_done(caplog):
+    said = lines(caplog, [40.0, 10.0, 10.0, 30.0], blocks=[1] * 4)
+    assert [line.partition("about ")[2] for line in said] == ["2 min 0 s left", "20 s left", "10 s left", ""]
+
+
+def test_the_time_left_is_that_of_the_work_left_while_a_block_runs(caplog):
+    said = lines(caplog, [16.0] * 9, blocks=[3, 3, 3])
+    left = [(line.split(",")[1].strip(), line.partition("about ")[2]) for line in said]
+    assert left == [
+        ("layer 2 of 9", ""), ("layer 3 of 9", "1 min 36 s left"), ("layer 5 of 9", "1 min 4 s left"),
+        ("layer 6 of 9", "48 s left"), ("layer 8 of 9", "16 s left"), ("layer 9 of 9", ""),
+    ]  # fmt: skip
+
+
+def test_a_resumed_run_counts_from_where_it_began(caplog):
+    said = lines(caplog, [0.0, 0.0, 40.0, 40.0], blocks=[1] * 4, there=2)
+    assert said == ["quantizing: block 3 of 4, 40 s, about 40 s left", "quantizing: block 4 of 4, 1 min 20 s"]
 
 
 def test_short_blocks_share_a_line_a_second(caplog):
@@ -56,7 +75,7 @@ def test_what_is_no_block_has_a_line_every_30_seconds(caplog):
 
 def test_what_is_done_soon_has_no_line_where_none_is_wanted(caplog):
     with caplog.at_level(logging.INFO, logger="nearplane"):
-        assert [*logged(range(10), "checking", 10, short=False)] == [*range(10)]
+        assert [*Tracked(range(10), "checking", 10, short=False)] == [*range(10)]
     assert caplog.messages == []
     assert [line.split(",")[0] for line in lines(caplog, [16.0] * 3, short=False)] == [
         "quantizing: 2 of 3", "quantizing: 3 of 3",
