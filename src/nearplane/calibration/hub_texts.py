@@ -11,6 +11,7 @@ from typing import Any
 
 from nearplane.errors import INSTALL, CalibrationError, first_line
 
+DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"  # to calibrate on where no text is named
 SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data set are drawn
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,19 @@ TRAINING_TEXTS = {  # to calibrate on
     "wikitext2": NamedText(**WIKITEXT, option="--calibration", file="wikitext-2-raw-v1/train-00000-of-00001.parquet"),
     "c4": NamedText(**C4, option="--calibration", file="en/c4-train.00000-of-01024.json.gz"),
 }
+
+
+def check_default() -> None:
+    """Refuse to calibrate without a named text where the data set of `DEFAULT_DATASET` cannot be read.
+
+    Raises:
+        CalibrationError: The datasets package is missing.
+    """
+    if find_spec("datasets") is None:
+        raise CalibrationError(
+            f"Without --calibration the text is FineWeb-Edu from the Hugging Face hub, which needs the datasets package. Run "
+            f"{INSTALL['datasets']}, or pass a .txt or .jsonl file with --calibration."
+        )
 
 
 def rows_of_set(source: str, seed: int) -> Iterator[dict[str, Any]]:

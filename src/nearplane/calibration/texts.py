@@ -20,14 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nearplane.calibration.crops import CROPS, crops
-from nearplane.calibration.hub_texts import CROPPED, NamedText, rows_of_set
+from nearplane.calibration.hub_texts import CROPPED, DEFAULT_DATASET, NamedText, rows_of_set
 from nearplane.calibration.text_files import text_files, text_to_measure_on
 from nearplane.calibration.text_rows import text_of_row, unicode_text
 from nearplane.errors import CalibrationError
 from nearplane.models.pretrained import as_model_error, tokens_before
 from nearplane.recipe.recipe import FirstToken
 
-DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"
 LETTERS_PER_TOKEN = 6  # guess for the first attempt; most tokens are shorter
 CONTEXT_LETTERS = 10_000  # letters after a token that may still change it: longer than any word
 READ_LETTERS = 1_000_000  # letters of a file that are read and looked at together

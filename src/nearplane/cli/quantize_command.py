@@ -105,8 +105,8 @@ def quantize(
         json: Print the run record as JSON instead of a summary.
     """
     check_named(request.model, calibration=request.options().get("calibration"))
-    request.check(request.asked())
     check_processes(processes)
+    request.check(request.asked())
     opening(request.model)
     from nearplane import quantize as run
     from nearplane.record.summary import summary

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.given import Given
-from nearplane.calibration.texts import DEFAULT_DATASET
+from nearplane.calibration.hub_texts import DEFAULT_DATASET
 from nearplane.calibration.walk import Stage
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
 from nearplane.errors import CalibrationError, FormatError

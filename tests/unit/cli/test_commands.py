@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -366,8 +367,10 @@ REFUSED |= dict.fromkeys(
     "adapted holds adapter_config.json and adapter_model.safetensors: transformers would add an adapter to the weights where peft "
     "is installed, and other programs would not. Merge the adapter first, or remove these files.",
 )
+if find_spec("datasets") is None:
+    REFUSED["quantize {model} new"] = "Without --calibration the text is FineWeb-Edu from the Hugging Face hub, which needs the"
 OPENS = (  # commands with which nothing is wrong that can be known before torch is loaded
-    "quantize {model} new",
+    "quantize {model} new --calibration {text}",
     "evaluate {model} --text {text}",
     "tune {out} new --against {model}",
     "verify {out}",
