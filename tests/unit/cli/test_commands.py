@@ -368,7 +368,9 @@ REFUSED |= dict.fromkeys(
     "is installed, and other programs would not. Merge the adapter first, or remove these files.",
 )
 if find_spec("datasets") is None:
-    REFUSED["quantize {model} new"] = "Without --calibration the text is FineWeb-Edu from the Hugging Face hub, which needs the"
+    REFUSED["quantize {model} new"] = (
+        "Without --calibration the text is FineWeb-Edu from the Hugging Face hub, which needs the"
+    )
 OPENS = (  # commands with which nothing is wrong that can be known before torch is loaded
     "quantize {model} new --calibration {text}",
     "evaluate {model} --text {text}",
