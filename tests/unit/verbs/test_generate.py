@@ -123,6 +123,7 @@ def test_draws_repeat_and_leave_the_global_generator_alone() -> None:
 def test_the_command_shows_both_their_speed_and_where_they_differ(out: Path) -> None:
     code, said, beside = command("generate", out, PROMPT, "--compare", MODEL, "--tokens", 4).ended()
     first, second = likeliest(out, 4), likeliest(MODEL, 4)
+    assert code == 0, (code, said, beside)
     assert said == (f"── {out}\n{PROMPT}{first}\n── {MODEL}\n{PROMPT}{second}\n{first_difference(first, second)}\n")
     speed = r"first token after \d+\.\d\d s, then \d+\.\d tokens per second; weights take {}\n"
     assert code == 0
