@@ -63,12 +63,15 @@ class _Lines(logging.Handler):
     """Log lines on the error stream; on a terminal above the bar, and broken between words."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a line; with its traceback, if it has one."""
-        text = self.format(record)
-        if sys.stderr.isatty():
-            _console().print(text)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        """Print a line, with its traceback if it has one; what cannot be printed stops no work."""
+        try:
+            text = self.format(record)
+            if sys.stderr.isatty():
+                _console().print(text)
+            else:
+                print(text, file=sys.stderr, flush=True)
+        except Exception:  # as the handlers of logging do
+            self.handleError(record)
 
 
 @contextmanager
