@@ -16,6 +16,22 @@ SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data 
 log = logging.getLogger(__name__)
 
 
+def need_datasets(what_needs: str, option: str = "--calibration") -> None:
+    """Refuse a text of the hub where the datasets package, which reads it, is not installed.
+
+    Args:
+        what_needs: Beginning of the sentence, with its verb.
+        option: Option with which a file can be passed instead.
+
+    Raises:
+        CalibrationError: The package is missing.
+    """
+    if find_spec("datasets") is None:
+        raise CalibrationError(
+            f"{what_needs} the datasets package. Run {INSTALL['datasets']}, or pass a .txt or .jsonl file with {option}."
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedText:
     """A file of a text that is known by its name.
@@ -40,11 +56,7 @@ class NamedText:
         Raises:
             CalibrationError: The datasets package is missing, or the file cannot be fetched.
         """
-        if find_spec("datasets") is None:
-            raise CalibrationError(
-                f"{self.option} {self.name} needs the datasets package. Run {INSTALL['datasets']}, or pass a .txt "
-                f"or .jsonl file with {self.option}."
-            )
+        need_datasets(f"{self.option} {self.name} needs", self.option)
         from huggingface_hub import hf_hub_download
 
         log.info(
@@ -87,19 +99,6 @@ TRAINING_TEXTS = {  # to calibrate on
     "wikitext2": NamedText(**WIKITEXT, option="--calibration", file="wikitext-2-raw-v1/train-00000-of-00001.parquet"),
     "c4": NamedText(**C4, option="--calibration", file="en/c4-train.00000-of-01024.json.gz"),
 }
-
-
-def check_default() -> None:
-    """Refuse to calibrate without a named text where the data set of `DEFAULT_DATASET` cannot be read.
-
-    Raises:
-        CalibrationError: The datasets package is missing.
-    """
-    if find_spec("datasets") is None:
-        raise CalibrationError(
-            f"Without --calibration the text is FineWeb-Edu from the Hugging Face hub, which needs the datasets package. Run "
-            f"{INSTALL['datasets']}, or pass a .txt or .jsonl file with --calibration."
-        )
 
 
 def rows_of_set(source: str, seed: int) -> Iterator[dict[str, Any]]:

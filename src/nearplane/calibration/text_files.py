@@ -10,11 +10,10 @@ import os
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from importlib.util import find_spec
 from pathlib import Path
 
-from nearplane.calibration.hub_texts import CROPPED, TEST_TEXTS, TRAINING_TEXTS, NamedText
-from nearplane.errors import INSTALL, CalibrationError, ModelError
+from nearplane.calibration.hub_texts import CROPPED, TEST_TEXTS, TRAINING_TEXTS, NamedText, need_datasets
+from nearplane.errors import CalibrationError, ModelError
 from nearplane.system.files import read_object
 from nearplane.system.paths import check_path, folder_named, is_gguf, refuse_unfinished
 
@@ -134,11 +133,7 @@ def text_files(source: str | Path, option: str = "--calibration") -> list[Path] 
     if not path.exists():
         set_name = option == "--calibration" and Path(str(source).partition(":")[0]).suffix not in SUFFIXES
         if set_name and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]*){0,2}", str(source)):
-            if find_spec("datasets") is None:
-                raise CalibrationError(
-                    f"There is no file or folder {source}, and reading a data set of this name needs the datasets package. Run "
-                    f"{INSTALL['datasets']}, or pass a {suffixes} file with --calibration."
-                )
+            need_datasets(f"There is no file or folder {source}, and reading a data set of this name needs")
             return None
         others = (
             " or a folder of them"
