@@ -118,7 +118,7 @@ def every_code(folder: Path, source: str) -> Moves:
     record, place = read_record(folder), Device.named("auto")
     scheme, (embeddings, head) = record.recipe.scheme, record.recipe.scheme.ends
     model = open_model(source, ignore=record.recipe.ignore, embeddings=embeddings, head=head)
-    windows = calibration_windows(model, record.recipe)
+    windows = calibration_windows(model, record.recipe, None, Device.named("cpu"))
     assert windows.fitted is not None
     moments = moments_of_embeddings(model, scheme, windows.fitted, place)
     matrices = dict(read_matrices(folder))

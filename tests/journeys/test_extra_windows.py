@@ -18,6 +18,7 @@ from nearplane.models.model import open_model
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.summary import summary
+from nearplane.system.device import Device
 from nearplane.verbs.evaluate import load_dense
 from nearplane.verbs.verify import verify
 
@@ -43,7 +44,7 @@ def quantized(model, tmp_path_factory):
 
 def windows_of(model: Path, **words: object) -> tuple[int, int]:
     recipe = Recipe(calibration=Calibration(**{"calibration": str(CALIBRATION), "seqlen": 32} | words))
-    found = calibration_windows(open_model(str(model)), recipe)
+    found = calibration_windows(open_model(str(model)), recipe, None, Device.named("cpu"))
     return found.count, found.extra_count
 
 

@@ -12,6 +12,7 @@ from nearplane.calibration.windows import digest_of
 from nearplane.demo import CALIBRATION
 from nearplane.planning.request import open_original
 from nearplane.record.record_file import read_record
+from nearplane.system.device import Device
 from nearplane.system.paths import RECORD
 from nearplane.tuning.checkpoint import windows_of
 
@@ -67,5 +68,7 @@ def test_a_record_of_before_the_option_means_windows_without_the_token(model, te
     read = read_record(tmp_path / "out")
     assert read.recipe.calibration.first_token == "none"
     assert nearplane.verify(tmp_path / "out", against=str(model)).faults == ()
-    tuned_on = windows_of(open_original(str(model), read.recipe, trust_remote_code=False), read.recipe, None, 27, 40)
+    tuned_on = windows_of(
+        open_original(str(model), read.recipe, trust_remote_code=False), read.recipe, None, Device.named("cpu"), 27, 40
+    )
     assert torch.equal(tuned_on, windows_by_hand(model, text, []))

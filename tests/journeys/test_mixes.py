@@ -21,6 +21,7 @@ from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.models.model import open_model
 from nearplane.record.record import RunRecord
 from nearplane.record.summary import layer_table, summary
+from nearplane.system.device import Device
 from nearplane.tuning.checkpoint import windows_of
 from nearplane.verbs.evaluate import load_dense
 from nearplane.verbs.verify import verify
@@ -70,7 +71,7 @@ def apart(model: Path, mix: str) -> list[torch.Tensor]:
 
 def test_windows_alternate_by_weight_and_chats_go_through_the_template(model: Path, mix: str, quantized) -> None:
     _, record = quantized
-    windows = calibration_windows(open_model(str(model)), record.recipe)
+    windows = calibration_windows(open_model(str(model)), record.recipe, None, Device.named("cpu"))
     chats, text = apart(model, mix)
     assert AutoTokenizer.from_pretrained(model).decode(chats[0]).startswith("<user>")
     assert torch.equal(windows.fitted[:6], torch.stack([chats[0], text[0], chats[1], chats[2], text[1], chats[3]]))
@@ -155,12 +156,12 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(
 
 def test_tuning_reads_the_same_windows_and_then_more_in_proportion(model: Path, mix: str, quantized) -> None:
     opened, recipe = open_model(str(model)), quantized[1].recipe
-    windows = windows_of(opened, recipe, None, 80, 32)
-    assert torch.equal(windows[:20], calibration_windows(opened, recipe).tokens())
+    windows = windows_of(opened, recipe, None, Device.named("cpu"), 80, 32)
+    assert torch.equal(windows[:20], calibration_windows(opened, recipe, None, Device.named("cpu")).tokens())
     chats, text = apart(model, mix)
     assert torch.equal(windows[20:23], torch.stack([chats[13], text[7], chats[14]]))
     with pytest.raises(RecipeError, match=r"windows of a mix of texts have the length of the run, 32 tokens"):
-        windows_of(opened, recipe, None, 80, 16)
+        windows_of(opened, recipe, None, Device.named("cpu"), 80, 16)
 
 
 def test_a_text_that_is_too_short_for_its_share_is_named(model: Path, mix: str, tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ def need_datasets(what_needs: str, option: str = "--calibration") -> None:
         CalibrationError: The package is missing.
     """
     if find_spec("datasets") is None:
+        itself = ", or let the network write the text: --calibration self" if option == "--calibration" else ""
         raise CalibrationError(
-            f"{what_needs} the datasets package. Run {INSTALL['datasets']}, or pass a .txt or .jsonl file with {option}."
+            f"{what_needs} the datasets package. Run {INSTALL['datasets']}, or pass a .txt or .jsonl file with {option}{itself}."
         )
 
 

@@ -18,6 +18,7 @@ from nearplane.system.files import read_object
 from nearplane.system.paths import check_path, folder_named, is_gguf, refuse_unfinished
 
 SUFFIXES = (".txt", ".jsonl")  # of text files
+SELF = "self"  # the text that the original network writes itself
 NUMBER = re.compile(r"[-+]?(\d{1,9}(\.\d{0,9})?|\.\d{1,9})")
 TEXTS, TOKENS = "texts given in Python", "tokens given in Python"  # names in the run record, in place of a path
 IMAGES, SOUND = "images given in Python", "sound given in Python"
@@ -34,6 +35,11 @@ def text_to_measure_on(source: object) -> NamedText | None:
 def text_to_calibrate_on(source: object) -> NamedText | None:
     """Return the text to calibrate on that a source names, or None; a file or folder of that name counts instead."""
     return TRAINING_TEXTS[str(source)] if _is_named(source) else None
+
+
+def is_self_written(source: object) -> bool:
+    """Return whether a source names the text that the network writes itself; a file or folder of that name counts instead."""
+    return isinstance(source, str | Path) and str(source) == SELF and not Path(source).exists()
 
 
 def is_cropped(source: object) -> bool:
@@ -128,7 +134,7 @@ def text_files(source: str | Path, option: str = "--calibration") -> list[Path] 
     """
     check_path(option, source)
     path, suffixes = Path(source).expanduser(), " or ".join(SUFFIXES)
-    if text_to_measure_on(source) is not None:
+    if text_to_measure_on(source) is not None or (option == "--calibration" and is_self_written(source)):
         return None
     if not path.exists():
         set_name = option == "--calibration" and Path(str(source).partition(":")[0]).suffix not in SUFFIXES

@@ -14,7 +14,8 @@ from torch import Tensor
 from nearplane.calibration.activations import Dealt
 from nearplane.calibration.given import Given
 from nearplane.calibration.mix import Mix
-from nearplane.calibration.text_files import refuse_unrecorded, text_to_calibrate_on, texts_of
+from nearplane.calibration.self_written import self_written
+from nearplane.calibration.text_files import is_self_written, refuse_unrecorded, text_to_calibrate_on, texts_of
 from nearplane.calibration.texts import frame_of, read_windows
 from nearplane.errors import CalibrationError
 from nearplane.lattice.solvers import SOLVERS
@@ -26,6 +27,8 @@ from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
 from nearplane.record.record import Source
 from nearplane.record.words import shortage
+from nearplane.system.device import Device
+from nearplane.system.progress import Progress, silent
 from nearplane.system.ranks import Ranks
 
 DEFAULT_SEQLEN = 2048
@@ -135,7 +138,9 @@ def joined_windows(parts: list[Tensor]) -> Tensor:
     return Spoken.of(ids, torch.cat(sounds)) if sounds else ids
 
 
-def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None) -> Windows:
+def calibration_windows(
+    model: Model, recipe: Recipe, given: Given | None, device: Device, progress: Progress = silent
+) -> Windows:
     """Read the calibration text: `samples_of` calibration windows, and the extra windows after them, see `extra_windows`.
 
     If the text is shorter, the last ninth of its windows are the extra windows, at least one and at most
@@ -145,6 +150,7 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         model: The model, whose tokenizer reads the text.
         recipe: The recipe, which names the text.
         given: Calibration data from Python that replaces the text of the recipe.
+        device, progress: Where the network writes a text itself, and how that is shown; see `self_written`.
 
     Raises:
         CalibrationError: The text cannot be read, or --seqlen exceeds the positions of the model.
@@ -167,7 +173,7 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
         windows, seqlen = given.windows(model, recipe, asked, seqlen)
     following = extra_windows(asked, seqlen)
     if windows is None:
-        read = reader_of(model, options, seqlen)
+        read = reader_of(model, options, seqlen, device, progress)
         if given is None and (texts := texts_of(options.calibration)):
             mix = Mix.of(texts, asked, following)
             windows = torch.stack(mix.windows(read, mix.samples + mix.extra))
@@ -180,12 +186,19 @@ def calibration_windows(model: Model, recipe: Recipe, given: Given | None = None
     return Windows(seqlen=seqlen, fitted=windows[:fitted], extra=windows[fitted:])
 
 
-def reader_of(model: Model, options: Calibration, seqlen: int) -> Callable[..., Tensor]:
-    """Return the function that reads windows of a text to calibrate on: `read(text, samples=...)`, see `read_windows`."""
+def reader_of(
+    model: Model, options: Calibration, seqlen: int, device: Device, progress: Progress = silent
+) -> Callable[..., Tensor]:
+    """Return the function that reads windows of a text to calibrate on: `read(text, samples=...)`.
+
+    See `read_windows`, and `self_written` for the text that the network writes itself.
+    """
     tokenizer = model.tokenizer()
     frame = frame_of(tokenizer, options.first_token, encoder=is_framed(model.network))
 
     def read(text: Any, *, samples: int) -> Tensor:
+        if is_self_written(text):
+            return self_written(model, samples, seqlen, options.seed, device, progress)
         text = text_to_calibrate_on(text) or text
         return read_windows(tokenizer, text, samples=samples, seqlen=seqlen, seed=options.seed, frame=frame)
 

@@ -65,7 +65,7 @@ class Checkpoint:
 
     def windows(self, count: int, length: int) -> Tensor:
         """Return up to `count` windows of `length` tokens of the text; see `windows_of`."""
-        return windows_of(self.model, self.plan.recipe, self.given, count, length)
+        return windows_of(self.model, self.plan.recipe, self.given, self.device, count, length)
 
     def matrices(self, *, codes: bool = False) -> dict[str, TunedLayer]:
         """Return the layers of blocks, by name; with `codes`, their codes are trained where `trains_codes` allows it."""
@@ -119,7 +119,7 @@ def trains_codes(layer: LayerRecord | LayerPlan) -> bool:
     return layer.number_format.bits <= CODE_BITS or layer.number_format.levels is not None
 
 
-def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, length: int) -> Tensor:
+def windows_of(model: Model, recipe: Recipe, given: Given | None, device: Device, count: int, length: int) -> Tensor:
     """Return up to `count` windows of `length` tokens of the text.
 
     Raises:
@@ -139,7 +139,7 @@ def windows_of(model: Model, recipe: Recipe, given: Given | None, count: int, le
             f"--seqlen {length} is more than the model's maximum length of {model.positions} tokens."
         )
     options, samples = recipe.calibration, samples_of(model, recipe.calibration)
-    read = reader_of(model, options, length)
+    read = reader_of(model, options, length, device)
     if given is None and (texts := texts_of(options.calibration)):
         mix = Mix.of(texts, samples, extra_windows(samples, length))
         if length != (of_run := default_seqlen(model, options)):
@@ -194,7 +194,9 @@ def check_tunable(model: Model, plan: Plan, given: Given | None, record: RunReco
         RecipeError: Tuning needs more memory than is free.
     """
     samples = samples_to_tune_on(model, record)
-    cut = split(lambda count, length: windows_of(model, plan.recipe, given, count, length), record, samples=samples)
+    cut = split(
+        lambda count, length: windows_of(model, plan.recipe, given, device, count, length), record, samples=samples
+    )
     layers = [layer for block in model.blocks for layer in block.layers]
     if plan.recipe.allocate != "slope":  # else codes of any layer may be trained
         layers = [layer for layer in layers if trains_codes(plan.layers[layer.name])]

@@ -184,7 +184,7 @@ def huffman_coded(
         progress: Display that wraps the iterator over layers.
     """
     began, place, layers = time.perf_counter(), Device.named(device), opened.layers
-    windows = calibration_windows(opened, recipe)
+    windows = calibration_windows(opened, recipe, None, place, progress)
     check_tokens(opened, recipe, windows)
     network, tokenizer = load_dense(source, place.place, trust_remote_code=trust_remote_code)
     size = 0

@@ -58,7 +58,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     check_disk(out, model, settled)
     remote, overwrite, like = options.trust_remote_code, options.overwrite, options.like
     with container_for(model, settled, out, overwrite=overwrite, trust_remote_code=remote, like=like) as container:
-        windows = calibration_windows(model, settled.recipe, options.given)
+        windows = calibration_windows(model, settled.recipe, options.given, options.device, options.progress)
         check_tokens(model, settled.recipe, windows)
         if settled.recipe.files.one_file:
             check_tokens_in_file(container, model, windows)

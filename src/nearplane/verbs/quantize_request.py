@@ -70,7 +70,8 @@ class QuantizeRequest:
         like: Unquantized GGUF of the same model by llama.cpp's converter, of any architecture.
             The new file takes its header, tokenizer, names and unquantized tensors. See Serving in the documentation.
         calibration: Calibration text: a .txt or .jsonl file, a folder of such files, wikitext2, c4, or a data set as
-            name:config:split. A mix is a list with weights: chats.jsonl:2,c4:1. Default: FineWeb-Edu sample-10BT.
+            name:config:split, or self: the original network writes the text. A mix is a list with weights: chats.jsonl:2,c4:1.
+            Default: FineWeb-Edu sample-10BT.
         samples: Number of calibration windows. Default: 50 tokens per input of the widest layer, at most 524,288 tokens.
         seqlen: Length of a calibration window in tokens. Default: 2048, or the model's maximum length if that is shorter.
         first_token: How each window begins. auto (the default): with the token that the tokenizer sets before a text, if it sets

@@ -97,7 +97,7 @@ def _check_tunable(folder: str, out: Path, recipe: Recipe, options: Options) -> 
     check_recipe(settled.recipe, "This run")
     check_disk(out, model, settled, copies=2)  # OUT.untuned is kept until OUT is complete
     check_layers(model, "This run")
-    windows = calibration_windows(model, settled.recipe, options.given)
+    windows = calibration_windows(model, settled.recipe, options.given, options.device, options.progress)
     job = Job(model=model, asked=recipe, plan=settled, windows=windows, options=options)
     check_tunable(model, settled, options.given, job.record(), options.device)
 

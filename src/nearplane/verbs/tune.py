@@ -87,7 +87,7 @@ def tune(request: TuneRequest) -> RunRecord:
         model, plan, Path(request.out), stored.config, overwrite=request.overwrite, trust_remote_code=trust
     )
     solved = Checkpoint(record=record, stored=stored, model=model, plan=plan, given=given, device=where)
-    windows = _windows_of_the_run(solved)
+    windows = _windows_of_the_run(solved, request.progress)
     check_tokens_in_file(container, model, windows)
     samples = request.samples or samples_to_tune_on(model, record, request.seqlen)
     cut = split(solved.windows, record, samples=samples, seqlen=request.seqlen, steps=request.steps)
@@ -110,14 +110,14 @@ def tune(request: TuneRequest) -> RunRecord:
         return kept.seal(replace(record, device=where.model(), compute_dtype=where.recorded_dtype(model.dtype)))
 
 
-def _windows_of_the_run(solved: Checkpoint) -> Windows:
+def _windows_of_the_run(solved: Checkpoint, progress: Progress) -> Windows:
     """Return the calibration windows, on which losses were measured and will be measured again.
 
     Raises:
         CalibrationError: The windows are not those of the record.
     """
     record, recipe = solved.record, solved.plan.recipe
-    windows = calibration_windows(solved.model, recipe, solved.given)
+    windows = calibration_windows(solved.model, recipe, solved.given, solved.device, progress)
     if windows.digest() != record.text:
         raise CalibrationError(
             f"{recipe.calibration.calibration}: its first tokens are not those on which the checkpoint was calibrated. Losses are "

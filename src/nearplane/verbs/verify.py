@@ -43,6 +43,7 @@ from nearplane.system.files import sha256
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.paths import CONFIG, GPTQ_CONFIG, RECORD, TIED
+from nearplane.system.progress import Progress
 from nearplane.system.ranks import Ranks
 from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
@@ -129,7 +130,7 @@ def _verified(record: RunRecord, request: VerifyRequest, where: Device) -> Verif
             except ModelError as error:
                 faults.append(Fault(TOKENIZER, str(error)))
             saved = Checkpoint(record=record, stored=stored, model=model, plan=plan, given=given, device=where)
-            windows = _windows(saved, faults)
+            windows = _windows(saved, faults, progress)
             if windows is not None:
                 with recorded_library(record.products, saved.device):
                     measured = losses_again(saved, windows, agreement, progress, faults)
@@ -260,7 +261,7 @@ def _unordered(value: Any) -> Any:
     return sorted((_unordered(part) for part in value), key=str) if isinstance(value, list) else value
 
 
-def _windows(saved: Checkpoint, faults: list[Fault]) -> Windows | None:
+def _windows(saved: Checkpoint, faults: list[Fault], progress: Progress) -> Windows | None:
     """Return the calibration windows, or None if they are not those of the record; adds to `faults`.
 
     Raises:
@@ -271,7 +272,7 @@ def _windows(saved: Checkpoint, faults: list[Fault]) -> Windows | None:
         what = f"it lists {len(record.skipped)} skipped layers; the model has {len(model.skipped)}, or others"
         faults.append(Fault(RECORD, what))
     try:
-        windows = calibration_windows(model, saved.plan.recipe, saved.given)
+        windows = calibration_windows(model, saved.plan.recipe, saved.given, saved.device, progress)
     except CalibrationError as error:
         raise CalibrationError(f"{error} (Without --calibration, the text is that of the record.)") from error
     figures = (windows.digest(), windows.seqlen, windows.count, windows.extra_count, _shares(windows.sources))

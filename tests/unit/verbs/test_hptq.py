@@ -80,7 +80,8 @@ def test_codes_of_two_blocks_of_the_demo_are_those_of_before(way: str, tmp_path:
     tokens = Calibration(calibration=str(CALIBRATION), samples=16, seqlen=64)
     recipe = hptq_recipe(float(rate), tokens, calibrated=method == "gptq-huffman")
     digests, size = [], 0
-    for layer, coded in hptq_layers(model, recipe, calibration_windows(model, recipe), Device.named("cpu")):
+    device = Device.named("cpu")
+    for layer, coded in hptq_layers(model, recipe, calibration_windows(model, recipe, None, device), device):
         digests.append(f"{layer.name} {hashlib.sha256(coded.matrix.codes.numpy().tobytes()).hexdigest()[:16]}\n")
         size += coded.bytes
     digest, was = CODES[way]
