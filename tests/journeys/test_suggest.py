@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from nearplane.errors import ModelError, RecipeError
 from nearplane.formats.gguf.gguf_header import FILE, read_header
 from nearplane.planning.modes import MODES
 from nearplane.system.safetensors_files import ShardReader
+from nearplane.verbs import suggest as module
+from nearplane.verbs.suggest import GOOD_LOSS
 
 SIZES = dict(
     num_hidden_layers=2,
@@ -117,7 +120,12 @@ def test_entropy_coded_weights_take_in_memory_about_what_was_said(
 
 
 def test_where_nothing_fits_what_would_is_said(models: dict[str, Path]) -> None:
-    """And it does."""
+    """And it does: the smallest that is about as good as 4 bits."""
+
+    def good(memory: str, context: int) -> bool:
+        found = nearplane.suggest(models["tied"], memory, context=context, runtime="mlx")
+        return any(row.loss.mean <= GOOD_LOSS for row in found.fitting)
+
     found = nearplane.suggest(models["tied"], "900KB", context=1024, runtime="mlx")
     assert not found.fitting
     words = found.remedy.split()
@@ -125,9 +133,10 @@ def test_where_nothing_fits_what_would_is_said(models: dict[str, Path]) -> None:
         "Nothing fits in 900 KB: the smallest, --bits 2 --group-size 64 --format mlx, takes "
     )
     memory, context = words[words.index("--memory") + 1].rstrip(","), int(words[words.index("--context") + 1])
-    assert nearplane.suggest(models["tied"], memory, context=1024, runtime="mlx").fitting
-    assert nearplane.suggest(models["tied"], "900KB", context=context, runtime="mlx").fitting
-    assert not nearplane.suggest(models["tied"], "900KB", context=context + 1, runtime="mlx").fitting
+    assert "and loses 20 times as much as --bits 4 --group-size 64 --format mlx, 1.78 MB" in found.remedy
+    assert good(memory, 1024)
+    assert good("900KB", context)
+    assert not good("900KB", context + 1)
     assert "--context" not in nearplane.suggest(models["tied"], 1000, context=1024).remedy
 
 
@@ -183,14 +192,57 @@ def test_the_command_prints_what_fits_and_how_to_make_it(
 ) -> None:
     model = models["tied"]
     out = printed(capsys, model, "--memory", "1.2MB", "--context", 512)
-    assert f"\nnearplane quantize {model} OUT --grid q4_k_m\n" in out
-    assert f"nearplane quantize {model} OUT --grid int8" not in out
-    assert "Too large: --grid q8_0 (" in out
     assert "keys and values of 512 tokens take 524 KB" in out
+    lines = out.splitlines()
+    commands = [line.split() for line in lines if line.strip().startswith("nearplane quantize")]
+    found = nearplane.suggest(model, "1.2MB", context=512)
+    assert [shlex.join(words) for words in commands] == [row.command for row in found.fitting[:6]]
+    assert f"of what fits, {found.fitting[0].options} loses least: " in out
+    assert "too large:" not in out
+    assert " more ways fit less well, are too large or are not possible for this model: see --all" in lines[-1]
+    every = printed(capsys, model, "--memory", "1.2MB", "--context", 512, "--all")
+    assert every.count("nearplane quantize") == len(found.fitting)
+    assert "too large: --grid q8_0 (" in every
     data = json.loads(printed(capsys, model, "--memory", "1.2MB", "--context", 512, "--json"))
     assert {row["fits"] for row in data["rows"]} == {True, False}
     assert data["rows"][-1]["loss"]["models"] == 3
-    assert printed(capsys, model, "--memory", "1KB").splitlines()[-1].startswith("Nothing fits in 1.00 KB")
+
+
+def test_nothing_that_fits_is_a_failure(models: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """With code 1 and the remedy on the error stream, also beside JSON."""
+    for more in ((), ("--json",)):
+        with pytest.raises(SystemExit) as ended:
+            printed(capsys, models["tied"], "--memory", "1KB", *more)
+        assert ended.value.code == 1
+        assert capsys.readouterr().err.splitlines()[-1].startswith("nearplane: Nothing fits in 1.00 KB")
+
+
+def test_the_commands_run_as_printed(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the datasets package is missing, the network writes the calibration text; the folder is named after both."""
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setenv("NEARPLANE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (row,) = [row for row in nearplane.suggest(models["tied"], "1GB").rows if row.options == "--bits 4"]
+    words = shlex.split(row.command)
+    assert words == ["nearplane", "quantize", str(models["tied"]), "tied-int4", "--bits", "4", "--calibration", "self"]
+    app([*words[1:], "--samples", "8", "--seqlen", "128"], exit_on_error=False, result_action="return_value")
+    assert (tmp_path / "tied-int4" / "config.json").is_file()
+
+
+def test_names_of_folders_are_unlike() -> None:
+    """Each way has its own."""
+    assert len({mode.name for mode in MODES}) == len(MODES)
+
+
+def test_a_gguf_loses_what_the_types_in_it_lose(tmp_path: Path) -> None:
+    """Rows of 64 get q4_0 instead of q2_k, which loses a tenth; those of 256 stay."""
+    config_of("llama", **SIZES | {"vocab_size": 96, "tie_word_embeddings": True}).save_pretrained(tmp_path)
+    rows = {row.options: row for row in nearplane.suggest(tmp_path, "1GB").rows}
+    small, (mode,) = rows["--grid q2_k"], [mode for mode in MODES if mode.words == "--grid q2_k"]
+    assert 0.1 < small.loss.mean / mode.loss.mean < 0.5
+    assert "% of the weights are in rows that blocks of 256 do not divide: q4_0 instead of q2_k" in small.note
+    assert rows["--bits 4"].note == ""
+    assert rows["--grid q8_0"].note == ""
 
 
 def test_a_cache_that_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

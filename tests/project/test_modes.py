@@ -9,8 +9,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
-from nearplane.planning.modes import MODES, Mode
+import nearplane
+from nearplane.planning.modes import ENERGY, MODES, Mode
 from nearplane.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +38,16 @@ def test_a_loss_is_the_mean_over_models_of_what_was_measured(mode: Mode, rows: M
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     figures = tuple(float(f"{value:.2g}") for value in (mean, min(ratios), max(ratios)))
     assert (*figures, len(ratios)) == tuple(mode.loss)
+
+
+@pytest.mark.parametrize("name", ENERGY)
+def test_the_energy_that_a_type_loses_is_that_of_normal_weights(name: str) -> None:
+    """To two digits."""
+    scheme = Recipe.from_spellings(grid=name, solver="round-to-nearest").scheme
+    W = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
+    matrix, _ = nearplane.quantize_matrix(W, torch.eye(1024, dtype=torch.float64), scheme)
+    lost = float((W - matrix.decode()).square().sum() / W.square().sum())
+    assert ENERGY[name] == pytest.approx(lost, rel=0.03)
 
 
 def test_every_mode_is_a_recipe_of_its_own() -> None:

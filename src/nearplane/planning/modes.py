@@ -47,6 +47,15 @@ class Mode:
     packed_bits: float | None = None
 
     @property
+    def name(self) -> str:
+        """Name of the way in the name of a folder: int4, int4-gptq, nvfp4, q4_k_m, mlx4, rate3.125."""
+        if self.setting.startswith("mlx"):
+            return self.setting
+        bits, rate, format = (self.options.get(word) for word in ("bits", "rate", "format"))
+        named = f"int{bits}" if bits else f"rate{rate}" if rate else str(self.options["grid"])
+        return f"{named}-{format}" if format else named
+
+    @property
     def words(self) -> str:
         """Options of the command that quantizes in this way."""
         words = []
@@ -56,6 +65,11 @@ class Mode:
         return shlex.join(words)
 
 
+# share of the energy of normally distributed weights that rounding them to the nearest value of a type loses
+ENERGY = {
+    "q4_0": 0.0068, "q5_0": 0.00175, "q5_1": 0.0013, "q8_0": 0.000028, "q2_k": 0.068, "q3_k": 0.021, "q4_k": 0.005,
+    "q5_k": 0.0012, "q6_k": 0.00031,
+}  # fmt: skip
 MLX = {"group_size": 64, "format": "mlx"}
 GPTQ = {"symmetric": False, "format": "gptq_v2"}
 BY_GPTQ: tuple[Runtime, ...] = ("transformers",)  # of 2 and 3 bits; vLLM 0.32 has GPTQ of 4 and 8 bits symmetric alone

@@ -75,7 +75,7 @@ def resolved(model: Model, recipe: Recipe) -> Plan:
     recipe = recipe.grouped(layer.shape[1] for layer in model.layers)
     recipe = replace(recipe, calibration=replace(recipe.calibration, samples=samples_of(model, recipe.calibration)))
     plan = Plan.of(recipe, [layer.name for layer in model.layers])
-    return plan.stored_in(_types_of_blocks(model, plan))
+    return plan.stored_in(types_of_blocks(model, plan))
 
 
 def recorded(record: RunRecord, calibration: object = None) -> Plan:
@@ -87,8 +87,12 @@ def recorded(record: RunRecord, calibration: object = None) -> Plan:
     return plan.stored_in({layer.name: layer.number_format for layer in record.layers})
 
 
-def _types_of_blocks(model: Model, plan: Plan) -> dict[str, BlockType]:
+def types_of_blocks(model: Model, plan: Plan, *, fallbacks: bool = True) -> dict[str, BlockType]:
     """Return the types of layers in blocks of llama.cpp, by name: in mixes and for some widths not the one that was asked.
+
+    Args:
+        model, plan: The model and what is decided of its layers.
+        fallbacks: Whether rows that a type does not divide get its fallback.
 
     Raises:
         RecipeError: No type of blocks divides the inputs of a layer.
@@ -112,8 +116,8 @@ def _types_of_blocks(model: Model, plan: Plan) -> dict[str, BlockType]:
             kind_name = scheme.embeddings
         if kind_name == scheme.embeddings:
             role = "embeddings"  # in the type that was asked for
-        types[layer.name] = kind = type_of(kind_name, role, place, columns, config)
-        if columns % kind.columns:
+        types[layer.name] = kind = type_of(kind_name, role, place, columns if fallbacks else 0, config)
+        if fallbacks and columns % kind.columns:
             raise RecipeError(
                 f"{layer.name} has {columns} inputs, not a multiple of the block size {kind.columns} of llama.cpp. Leave the "
                 f"layer unquantized with --ignore {layer.name.rpartition('.')[2]}."

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from nearplane.calibration.text_files import SELF
 from nearplane.errors import RecipeError
 from nearplane.models.described import open_described
+from nearplane.models.kinds import InputKind, input_kind, is_framed
 from nearplane.models.model import Model
 from nearplane.planning.cache_size import cache_bytes
 from nearplane.planning.folder_size import tensor_bytes
-from nearplane.planning.modes import MODES, Loss, Mode, Runtime
+from nearplane.planning.modes import ENERGY, MODES, Loss, Mode, Runtime
 from nearplane.planning.rehearsal import check_readers
-from nearplane.planning.request import check_request, resolved
+from nearplane.planning.request import check_request, resolved, types_of_blocks
+from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.uses import typed
 from nearplane.system.arguments import takes
@@ -23,6 +29,7 @@ from nearplane.system.sizes import SIZE_UNITS, size_text
 from nearplane.verbs.suggest_request import SuggestRequest
 
 DEFAULT_CONTEXT = 8192
+GOOD_LOSS = 1.05  # KL as a multiple of that of 4 bits
 NO_EXPERTS = "Experts in GPTQ are read by GPTQModel, but not by transformers alone."
 
 
@@ -39,6 +46,7 @@ class Suggestion:
         memory: Bytes of weights and cache in memory; without the cache where that is not known.
         fits: Whether `memory` is within the limit.
         refused: Reason why `quantize` refuses this; empty if it does not.
+        note: What is written otherwise than the options say, on which `loss` is estimated; empty if nothing is.
     """
 
     options: str
@@ -49,6 +57,7 @@ class Suggestion:
     memory: int | None = None
     fits: bool = False
     refused: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +149,9 @@ class _Sizes:
         described = self._variant(asked.scheme.ends)
         unable = asked.files.plain_readers if any(layer.routed for layer in described.layers) else ()
         runtimes = tuple(each for each in mode.runtimes if each not in unable)
-        row = partial(Suggestion, options=mode.words, command=self._command(mode), runtimes=runtimes, loss=mode.loss)
+        row = partial(Suggestion, options=mode.words, command=self._command(mode), runtimes=runtimes)
         if not runtimes or self.runtime not in (None, *runtimes):
-            return row(refused=NO_EXPERTS)
+            return row(refused=NO_EXPERTS, loss=mode.loss)
         sample = described if asked.files.one_file else _one_of_each(described)
         try:
             plan = resolved(sample, asked)
@@ -150,8 +159,9 @@ class _Sizes:
             check_readers(sample, plan)
             weights = tensor_bytes(described, plan if sample is described else resolved(described, asked))
         except RecipeError as error:
-            return row(refused=str(error))
+            return row(refused=str(error), loss=mode.loss)
         memory = weights + self.cache
+        loss, note = _by_types(described, plan, mode.loss) if asked.files.one_file else (mode.loss, "")
         if mode.packed_bits is not None and asked.scheme.asked is not None:
             wide = 8 * described.dtype.itemsize  # experts are decoded
             bits = sum(
@@ -159,7 +169,7 @@ class _Sizes:
                 for layer in described.layers
             )
             memory += math.ceil(bits / 8)
-        return row(weights=weights, memory=memory, fits=memory <= self.limit)
+        return row(weights=weights, memory=memory, fits=memory <= self.limit, loss=loss, note=note)
 
     def _variant(self, ends: tuple[bool, bool]) -> Model:
         """Return the model with embeddings and head quantized or not."""
@@ -171,7 +181,40 @@ class _Sizes:
 
     def _command(self, mode: Mode) -> str:
         trusted = " --trust-remote-code" if self.variants[False, False].trust_remote_code else ""
-        return f"nearplane quantize {typed(self.name)} OUT {mode.words}{trusted}"
+        out = typed(f"{Path(self.name).name}-{mode.name}")
+        return f"nearplane quantize {typed(self.name)} {out} {mode.words}{self.text}{trusted}"
+
+    @property
+    def text(self) -> str:
+        """The option that names a text, where the default text cannot be read."""
+        if find_spec("datasets") is not None:
+            return ""
+        network = self.variants[False, False].network
+        continues = input_kind(network) is InputKind.TEXT and not is_framed(network)
+        return f" --calibration {SELF if continues else 'TEXT'}"
+
+
+def _by_types(model: Model, plan: Plan, loss: Loss) -> tuple[Loss, str]:
+    """Return the loss of a GGUF by the types that are written, and a sentence on those that are not the ones asked for.
+
+    A loss was measured on models whose rows are whole numbers of blocks. Other types lose other shares of the energy of
+    the weights, and KL is taken to be in proportion to that.
+    """
+    asked = types_of_blocks(model, Plan.of(plan.recipe, list(plan.layers)), fallbacks=False)
+    changed, lost = Counter[str](), [0.0, 0.0]
+    for layer in model.layers:
+        weights, wanted, written = math.prod(layer.shape), asked[layer.name].name, plan.layers[layer.name].number_format
+        lost[0] += weights * ENERGY[wanted]
+        lost[1] += weights * ENERGY[written.name]
+        if written.name != wanted:
+            changed[f"{written.name} instead of {wanted}"] += weights
+    instead, every = sum(changed.values()), sum(math.prod(layer.shape) for layer in model.layers)
+    if not instead:
+        return loss, ""
+    mean, low, high = (value * lost[1] / lost[0] for value in loss[:3])
+    names = ", ".join(name for name, _ in changed.most_common())
+    note = f"{100 * instead / every:.0f} % of the weights are in rows that blocks of 256 do not divide: {names}"
+    return Loss(mean, low, high, loss.models), note
 
 
 def _one_of_each(model: Model) -> Model:
@@ -198,13 +241,19 @@ def _remedy(model: Model, rows: list[Suggestion], limit: int, context: int, cach
     if not possible:
         return f"None of these {len(rows)} ways is possible for this model: {rows[0].refused}"
     least = min(possible, key=lambda row: row.memory or 0)
-    needed = least.memory or 0
+    good = min((row for row in possible if row.loss.mean <= GOOD_LOSS), key=lambda row: row.memory or 0, default=least)
+    needed = good.memory or 0
     power = max(1, min(len(SIZE_UNITS) - 1, (len(str(needed)) - 1) // 3))  # of 1000
     enough = f"--memory {math.ceil(100 * needed / 1000**power) / 100:.2f}{SIZE_UNITS[power]}"
     shorter = _longest(model, limit - (needed - cache), context)
+    smallest = f"the smallest, {least.options}, takes {size_text(least.memory or 0)}"
+    if good is not least:
+        smallest += (
+            f" and loses {least.loss.mean / good.loss.mean:.2g} times as much as {good.options}, {size_text(needed)}"
+        )
     return (
-        f"Nothing fits in {size_text(limit)}: the smallest, {least.options}, takes {size_text(needed)}. Use {enough}"
-        f"{f', --context {shorter}' if shorter else ''} or a smaller model."
+        f"Nothing fits in {size_text(limit)}: {smallest}. Use {enough}{f', --context {shorter}' if shorter else ''} or a smaller "
+        f"model."
     )
 
 
