@@ -30,7 +30,16 @@ SECTION = re.compile(r"^(Args|Returns|Raises|Yields):\n((?:    .*\n|\n)+)", re.M
 TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises", "Yields": "Yields"}
 KINDS = {  # heading of the page: what belongs to it
     "Before a run": ("suggest",),
-    "Commands as functions": ("quantize", "tune", "evaluate", "evaluate_tasks", "compare", "generate", "verify"),
+    "Commands as functions": (
+        "auto",
+        "quantize",
+        "tune",
+        "evaluate",
+        "evaluate_tasks",
+        "compare",
+        "generate",
+        "verify",
+    ),
     "Files": ("load", "register", "export", "card", "write_report"),
     "One matrix": ("quantize_matrix", "quantize_matrix_to_rate"),
     "Recipes": ("Recipe", "Calibration", "LayerScheme", "GridScheme", "RateScheme", "BlockScheme"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cyclopts import App, Parameter
 
+from nearplane.cli.auto_command import auto
 from nearplane.cli.checkpoint_commands import card, export, inspect, report, tune, verify
 from nearplane.cli.compare_command import compare
 from nearplane.cli.demo_commands import demo, geometry
@@ -24,7 +25,22 @@ from nearplane.cli.terminal import attended, errors_as_sentences, stopping
 from nearplane.errors import FormatError
 from nearplane.system.launch import forget_launch, launched
 
-COMMANDS = (quantize, evaluate, compare, geometry, demo, inspect, verify, report, card, export, tune, generate, suggest)
+COMMANDS = (
+    auto,
+    quantize,
+    evaluate,
+    compare,
+    geometry,
+    demo,
+    inspect,
+    verify,
+    report,
+    card,
+    export,
+    tune,
+    generate,
+    suggest,
+)
 
 app = App(
     name="nearplane",

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.calibration.given import Given, check_start
+from nearplane.calibration.self_written import self_written
+from nearplane.calibration.text_files import is_self_written
 from nearplane.calibration.texts import check_vocabulary
 from nearplane.calibration.windows import check_padding, digest_of
 from nearplane.errors import CalibrationError, ModelError, RecipeError
@@ -38,6 +41,7 @@ from nearplane.loading.dense_network import dense_network
 from nearplane.loading.rounded_layers import RoundedLayers, rounded_layers
 from nearplane.loading.source_folder import source_folder
 from nearplane.models.kinds import InputKind
+from nearplane.models.model import open_model
 from nearplane.models.pretrained import tokenizer_of
 from nearplane.models.two_tokenizers import check_same_tokens, decoded
 from nearplane.system.arguments import takes
@@ -48,6 +52,11 @@ from nearplane.system.ranks import Ranks
 from nearplane.verbs.evaluate_request import EvaluateRequest
 from nearplane.verbs.follow import agree, files_of, on_all_ranks
 
+SELF_SAMPLES, SELF_SEQLEN, SELF_SEED = (
+    16,
+    512,
+    1,
+)  # of text that the original writes; texts to calibrate on have the seed 0
 log = logging.getLogger(__name__)
 
 
@@ -171,9 +180,9 @@ def prepare_texts(request: EvaluateRequest) -> PreparedTexts:
     request.check()
     model, against, texts, protocol = request.model, request.against, request.texts, request.protocol
     tokenizer, trust = request.tokenizer, request.trust_remote_code
-    given = [Given.of(text, "text") for text in texts]
     refuse_tokenizer(model, tokenizer)
     Device.named(request.device)
+    given = [Given.of(_written(request) if is_self_written(text) else text, "text") for text in texts]
     outlines = [Outline.of(each, trust_remote_code=trust) for each in (model, against) if each is not None]
     for each in given:
         _check_taken(outlines, InputKind.TEXT if each is None else each.kind, protocol)
@@ -201,6 +210,14 @@ def prepare_texts(request: EvaluateRequest) -> PreparedTexts:
         read = (text for windows in tokenized for text in decoded(tokenizer, windows))
         check_same_tokens(folders, read, trust_remote_code=trust)
     return PreparedTexts(outlines, [*zip(scored, map(_name, texts), strict=True)], request, layers)
+
+
+def _written(request: EvaluateRequest) -> Tensor:
+    """Return windows of text that the original writes, drawn otherwise than text to calibrate on by default."""
+    original = open_model(str(request.against), trust_remote_code=request.trust_remote_code)
+    seqlen = request.seqlen or min(SELF_SEQLEN, original.positions or SELF_SEQLEN)
+    samples, device = request.samples or SELF_SAMPLES, Device.named(request.device)
+    return self_written(original, samples, seqlen, SELF_SEED, device, request.progress)
 
 
 def _name(text: Any) -> str:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from nearplane.calibration.text_files import check_named, is_cropped
+from nearplane.calibration.text_files import check_named, is_cropped, is_self_written
 from nearplane.errors import INSTALL, CalibrationError, RecipeError
 from nearplane.evaluation.protocol_names import PLAIN_WINDOWS, Protocol
 from nearplane.system.arguments import whole
@@ -37,7 +37,8 @@ class EvaluateRequest:
             which begins with the token that the tokenizer sets before a text, if it sets one. Or wikitext2 or c4, a list
             of texts, token ids (windows, seqlen), what a tokenizer returns (input_ids with their attention_mask; masked
             positions are left out, and all other tokens packed into windows as long as the rows), pixel values (images,
-            channels, height, width), or sound with transcripts (input_features, token_ids). Windows of encoders begin and
+            channels, height, width), or sound with transcripts (input_features, token_ids). self: text that the original
+            writes, other than the one to calibrate on. Windows of encoders begin and
             end with tokens such as [CLS] and [SEP]. Encoder-decoders predict their own input, or its transcript.
         tokenizer: Tokenizer of a model object; not needed for token ids.
         protocol: Windows and units: nearplane (windows of 2048, per token), papers (the same without the tokenizer's first
@@ -96,7 +97,13 @@ class EvaluateRequest:
                 raise CalibrationError(
                     "text is None; expected a path, a list of texts, or token ids (windows, seqlen)."
                 )
-            check_named(path_in(self.model), path_in(self.against), text=path_in(text))
+            itself = is_self_written(text)
+            if itself and (path_in(self.against) is None or protocol != "nearplane"):
+                raise RecipeError(
+                    "--text self is text that the original writes: pass it with --against as a folder or hub id, and leave out "
+                    "--protocol."
+                )
+            check_named(path_in(self.model), path_in(self.against), text=None if itself else path_in(text))
 
 
 @dataclass(frozen=True, slots=True)

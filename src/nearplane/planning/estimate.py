@@ -1,0 +1,89 @@
+"""Memory and time of a run about, from shapes alone, before any weight is read. `forecast.py` bounds both once a run starts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nearplane.calibration.one_forward import MemorySetting
+from nearplane.calibration.text_files import is_self_written
+from nearplane.calibration.windows import default_seqlen, extra_windows, samples_of
+from nearplane.models.layers import Layer
+from nearplane.models.model import Block, Model
+from nearplane.planning.forecast import seconds_of_a_multiplication
+from nearplane.planning.memory_bound import Blocks, Group, Shapes, bound, multiplications
+from nearplane.planning.plan import expected_work
+from nearplane.recipe.layer_plan import Plan
+from nearplane.system.device import Device
+from nearplane.system.memory import resident
+
+ALIVE = 8  # rows as wide as the widest layer that a forward pass has in memory at a time
+
+
+class Estimate(NamedTuple):
+    """What a run takes about.
+
+    Args:
+        tokens: Number of calibration tokens.
+        bytes: Memory where it computes.
+        seconds: Least time, that of multiplications; None on a GPU.
+    """
+
+    tokens: int
+    bytes: int
+    seconds: float | None
+
+
+def estimated(model: Model, plan: Plan, device: Device) -> Estimate:
+    """Return what a calibrated run takes about.
+
+    Args:
+        model: The model; its shapes suffice.
+        plan: What is decided of its layers.
+        device: Device of the computation.
+    """
+    options, scheme = plan.recipe.calibration, plan.recipe.scheme
+    seqlen, windows = default_seqlen(model, options), samples_of(model, options)
+    probe, backward = expected_work(model, plan, torch.zeros(windows, seqlen, dtype=torch.int64))
+    embeddings = model.network.get_input_embeddings().weight
+    head = getattr(model.network.get_output_embeddings(), "weight", None)
+    number = device.compute_dtype(model.dtype).itemsize
+    shapes = Shapes(
+        blocks=tuple(_of(block, seqlen, number) for block in model.blocks),
+        windows=windows,
+        extra=extra_windows(windows, seqlen),
+        seqlen=seqlen,
+        hidden=embeddings.shape[-1],
+        vocabulary=0 if head is None else len(head),
+        embeddings=embeddings.numel(),
+        ends=sum(model.reader.nbytes(name) for name in model.rest()),
+        streams=2 if scheme.correct else 1,
+        beam=scheme.beam or 1,
+        descents=scheme.descents,
+        probe=probe,
+        backward=backward,
+        number=number,
+    )
+    start = (resident() or 0) if device.on_cpu else 0
+    most = bound(shapes, MemorySetting.usual(seqlen, device), start, "host" if device.on_cpu else "device")
+    tokens, work = shapes.all_windows * seqlen, multiplications(shapes)
+    if is_self_written(options.calibration):
+        work += tokens * sum(parameter.numel() for parameter in model.network.parameters())
+    return Estimate(tokens, most.bytes, work * seconds_of_a_multiplication() if device.on_cpu else None)
+
+
+def _of(block: Block, seqlen: int, number: int) -> Blocks:
+    """Return the shapes of a block: layers of one module that have the same number of inputs are taken to share them."""
+    groups: dict[tuple[str, int], list[Layer]] = {}
+    for layer in block.layers:
+        module = layer.name.rpartition(".")[0]
+        groups.setdefault((module.rpartition(".")[0] if layer.routed else module, layer.shape[1]), []).append(layer)
+    alive = ALIVE * number * seqlen * max((max(layer.shape) for layer in block.layers), default=0)
+    found = []
+    for layers in groups.values():
+        experts = len({layer.name.rpartition(".")[0] for layer in layers}) if layers[0].routed else 1
+        shapes = tuple(layer.shape for layer in layers[: len(layers) // experts])
+        found.append(Group(layers=shapes, alive=alive, held=alive, experts=experts))
+    weights = sum(parameter.numel() for parameter in block.empty.parameters())
+    return Blocks(count=1, weights=weights, groups=tuple(found), pauses=False)

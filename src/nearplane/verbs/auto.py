@@ -1,0 +1,369 @@
+"""auto(): chooses a way to quantize a model, quantizes, measures on held-out text, and writes card and report.
+
+Its steps are other verbs, each with a command of its own: `suggest`, `quantize`, `evaluate`, `card` and `report`. A call that is
+repeated after it was stopped goes on: `quantize` with its last block, and a complete checkpoint is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from platform import machine
+from typing import Any
+
+import torch
+
+from nearplane.calibration.text_files import SELF
+from nearplane.errors import FormatError, ModelError, RecipeError
+from nearplane.models.described import open_described
+from nearplane.models.kinds import InputKind, has_head, has_two_stacks, input_kind
+from nearplane.models.model import Model
+from nearplane.planning.estimate import estimated
+from nearplane.planning.modes import MODES, Mode, Runtime
+from nearplane.planning.request import check_request, resolved
+from nearplane.recipe.recipe import Recipe
+from nearplane.record.record import RunRecord
+from nearplane.record.record_file import read_record
+from nearplane.record.uses import typed, uses
+from nearplane.system.arguments import takes
+from nearplane.system.device import Device
+from nearplane.system.files import read_object, write_whole
+from nearplane.system.output_folder import Unfinished
+from nearplane.system.paths import RECORD
+from nearplane.system.progress import duration
+from nearplane.system.sizes import bytes_in, size_text
+from nearplane.verbs.auto_request import AutoRequest
+from nearplane.verbs.card import card
+from nearplane.verbs.evaluate import Evaluation, evaluate
+from nearplane.verbs.quantize import quantize
+from nearplane.verbs.report import write_report
+from nearplane.verbs.suggest import Suggestion, suggest
+
+SAMPLES, SEQLEN = 16, 512  # of the held-out text
+LONG = 3600.0  # seconds from which a shorter run is named
+FEWER = {"samples": 64, "seqlen": 512}
+ANY = "1000TB"  # memory in which all fits
+USUAL = (  # where nothing is asked: what most people run in each program
+    "--bits 4", "--bits 4 --format gptq", "--grid q4_k_m", "--bits 4 --group-size 64 --format mlx", "--rate 3.125",
+)  # fmt: skip
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What `auto` will do.
+
+    Args:
+        out: Folder to write.
+        options: Options of `quantize`.
+        text: Held-out text to measure on.
+        commands: The same as commands: quantize, evaluate, card and report.
+        lines: What is done and why, in sentences.
+    """
+
+    out: Path
+    options: Mapping[str, Any]
+    text: str
+    commands: tuple[str, ...]
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """Result of `auto`.
+
+    Args:
+        out: The checkpoint.
+        record: Its run record.
+        evaluation: Figures on the held-out text.
+        report: The HTML page.
+        serve: Command or call that uses the checkpoint.
+    """
+
+    out: Path
+    record: RunRecord
+    evaluation: Evaluation
+    report: Path
+    serve: str
+
+
+@takes(AutoRequest)
+def auto(request: AutoRequest) -> Done:
+    """Quantize a model in the way that suits a memory, a size or a number of bits, and measure the result.
+
+    Raises:
+        NearplaneError: Nothing fits, or a step fails; the same call then goes on.
+    """
+    return carry_out(request, choose(request))
+
+
+def choose(request: AutoRequest) -> Choice:
+    """Return what `auto` will do, from the model's config.json and this machine.
+
+    Raises:
+        RecipeError: Nothing fits, the runtime does not take the model, or the folder is in use.
+        ModelError: config.json is missing, or transformers cannot build a network from it.
+    """
+    request.check()
+    described = open_described(str(request.model), trust_remote_code=request.trust_remote_code)
+    found = _way(request)
+    options, why = dict(found.options), found.why
+    text, texts = _texts(request, described)
+    options |= {name: value for name in ("samples", "seqlen") if (value := getattr(request, name)) is not None}
+    options |= {} if text is None else {"calibration": text}
+    plan = resolved(described, Recipe.from_spellings(**options))
+    check_request(described, plan)
+    name = (
+        Path(str(request.model)).resolve().name
+        if Path(request.model).exists()
+        else str(request.model).rpartition("/")[2]
+    )
+    out = Path(request.out) if request.out is not None else Path(f"{name}-{found.name}")
+    if not is_done(out, request, options):
+        Unfinished(out, sources=[Path(request.model)] if Path(request.model).exists() else [])
+    device = Device.named(request.device)
+    about = estimated(described, plan, device)
+    time = "the first block tells the time" if about.seconds is None else f"at least {duration(about.seconds)}"
+    if about.seconds is not None and about.seconds > LONG and request.samples is None:
+        few = estimated(described, resolved(described, Recipe.from_spellings(**options | FEWER)), device)
+        words = " ".join(f"--{option} {value}" for option, value in FEWER.items())
+        time += f" ({words}: at least {duration(few.seconds or 0)}, and it loses more)"
+    commands = _commands(request, out, options, texts)
+    return Choice(
+        out=out,
+        options=options,
+        text=texts,
+        commands=commands,
+        lines=(
+            f"way: {found.words}, {why}",
+            f"calibration: {about.tokens:,} tokens of {_called(text)}",
+            f"this run: about {size_text(about.bytes)} of memory on {device}, {time}",
+            f"result: {found.size}, in {out}",
+            f"then: measured on {_called(texts)}, with a model card and a report",
+        ),
+    )
+
+
+def carry_out(request: AutoRequest, choice: Choice) -> Done:
+    """Do what was chosen, step by step; a checkpoint that is complete is not made again."""
+    out, trust = choice.out, request.trust_remote_code
+    if is_done(out, request, choice.options):
+        log.info("%s is complete; it is measured", out)
+        record = read_record(out)
+    else:
+        record = quantize(
+            request.model,
+            out,
+            **choice.options,
+            device=request.device,
+            memory=request.run_memory,
+            trust_remote_code=trust,
+            progress=request.progress,
+        )
+    evaluation = evaluate(
+        out,
+        choice.text,
+        against=request.model,
+        samples=SAMPLES,
+        seqlen=min(SEQLEN, record.seqlen),
+        device=request.device,
+        trust_remote_code=trust,
+        progress=request.progress,
+    )
+    figures = beside(out, "evaluation.json")
+    write_whole(figures, json.dumps(asdict(evaluation), indent=1).encode())
+    card(out, evaluation=figures)
+    page = write_report(out)
+    return Done(
+        out=out, record=record, evaluation=evaluation, report=page, serve=_serving(record, out, request.runtime)
+    )
+
+
+def is_done(out: Path, request: AutoRequest, options: Mapping[str, Any]) -> bool:
+    """Return whether a folder is what `quantize` writes with these options."""
+    if not (out / RECORD).is_file():
+        return False
+    try:
+        record = read_record(out)
+    except FormatError:
+        return False
+    asked = Recipe.from_spellings(**options)
+    samples = asked.calibration.samples or record.recipe.calibration.samples  # the default is a number in the record
+    asked = replace(asked, calibration=replace(asked.calibration, samples=samples))
+    made = record.recipe.grouped(layer.in_features for layer in record.layers)
+    return record.source == str(request.model) and asked.grouped(layer.in_features for layer in record.layers) == made
+
+
+def beside(out: Path, name: str) -> Path:
+    """Return the path of a file beside a folder: OUT-name."""
+    return out.absolute().with_name(f"{out.name}-{name}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """A way to quantize: its options, its name in folders, and words on why it was chosen and what comes out."""
+
+    options: Mapping[str, Any]
+    name: str
+    words: str
+    why: str
+    size: str
+
+
+def _way(request: AutoRequest) -> _Way:
+    """Return the way that suits the memory, the size or the bits.
+
+    Raises:
+        RecipeError: Nothing fits, or the runtime does not take the model.
+    """
+    runtime = request.runtime
+    if request.size is not None and runtime in (None, "nearplane", "llama.cpp"):
+        more: dict[str, Any] = {"format": "gguf"} if runtime == "llama.cpp" else {}
+        reader = runtime or "nearplane"
+        what = "types of layers" if more else "rates of layers"
+        return _Way(
+            options={"size": request.size} | more,
+            name=f"{request.size}-gguf" if more else request.size,
+            words=f"--size {request.size}{' --format gguf' if more else ''}",
+            why=f"for {reader}: {what} are measured so that the whole folder fits",
+            size=f"at most {request.size}",
+        )
+    if runtime is None and request.memory is None and request.size is None:
+        runtime = _runtime_here()
+    if request.bits is not None and runtime == "nearplane":
+        rate = float(request.bits)
+        why = "entropy-coded, which nearplane alone reads"
+        return _Way(
+            options={"rate": rate},
+            name=f"rate{rate:g}",
+            words=f"--rate {rate:g}",
+            why=why,
+            size=f"{rate:g} bits a weight",
+        )
+    found = suggest(
+        request.model,
+        request.memory or ANY,
+        context=request.context,
+        runtime=runtime,
+        trust_remote_code=request.trust_remote_code,
+    )
+    rows = found.fitting
+    if not rows:
+        raise RecipeError(found.remedy)
+    if request.memory is not None:
+        row, why = rows[0], f"which loses least of what fits in {size_text(found.limit)}"
+    elif request.size is not None:
+        limit = bytes_in(request.size)
+        fitting = [each for each in rows if (each.weights or 0) <= limit]
+        if not fitting:
+            least = min(each.weights or 0 for each in rows)
+            raise RecipeError(
+                f"--size {request.size}: for {runtime}, the smallest has {size_text(least)} of weights. Use more."
+            )
+        row, why = fitting[0], f"which loses least of what has at most {request.size} of weights for {runtime}"
+    elif request.bits is not None:
+        row, why = _of_bits(rows, request.bits, runtime), f"{request.bits} bits as {runtime} reads them"
+    else:
+        usual = [each for each in rows if each.options in USUAL]
+        row, why = (usual or rows)[0], f"the usual way for {runtime}" if usual else f"which loses least for {runtime}"
+    mode = next(mode for mode in MODES if mode.words == row.options)
+    memory = f", {size_text(row.memory or 0)} in memory with {found.context:,} tokens" if found.cache else ""
+    size = f"{size_text(row.weights or 0)} of weights{memory}; KL about {row.loss.mean:.2g} times that of 4 bits"
+    return _Way(options=mode.options, name=mode.name, words=row.options, why=why, size=size)
+
+
+def _runtime_here() -> Runtime:
+    """Return the program that people run on a machine like this."""
+    if torch.cuda.is_available():
+        return "vllm"
+    return "mlx" if sys.platform == "darwin" and machine() == "arm64" else "llama.cpp"
+
+
+def _of_bits(rows: list[Suggestion], bits: int, runtime: Runtime | None) -> Suggestion:
+    """Return the way with so many bits: integers before floats, and of these the one that loses least.
+
+    Raises:
+        RecipeError: There is none; the message names those that there are.
+    """
+    ways = {mode.words: mode for mode in MODES}
+    having = [row for row in rows if _bits_of(ways[row.options]) == bits]
+    if not having:
+        others = ", ".join(sorted({str(_bits_of(ways[row.options])) for row in rows}))
+        raise RecipeError(f"--bits {bits} is no way for {runtime} and this model. Use one of {others}.")
+    return min(having, key=lambda row: ("bits" not in ways[row.options].options, row.loss.mean))
+
+
+def _bits_of(mode: Mode) -> int:
+    """Return the bits of a way's codes, as its name says: 4 of q4_k_m, nvfp4 and --bits 4."""
+    return int(
+        mode.options.get("bits") or next(letter for letter in str(mode.options.get("grid", "0")) if letter.isdigit())
+    )
+
+
+def _texts(request: AutoRequest, model: Model) -> tuple[str | None, str]:
+    """Return the calibration text (None: the default of `quantize`) and the held-out text.
+
+    Raises:
+        RecipeError: The datasets package is missing, and the network does not write text itself.
+    """
+    hub, network = find_spec("datasets") is not None, model.network
+    text, held_out = request.calibration, request.text
+    writes = input_kind(network) is InputKind.TEXT and has_head(network) and not has_two_stacks(network)
+    if not writes and (text is None or held_out is None) and not (hub and input_kind(network) is InputKind.TEXT):
+        raise RecipeError(
+            f"{type(network).__name__} does not write text itself, and there is no other text by default. Pass --calibration and "
+            f"--text with .txt or .jsonl files."
+        )
+    return (
+        (None if hub else SELF) if text is None else str(text),
+        ("wikitext2" if hub else SELF) if held_out is None else str(held_out),
+    )
+
+
+def _called(text: str | None) -> str:
+    """Return how a text is called in a sentence."""
+    if text is None:
+        return "FineWeb-Edu from the Hugging Face hub"
+    if text == SELF:
+        return "text that the network writes itself" + (
+            "" if find_spec("datasets") else " (the datasets package is missing)"
+        )
+    return text
+
+
+def _commands(request: AutoRequest, out: Path, options: Mapping[str, Any], text: str) -> tuple[str, ...]:
+    """Return the steps as commands."""
+    words = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        words += [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
+    common = ["--device", request.device] * (request.device != "auto")
+    common += ["--trust-remote-code"] * request.trust_remote_code
+    limit = [] if request.run_memory is None else ["--memory", str(request.run_memory)]
+    model, folder, figures = typed(str(request.model)), typed(str(out)), typed(f"{out}-evaluation.json")
+    return (
+        f"nearplane quantize {model} {folder} {shlex.join([*words, *limit, *common])}",
+        f"nearplane evaluate {folder} --against {model} --text {typed(text)} --samples {SAMPLES} --seqlen {SEQLEN} --json"
+        f"{''.join(f' {word}' for word in common)} > {figures}",
+        f"nearplane card {folder} --evaluation {figures}",
+        f"nearplane report {folder}",
+    )
+
+
+def _serving(record: RunRecord, out: Path, runtime: Runtime | None) -> str:
+    """Return the command or call that uses a checkpoint, for the runtime that was asked for if there is one."""
+    config = out / "config.json"
+    found = uses(
+        record, read_object(config, expected="Expected the config of a model") if config.is_file() else {}, str(out)
+    )
+    names = {"vllm": "vLLM", "mlx": "mlx_lm"}
+    ordered = sorted(found, key=lambda use: use.program != names.get(str(runtime), runtime))
+    if not ordered:
+        raise ModelError(f"{out}: no program is known that reads it.")
+    return ordered[0].phrase
