@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # heading: the options of the 
 COMMON = (
     "The original was a local",
     "No license is",
-    "These are losses of",
+    "This was measured while",
     "Bits per weight count",
     "`FOLDER` stands",
 )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Dealt, Stream, skeleton
+from nearplane.calibration.extra_divergence import extra_divergence, is_compared
 from nearplane.calibration.network_ends import finish
 from nearplane.calibration.one_forward import BlockForward, MemorySetting
 from nearplane.calibration.rounded_stream import RoundedStream
@@ -55,6 +56,7 @@ class Stage:
         blocks: Number of blocks that the streams have passed, at the end of a block; 0 elsewhere.
         stream: The streams after these blocks; None without streams, where it is not the end of a block, and where
             nothing runs on their outputs.
+        divergence: KL on the extra windows, see `extra_divergence`, at the end of the last block; None elsewhere.
         ranks: Processes of the run, which all have this stage.
 
     Attributes:
@@ -69,6 +71,7 @@ class Stage:
     first: bool = False
     blocks: int = 0
     stream: Stream | None = None
+    divergence: float | None = None
     ranks: Ranks = ONE_PROCESS
     written: bool = field(default=False, init=False)
     solved: list[Any] = field(default_factory=list, init=False)
@@ -258,10 +261,13 @@ class _Walk:
                 rounding.applied(block.quantized_layers()) if rounding is not None else nullcontext(),
             ):
                 unquantized = model.unquantized(index)
-                onward = index + 1 < last
-                with closing(observations(block, stream, recipe, self.setting.room, onward=onward)) as observed:
+                onward, ends = index + 1 < last, index + 1 == len(model.blocks) and is_compared(model, stream)
+                with closing(observations(block, stream, recipe, self.setting.room, onward=onward or ends)) as observed:
                     yield from self._through(observed, unquantized, rounding)
-            yield self._end(unquantized, blocks=index + 1, stream=stream if onward else None)
+            end = self._end(unquantized, blocks=index + 1, stream=stream if onward else None)
+            if ends and stream is not None:
+                end.divergence = extra_divergence(model, stream, self._dealt()[0], dtype)
+            yield end
         unquantized = model.unquantized()
         if model.head is not None:
             if stream is not None:

@@ -13,7 +13,7 @@ run writes the same bytes as one that was never stopped. `journal_pages.py` writ
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from nearplane.formats.container import Container
 from nearplane.formats.journal_pages import REMEDY, JournalPages, RunInputs
 from nearplane.planning.plan import restored, state_of, tensors_of
 from nearplane.recipe.layer_plan import Plan
-from nearplane.record.record import LayerRecord, RunRecord
+from nearplane.record.record import RunRecord
 from nearplane.record.record_file import parsed_record
 from nearplane.system.matmul_library import repeatable
 from nearplane.system.progress import duration
@@ -139,20 +139,20 @@ class Journal:
             plan: What is decided of all layers.
             record: Run record without layers.
         """
-        self._plan, self._record = plan, record
+        self._plan = plan
         if self.before is not None or not self._pages.due():
             return
         self._pages.write_first(PLAN, tensors_of(plan))
         if self._pages.room and (plan.recipe.scheme.entropy_coded or plan.recipe.allocate == "slope"):
-            self._write(0, (), {}, 0)  # what was measured, in forward passes
+            self._write(0, record, {}, 0)  # what was measured, in forward passes
 
-    def passed(self, blocks: int, stream: Stream | None, layers: Sequence[LayerRecord]) -> None:
+    def passed(self, blocks: int, stream: Stream | None, record: RunRecord) -> None:
         """Write to the journal that `blocks` blocks are finished, unless it would take too much time or disk space.
 
         Args:
             blocks: Number of finished blocks.
             stream: Hidden states behind them; None: nothing is calibrated.
-            layers: Records of their layers.
+            record: The run record with their layers.
 
         Raises:
             ModelError: A file that the run reads was changed.
@@ -161,10 +161,9 @@ class Journal:
         self._pages.check_sources()
         if self._pages.due():
             pages = {} if stream is None else _pages(stream, blocks)
-            self._write(blocks, layers, pages, 0 if stream is None else _bytes(stream))
+            self._write(blocks, record, pages, 0 if stream is None else _bytes(stream))
 
-    def _write(self, blocks: int, layers: Sequence[LayerRecord], pages: Mapping[str, Any], size: int) -> None:
-        record = replace(self._record, layers=tuple(layers))
+    def _write(self, blocks: int, record: RunRecord, pages: Mapping[str, Any], size: int) -> None:
         state = {"blocks": blocks, "plan": state_of(self._plan), "record": record.to_json()}
         self._pages.write(state, pages, replaced="behind-*.pt", size=size)
 

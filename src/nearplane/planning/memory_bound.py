@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from nearplane.calibration.extra_divergence import COMPARED_LOGITS as EXTRA_LOGITS
 from nearplane.calibration.one_forward import MemorySetting, paused_bytes
 from nearplane.calibration.states_on_host import pinned_bytes
 from nearplane.calibration.windows import extra_batch
@@ -261,6 +262,10 @@ def _moments(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:
         "copying tensors that are not quantized", shapes.streams * states, shapes.streams * aside + shapes.ends
     )
     yield from _before_the_first_layer(shapes, setting)
+    if shapes.streams > 1 and shapes.extra and shapes.vocabulary:
+        head = SINGLE * (shapes.embeddings + shapes.hidden * shapes.vocabulary)
+        compared = COMPARED_COPIES * SINGLE * max(EXTRA_LOGITS, shapes.vocabulary)
+        yield Moment("comparing predictions", shapes.streams * states + head + compared, shapes.streams * aside)
     for kind in shapes.blocks:
         moved = shapes.streams * aside
         if not setting.device.on_cpu:

@@ -179,7 +179,9 @@ class Run:
         if stage.ends_block:
             self._container.close_block(self.model.reader.read(stage.rest))
             if stage.blocks:
-                self._journal.passed(stage.blocks, stage.stream, self.layers)
+                if stage.divergence is not None:
+                    self._record = replace(self._record, extra_kl=stage.divergence)
+                self._journal.passed(stage.blocks, stage.stream, replace(self._record, layers=tuple(self.layers)))
                 if stage.blocks == self._journal.blocks + 1:  # the first one of this process
                     self._forecast.measured(time.monotonic() - self._began, len(self.model.blocks) - stage.blocks)
 
@@ -305,7 +307,7 @@ def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]
         else:
             batch = prediction.setting.batch
             record, planned = replace(job.record(), products=products, batch=None if batch == usual else batch), None
-        container.room = max_record_bytes(with_layers(model, record))
+        container.room = max_record_bytes(with_layers(model, replace(record, extra_kl=0.0)))
         if planned is None:
             planned = _planned(job, container, record, prediction.setting.keep)
         run = Run(job, container, journal, record, planned, prediction)

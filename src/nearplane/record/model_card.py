@@ -21,7 +21,7 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.record.evaluation_table import evaluation_tables
 from nearplane.record.record import RunRecord
 from nearplane.record.uses import pipeline_tag, uses, uses_of_dense
-from nearplane.record.words import by_source, calibrated, degenerate, exceeding, few_tokens, left, losses
+from nearplane.record.words import by_source, calibrated, degenerate, divergence, exceeding, few_tokens, left, losses
 from nearplane.system.sizes import counted, size_text
 
 TAKEN = ("license", "license_name", "license_link", "language", "datasets", "tags")  # from the original's card
@@ -208,15 +208,16 @@ def _used(record: RunRecord, origin: Origin, dense: str | None) -> Iterator[str]
 
 def _lost(record: RunRecord, dense: str | None) -> Iterator[str]:
     """Yield the losses of the layers."""
-    sentences = [*losses(record), *by_source(record), *few_tokens(record), *degenerate(record), *exceeding(record)]
+    said = (divergence, losses, by_source, few_tokens, degenerate, exceeding)
+    sentences = [sentence for each in said for sentence in each(record)]
     if record.tuning is not None:
         sentences = [replace(record.tuning, seconds=0.0).sentence(), record.tuning.windows_sentence(), *sentences]
     yield from _bullets(sentences)
     yield ""
     rounded = " --activations" if record.recipe.activations != "none" and dense is None else ""
     yield (
-        "These are losses of single layers, measured while quantizing. How far the predictions of the whole model are from "
-        f"the original's is measured by `nearplane evaluate {FOLDER} --against ORIGINAL{rounded} --text TEXT`."
+        "This was measured while quantizing. How far predictions on another text are from the original's is measured by "
+        f"`nearplane evaluate {FOLDER} --against ORIGINAL{rounded} --text TEXT`."
     )
 
 

@@ -23,7 +23,7 @@ from nearplane.system.matmul_choice import Products
 installed_version = cache(version)  # parses a file of metadata
 VERSION = 5  # of the record; records of other versions are refused
 # values with which fields are not in the file: of a run, of each of its layers, of its recipe and of its calibration
-LEFT_OUT: dict[str, object] = {"sources": (), "card": 0, "compute_dtype": "auto"}
+LEFT_OUT: dict[str, object] = {"sources": (), "extra_kl": None, "card": 0, "compute_dtype": "auto"}
 LEFT_OUT_OF_LAYERS: dict[str, object] = {"degenerate": "", "extra_by_source": ()}
 LEFT_OUT_OF_RECIPE: dict[str, object] = {"activations": "none", "like": None}
 LEFT_OUT_OF_CALIBRATION: dict[str, object] = {"first_token": "none"}
@@ -196,6 +196,9 @@ class RunRecord:
         products: Library of float32 matrix products, chosen by a trial at the start; None: torch's default, untried.
         windows, seqlen, tokens: Number of calibration windows, tokens per window, and their product.
         extra_windows: Number of extra windows of the same text, on which losses are measured but nothing is fitted.
+        extra_kl: Mean KL(original || quantized) in nats over the tokens of the extra windows but the last of each; None, and
+            then not in the file, where targets are not corrected or there are no extra windows, and of older versions. The
+            head is that of the original, also where it is quantized.
         sources: Texts of a mix; empty, and then not in the file, for a single text.
         text: SHA-256 of all these windows: of the token ids as little-endian int64, then of their sound as float32, if
             any; for images of the pixel values as float32. Empty without windows.
@@ -223,6 +226,7 @@ class RunRecord:
     compute_dtype: ComputeDtype = "auto"
     products: Products | None = None
     extra_windows: int = 0
+    extra_kl: float | None = None
     sources: tuple[Source, ...] = ()
     text: str = ""
     stored: str = ""

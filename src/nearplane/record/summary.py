@@ -8,7 +8,7 @@ from pathlib import Path
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.remarks import remarks
 from nearplane.record.uses import typed, uses
-from nearplane.record.words import NOT_FITTED, by_source, calibrated, degenerate, exceeding, left, losses
+from nearplane.record.words import NOT_FITTED, by_source, calibrated, degenerate, divergence, exceeding, left, losses
 from nearplane.system.files import read_object
 from nearplane.system.sizes import size_text, three_places
 
@@ -38,6 +38,7 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
     yield f"{sizes}; {calibrated(record)}{memory}"
     if record.tuning is not None:
         yield record.tuning.sentence()
+    yield from divergence(record)
     yield from losses(record)
     yield from remarks(record)
     yield from next_commands(record, out)
@@ -61,7 +62,7 @@ def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
         original = typed(record.source)
         rounded = "" if record.recipe.activations == "none" else " --activations"
         command = f"nearplane evaluate {folder} --against {original}{rounded} --text TEXT"
-        yield f"how far predictions are from the original's: {command}"
+        yield f"predictions on another text: {command}"
     yield f"figures of every layer: nearplane inspect {folder}"
     path = out / "config.json"
     config = read_object(path, expected="Expected the config of a model") if path.is_file() else {}
@@ -74,6 +75,7 @@ def tuned(record: RunRecord, out: Path) -> Iterator[str]:
     yield f"{record.tuning.sentence()}: {out}"
     yield record.tuning.windows_sentence()
     yield "the losses below were measured again after tuning; the record also keeps those from before"
+    yield from divergence(record)
     yield from losses(record)
     yield from degenerate(record)
     yield from exceeding(record)

@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator
 
 from nearplane.errors import first_few
-from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
+from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT, USEFUL_TOKENS_PER_INPUT
 from nearplane.record.record import RunRecord
 from nearplane.system.sizes import counted
 
 NOT_FITTED = "to which nothing was fitted"  # said of windows that follow the calibration windows in the text
 NOTABLE_LOSS = 0.05  # share of a layer's output energy; at 4 bits most layers lose less than a tenth of it
+# largest KL, in nats per token, for which each word is said
+SCALE = ((0.01, "close to the original"), (0.03, "small"), (0.1, "noticeable"))
 MAX_NAMED = 3  # layers with the largest losses that are named
 
 
@@ -24,34 +26,43 @@ def calibrated(record: RunRecord) -> str:
     return f"calibrated on {record.tokens:,} tokens ({counted(record.windows, 'window')} of {record.seqlen}){measured}"
 
 
-def losses(record: RunRecord) -> Iterator[str]:
-    """Yield what the layers lost: on the extra windows where there are some, else on the windows that were fitted.
-
-    Losses on windows that were fitted look better than they are. Losses on extra windows compare the outputs with those
-    of the original network, so they include what the layers before lost.
-    """
-    losses = [
-        (layer.extra_relative_loss, layer.extra_nearest_loss, layer.extra_loss, layer.name)
-        for layer in record.measured
-        if layer.extra_relative_loss is not None
-    ]
-    if losses:
-        where = f" on {counted(record.extra_windows, 'extra window')}, {NOT_FITTED}"
-    else:
-        losses = [(layer.relative_loss, layer.nearest_loss, layer.loss, layer.name) for layer in record.measured]
-        where = ""
-        if record.tokens and not record.extra_windows:
-            where = " on the calibration tokens, as the text has no further windows"
-    if not losses:
+def divergence(record: RunRecord) -> Iterator[str]:
+    """Yield how far predictions are from the original's on the extra windows, on a scale in words, where that was measured."""
+    if record.extra_kl is None:
         return
-    worst = sorted(losses, key=lambda loss: loss[0], reverse=True)
-    above = sum(loss > NOTABLE_LOSS for loss, *_ in losses)
+    help = "more --samples or more bits make" if record.tuning else "more --samples, more bits or nearplane tune make"
+    word = next((word for most, word in SCALE if record.extra_kl <= most), f"large; {help} it smaller")
+    head = " (with the original's head)" if any(record.recipe.scheme.ends) else ""
+    where = f"{counted(record.extra_windows, 'extra window')}, {NOT_FITTED}"
+    yield f"predictions{head}: KL {record.extra_kl:.3g} nats per token from the original's on {where}: {word}"
+
+
+def losses(record: RunRecord) -> Iterator[str]:
+    """Yield what each layer lost by itself, and with the layers before it on the extra windows where there are some.
+
+    The first is the same quantity for every run, so that runs can be compared by it. On windows that were fitted it looks
+    better than it is. Losses on extra windows compare outputs with those of the original network where targets are corrected,
+    so they include what the layers before lost, and are larger the better a run could otherwise be.
+    """
+    if not record.measured:
+        return
+    where = " on the calibration tokens" if record.tokens else ", as if its inputs were independent"
+    where += ", as the text has no further windows" * bool(record.tokens and not record.extra_windows)
+    by_loss = sorted(((layer.relative_loss, layer.name) for layer in record.measured), reverse=True)
+    above = sum(loss > NOTABLE_LOSS for loss, _ in by_loss)
     exceeding_it = f"{above or 'no'} {'layer loses' if above < 2 else 'layers lose'} more than {_percent(NOTABLE_LOSS)}"
-    yield (
-        f"share of a layer's output that is lost{where}: {_percent(worst[len(worst) // 2][0])} in the median layer; {exceeding_it}"
-    )
-    yield "most is lost in " + ", ".join(f"{name} ({_percent(loss)})" for loss, _, _, name in worst[:MAX_NAMED])
-    better = sorted(nearest / loss for _, nearest, loss, _ in losses if nearest and loss)
+    middle = _percent(by_loss[len(by_loss) // 2][0])
+    yield f"share of its output that a layer loses by itself{where}: {middle} in the median layer; {exceeding_it}"
+    yield "most is lost in " + ", ".join(f"{name} ({_percent(loss)})" for loss, name in by_loss[:MAX_NAMED])
+    extra = sorted(layer.extra_relative_loss for layer in record.measured if layer.extra_relative_loss is not None)
+    if extra:
+        before = "with what the layers before it lost" if record.recipe.scheme.correct else "the same"
+        shares = f"{_percent(extra[(len(extra) - 1) // 2])} in the median layer, at most {_percent(extra[-1])}"
+        yield f"{before}, on {counted(record.extra_windows, 'extra window')}, {NOT_FITTED}: {shares}"
+    pairs = [(layer.extra_nearest_loss, layer.extra_loss) for layer in record.measured]
+    if not extra:
+        pairs = [(layer.nearest_loss, layer.loss) for layer in record.measured]
+    better = sorted(nearest / loss for nearest, loss in pairs if nearest and loss)
     if record.tokens and better:
         times = better[len(better) // 2]
         yield f"rounding every weight to the nearest value of the same grids would lose {times:.1f} times as much (median layer)"
@@ -105,6 +116,13 @@ def few_tokens(record: RunRecord) -> Iterator[str]:
     sentence = shortage(record.windows, record.seqlen, asked, widest.name, widest.in_features)
     if sentence is not None:
         yield f"too few tokens to trust the losses: {sentence}"
+    elif record.tokens < USEFUL_TOKENS_PER_INPUT * widest.in_features and widest.blended is None:
+        enough = math.ceil(USEFUL_TOKENS_PER_INPUT * widest.in_features / record.seqlen)
+        yield (
+            f"few tokens: {record.tokens / widest.in_features:.2g} for each of the {widest.in_features:,} inputs of {widest.name}; "
+            f"predictions get closer up to {USEFUL_TOKENS_PER_INPUT} and more, with --samples {enough} (windows of "
+            f"{record.seqlen} tokens)"
+        )
 
 
 def degenerate(record: RunRecord) -> Iterator[str]:

@@ -105,8 +105,15 @@ def tune(request: TuneRequest) -> RunRecord:
         read = Stored(container.folder, unfinished=container.config)
         model.tuned = tuned_norms(read, model, tuning)
         retuned = replace(solved, record=replace(record, layers=layers), stored=read)
-        layers = tuple(along_both_networks(retuned, windows, request.progress, partial(_certified, retuned)))
-        record = replace(record, layers=layers, tuning=tuning, versions=versions(), products=products)
+        along = along_both_networks(retuned, windows, request.progress, partial(_certified, retuned))
+        record = replace(
+            record,
+            layers=tuple(along.layers),
+            extra_kl=along.divergence,
+            tuning=tuning,
+            versions=versions(),
+            products=products,
+        )
         return kept.seal(replace(record, device=where.model(), compute_dtype=where.recorded_dtype(model.dtype)))
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,7 +50,25 @@ TOLERANCE_ELSEWHERE = 0.01  # on another device, where blocks run in float32
 # the same in 16 bits: products in another order change losses of 8-bit weights by up to 40 %, of 4-bit weights by 1 %
 ROUGH_TOLERANCE_ELSEWHERE = 0.5
 
+# relative, of the KL on extra windows as a multiple of that of losses: it is a difference of logarithms in float32
+TOLERANCE_OF_KL = 1000
+
 Measured = TypeVar("Measured")
+
+
+@dataclass(slots=True)
+class Along(Generic[Measured]):
+    """What is measured along both networks.
+
+    Args:
+        layers: The measurement of every layer.
+        input_scales: {layer name: global scale of its rounded inputs}, where there are such.
+        divergence: KL on the extra windows, see `extra_divergence`.
+    """
+
+    layers: list[Measured] = field(default_factory=list)
+    input_scales: dict[str, float] = field(default_factory=dict)
+    divergence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +115,8 @@ def along_both_networks(
     windows: Windows,
     progress: Progress,
     measure: Callable[[Stage, int, LayerRecord], tuple[Tensor | None, Measured]],
-    input_scales: dict[str, float] | None = None,
-) -> list[Measured]:
-    """Pass windows through the original and the quantized network, and return the measurement of every layer.
+) -> Along[Measured]:
+    """Pass windows through the original and the quantized network, and return what was measured along both.
 
     Args:
         saved: The checkpoint to measure.
@@ -107,12 +124,11 @@ def along_both_networks(
         progress: Display that wraps the iterator over layers.
         measure: Function of a layer, by its stage and number, that returns the weights that later layers see (None: the
             original's) and a measurement.
-        input_scales: Receives {layer name: global scale of its rounded inputs}, where there are such.
     """
     model, entries = saved.model, {layer.name: layer for layer in saved.record.layers}
     moments = moments_of_embeddings(model, saved.plan.recipe.scheme, windows.fitted, saved.device)
     setting = _setting(saved, windows)
-    results: list[Measured] = []
+    along = Along[Measured]()
     with (
         walk(model, saved.plan.recipe, windows, setting, moments=moments) as stages,
         counted(progress, "measuring", len(entries), blocks=model.layers_by_block) as count,
@@ -120,12 +136,12 @@ def along_both_networks(
         for stage in stages:
             measured = [measure(stage, number, entries[layer.name]) for number, layer in enumerate(stage.layers)]
             stage.write(values for values, _ in measured)
-            results += [each for _, each in measured]
+            along.layers += [each for _, each in measured]
             count(len(measured))
-            if input_scales is not None:
-                input_scales |= stage.input_scales
+            along.input_scales |= stage.input_scales
+            along.divergence = along.divergence if stage.divergence is None else stage.divergence
             del measured
-    return results
+    return along
 
 
 def _setting(saved: Checkpoint, windows: Windows) -> MemorySetting:
@@ -174,9 +190,13 @@ def losses_again(
             faults.append(Fault(layer.name, "weights of inputs that were always 0 are not 0"))
         return matrix.decode(), True
 
-    scales: dict[str, float] = {}
-    if not all(along_both_networks(saved, windows, progress, measure, scales)):
+    along = along_both_networks(saved, windows, progress, measure)
+    if not all(along.layers):
         return False
+    kl, scales = saved.record.extra_kl, along.input_scales
+    if kl is not None and not _same(along.divergence, kl, TOLERANCE_OF_KL * agreement.tolerance):
+        what = f"the KL on the extra windows is {_short(along.divergence)}, the record has {_short(kl)}"
+        faults.append(Fault(RECORD, what))
     for entry in saved.record.layers:
         stored = saved.stored.inputs(entry.stored)
         if stored is not None and not _same(scales.get(entry.name), stored[1], agreement.tolerance):

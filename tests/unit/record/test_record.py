@@ -32,7 +32,15 @@ RUN = RunRecord(
 DEGENERATE = replace(LAYER, degenerate="all its weights are 0", limit=1.0, extra_by_source=(0.5, None))
 SOURCES = tuple(Source(name=name, weight=1.0, windows=1, extra_windows=1) for name in ("a.txt", "b.jsonl"))
 LAYERS = (replace(LAYER, extra_by_source=(0.02, 0.04)), DEGENERATE)
-MIXED = replace(RUN, card=2048, sources=SOURCES, layers=LAYERS, device="cuda:1, NVIDIA H100", compute_dtype="bfloat16")
+MIXED = replace(
+    RUN,
+    card=2048,
+    extra_kl=0.25,
+    sources=SOURCES,
+    layers=LAYERS,
+    device="cuda:1, NVIDIA H100",
+    compute_dtype="bfloat16",
+)
 
 
 def test_a_record_survives_json():

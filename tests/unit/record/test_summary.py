@@ -24,7 +24,7 @@ RUN = RunRecord(
     recipe=Recipe(scheme=GridScheme(group_size=16), calibration=Calibration(samples=2)), source="somewhere",
     versions={"torch": "2"},
     device="cpu", windows=2,
-    seqlen=256, tokens=512, extra_windows=1, layers=(GOOD, WORSE), seconds=1.5, bytes=1_250_000, folder=1_500_000,
+    seqlen=256, tokens=512, extra_windows=1, extra_kl=0.05234, layers=(GOOD, WORSE), seconds=1.5, bytes=1_250_000, folder=1_500_000,
 )  # fmt: skip
 RATE = replace(
     RUN, recipe=Recipe(scheme=RateScheme(rate=3.0), calibration=Calibration(samples=2)), layers=(CODED, CODED)
@@ -32,15 +32,17 @@ RATE = replace(
 OUT = Path("out")
 
 
-def test_a_run_that_went_as_asked_takes_eight_lines():
+def test_a_run_that_went_as_asked_takes_ten_lines():
     assert list(summary(RUN, OUT)) == [
         "2 layers quantized to 4.000 bits per weight in 1.5 s: out",
         "weight files 1.25 MB, whole folder 1.50 MB; calibrated on 512 tokens (2 windows of 256), measured on 1 extra window",
-        "share of a layer's output that is lost on 1 extra window, to which nothing was fitted: 2 % in the median layer; "
-        "1 layer loses more than 5 %",
-        "most is lost in model.layers.1.mlp.up_proj (6 %), model.layers.0.mlp.up_proj (2 %)",
+        "predictions: KL 0.0523 nats per token from the original's on 1 extra window, to which nothing was fitted: noticeable",
+        "share of its output that a layer loses by itself on the calibration tokens: 1 % in the median layer; no layer loses "
+        "more than 5 %",
+        "most is lost in model.layers.1.mlp.up_proj (3 %), model.layers.0.mlp.up_proj (1 %)",
+        "with what the layers before it lost, on 1 extra window, to which nothing was fitted: 2 % in the median layer, at most 6 %",
         "rounding every weight to the nearest value of the same grids would lose 2.0 times as much (median layer)",
-        "how far predictions are from the original's: nearplane evaluate out --against somewhere --text TEXT",
+        "predictions on another text: nearplane evaluate out --against somewhere --text TEXT",
         "figures of every layer: nearplane inspect out",
         'use it: vllm serve out, or from_pretrained("out") in transformers (which needs compressed-tensors)',
     ]
@@ -94,7 +96,9 @@ def without_extra(layer):
 def test_without_extra_windows_the_losses_are_said_to_be_on_what_was_fitted():
     layers = tuple(map(without_extra, RUN.layers))
     lines = list(summary(replace(RUN, layers=layers, extra_windows=0), OUT))
-    fitted = "share of a layer's output that is lost on the calibration tokens, as the text has no further windows"
+    fitted = (
+        "share of its output that a layer loses by itself on the calibration tokens, as the text has no further windows"
+    )
     assert f"{fitted}: 1 % in the median layer; no layer loses more than 5 %" in lines
     assert (
         "rounding every weight to the nearest value of the same grids would lose 3.0 times as much (median layer)"
@@ -105,9 +109,32 @@ def test_without_extra_windows_the_losses_are_said_to_be_on_what_was_fitted():
 def test_layers_that_no_extra_window_reaches_do_not_hide_the_others():
     """Of embeddings and of some experts no loss is known there."""
     lines = list(summary(replace(RUN, layers=(without_extra(GOOD), WORSE)), OUT))
-    assert any(
-        "to which nothing was fitted: 6 % in the median layer; 1 layer loses more than 5 %" in line for line in lines
-    )
+    assert any("to which nothing was fitted: 6 % in the median layer, at most 6 %" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("kl", "word"),
+    [
+        (0.01, "close to the original"),
+        (0.0101, "small"),
+        (0.1, "noticeable"),
+        (0.101, "large; more --samples, more bits"),
+    ],
+)
+def test_the_divergence_is_said_in_words(kl, word):
+    assert any(f"fitted: {word}" in line for line in summary(replace(RUN, extra_kl=kl), OUT))
+    assert not any(line.startswith("predictions:") for line in summary(replace(RUN, extra_kl=None), OUT))
+
+
+def test_few_tokens_are_told_with_the_number_that_would_help():
+    """There are 16 inputs, and windows of 256 tokens."""
+    few = replace(RUN, windows=1, tokens=256)
+    said = [line for line in summary(few, OUT) if line.startswith("few tokens")]
+    assert said == [
+        "few tokens: 16 for each of the 16 inputs of model.layers.0.mlp.up_proj; predictions get closer up to 20 and more, with "
+        "--samples 2 (windows of 256 tokens)"
+    ]
+    assert not any(line.startswith("few tokens") for line in summary(RUN, OUT))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +198,9 @@ def test_what_went_otherwise_is_said(changes, line):
 def test_nothing_is_said_of_calibration_where_there_was_none():
     layers = tuple(map(without_extra, RUN.layers))
     scheme = GridScheme(solver="round-to-nearest")
-    bare = replace(RUN, tokens=0, windows=0, extra_windows=0, layers=layers, recipe=Recipe(scheme=scheme))
+    bare = replace(
+        RUN, tokens=0, windows=0, extra_windows=0, extra_kl=None, layers=layers, recipe=Recipe(scheme=scheme)
+    )
     assert not any("to nearest" in line or "windows" in line for line in summary(bare, OUT))
 
 

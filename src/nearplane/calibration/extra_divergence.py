@@ -1,0 +1,60 @@
+"""KL of the quantized network's predictions from the original's on the extra windows, from both streams behind the last block.
+
+Only the last norm and the head run, with the original's weights also where the head is quantized afterwards. The KL is the same on
+any number of ranks: windows are added in their order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nearplane.calibration.activations import Stream
+from nearplane.calibration.network_ends import readout
+from nearplane.models.kinds import InputKind, has_head, has_two_stacks, input_kind
+from nearplane.models.model import Model
+
+COMPARED_LOGITS = 2**23  # of each network that are compared at a time
+
+
+def is_compared(model: Model, stream: Stream | None) -> bool:
+    """Return whether predictions on extra windows are compared: of networks that continue text, where both run."""
+    network = model.network
+    predicts = input_kind(network) is InputKind.TEXT and has_head(network) and not has_two_stacks(network)
+    return predicts and stream is not None and stream.original is not None and stream.dealt.extra_windows > 0
+
+
+@torch.no_grad()
+def extra_divergence(model: Model, stream: Stream, batches: list[torch.Tensor], dtype: torch.dtype) -> float | None:
+    """Return the mean KL(original || quantized) in nats over all tokens of the extra windows but the last of each.
+
+    Args:
+        model: The original model.
+        stream: Both streams behind the last block.
+        batches: (windows, seqlen) tokens of this rank's batches.
+        dtype: Dtype of the computation.
+
+    Returns:
+        The divergence; None on ranks that follow.
+    """
+    assert stream.original is not None, "targets that are corrected need both networks"
+    dealt, place = stream.dealt, stream.quantized[0].device
+    sums: list[tuple[int, int, float]] = []  # window, tokens, KL of all together
+    with readout(model, stream, device=place, dtype=dtype) as logits:
+        for batch in range(dealt.fitted, len(batches)):
+            tokens, both = batches[batch], (stream.original[batch], stream.quantized[batch])
+            for window in range(len(tokens)):
+                total = torch.zeros((), dtype=torch.float64)
+                last = tokens.shape[1] - 1
+                step = max(1, COMPARED_LOGITS // len(model.network.get_input_embeddings().weight))
+                for start in range(0, last, step):
+                    part = slice(start, min(start + step, last))
+                    one = slice(window, window + 1)
+                    true, other = (logits(tokens[one, part], each[one, part].to(place)).float() for each in both)
+                    true, other = true.log_softmax(-1), other.log_softmax(-1)
+                    total += (true.exp() * (true - other)).sum(-1).double().sum().cpu()
+                    del true, other
+                sums.append((dealt.starts[batch] + window, last, float(total)))
+    every = sorted(each for some in dealt.ranks.gather(sums) for each in some)
+    if not dealt.ranks.leads:
+        return None
+    return sum(kl for *_, kl in every) / sum(count for _, count, _ in every)
