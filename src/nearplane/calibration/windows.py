@@ -28,7 +28,7 @@ from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER
 from nearplane.record.record import Source
 from nearplane.record.words import shortage
 from nearplane.system.device import Device
-from nearplane.system.progress import Progress, silent
+from nearplane.system.progress import Progress, phase, silent
 from nearplane.system.ranks import Ranks
 
 DEFAULT_SEQLEN = 2048
@@ -200,7 +200,8 @@ def reader_of(
         if is_self_written(text):
             return self_written(model, samples, seqlen, options.seed, device, progress)
         text = text_to_calibrate_on(text) or text
-        return read_windows(tokenizer, text, samples=samples, seqlen=seqlen, seed=options.seed, frame=frame)
+        with phase(progress, "reading the calibration text"):
+            return read_windows(tokenizer, text, samples=samples, seqlen=seqlen, seed=options.seed, frame=frame)
 
     return read
 

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from nearplane.cli.terminal import bar
 from nearplane.errors import printable
+from nearplane.system.progress import phase
 
 
 def say(lines: Iterable[str]) -> None:
@@ -50,8 +52,11 @@ def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
 def opening(*names: object) -> None:
     """Log what a command opens, then load transformers and switch off its progress bars, which would mix with ours."""
     logging.getLogger("nearplane").info("opening %s (torch is loaded first)", printable(" and ".join(map(str, names))))
-    from transformers.utils import logging as of_transformers
+    with phase(bar, "loading torch and transformers"):
+        import torch
+        from transformers.utils import logging as of_transformers
 
+    del torch
     of_transformers.disable_progress_bar()
 
 

@@ -265,7 +265,11 @@ def _moments(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:
     if shapes.streams > 1 and shapes.extra and shapes.vocabulary:
         head = SINGLE * (shapes.embeddings + shapes.hidden * shapes.vocabulary)
         compared = COMPARED_COPIES * SINGLE * max(EXTRA_LOGITS, shapes.vocabulary)
-        yield Moment("comparing predictions", shapes.streams * states + head + compared, shapes.streams * aside)
+        yield Moment(
+            "comparing predictions on the extra windows",
+            shapes.streams * states + head + compared,
+            shapes.streams * aside,
+        )
     for kind in shapes.blocks:
         moved = shapes.streams * aside
         if not setting.device.on_cpu:

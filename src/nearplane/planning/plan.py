@@ -25,7 +25,7 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme
 from nearplane.recipe.schemes import GridScheme
 from nearplane.system.device import Device
-from nearplane.system.progress import Progress
+from nearplane.system.progress import Progress, phase
 
 POINTS = 3  # widths or types that are measured of each layer, about
 
@@ -57,7 +57,8 @@ def plan(
     recipe, scheme, measure = settled.recipe, settled.recipe.scheme, None
     effect, rates, together = Effect({}, {}), dict[str, float](), dict[str, tuple[Tensor, ...]]()
     if tokens is not None:
-        effect = effect_of_errors(model, scheme, tokens, device)
+        with phase(progress, "measuring which errors matter"):
+            effect = effect_of_errors(model, scheme, tokens, device)
         measure = partial(probe, model, tokens, device=device.place, keep=keep, progress=progress, ranks=device.ranks)
     if scheme.entropy_coded:
         rates = measured_rates(model, settled, effect.rows, measure)

@@ -39,7 +39,7 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import LayerRecord, RunRecord, versions
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library, recorded_library
-from nearplane.system.progress import Progress, counted, peak_memory
+from nearplane.system.progress import Progress, counted, peak_memory, phase
 from nearplane.system.sizes import Limits
 
 
@@ -301,7 +301,8 @@ def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]
         else recorded_library(before.record.products, device)
     ) as products:
         batch = None if before is None else before.record.batch or usual  # affects the order of sums
-        prediction = forecast(model, job.plan, windows, device, job.options.limits, batch)
+        with phase(job.options.progress, "trying one window in a block of each kind"):
+            prediction = forecast(model, job.plan, windows, device, job.options.limits, batch)
         if before is not None:
             record, planned = replace(before.record, source=job.options.name, layers=()), before.plan
         else:

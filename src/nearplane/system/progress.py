@@ -16,6 +16,7 @@ from nearplane.errors import RecipeError, of_caller
 
 log = logging.getLogger(__name__)
 Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]  # (items, label, number of items) -> items
+LONG_PHASE = 5.0  # seconds from which an activity without parts has a line in a log
 MIN_INTERVAL, MAX_INTERVAL = 1.0, 30.0  # seconds between two lines: at the end of a block, and within blocks
 
 
@@ -173,6 +174,45 @@ def counted(
     try:
         done(there)
         yield done
+    finally:
+        if isinstance(items, Generator):
+            items.close()
+
+
+class Phase:
+    """An activity whose parts are not counted, as one item: displays show the time since its start.
+
+    Args:
+        label: What is done, for a log line if it takes `LONG_PHASE` seconds or more.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label, self._began, self._items = label, monotonic(), iter((None,))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._items)
+        except StopIteration:
+            if monotonic() - self._began >= LONG_PHASE:
+                log.info("%s took %s", self._label, self.line())
+            raise
+
+    def line(self) -> str:
+        """Return the time since the start."""
+        return duration(monotonic() - self._began)
+
+
+@contextmanager
+def phase(progress: Progress, label: str) -> Iterator[None]:
+    """A context in which an activity is shown that comes before or after what is counted."""
+    items = iter(progress(Phase(label), label, 1))
+    next(items, None)
+    try:
+        yield
+        next(items, None)
     finally:
         if isinstance(items, Generator):
             items.close()

@@ -38,7 +38,7 @@ from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.memory import return_large_blocks
 from nearplane.system.paths import name_of, path_in, refuse_tokenizer
-from nearplane.system.progress import say_compiling
+from nearplane.system.progress import phase, say_compiling
 from nearplane.system.ranks import Ranks
 from nearplane.verbs.follow import Follower, files_of, on_all_ranks, run_on_rank_0
 from nearplane.verbs.quantize_request import QuantizeRequest
@@ -54,7 +54,10 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     Raises:
         NearplaneError: As for `quantize`.
     """
-    model, settled = open_resolved(folder, recipe, trust_remote_code=options.trust_remote_code)  # weights stay on disk
+    with phase(options.progress, "opening the model"):
+        model, settled = open_resolved(
+            folder, recipe, trust_remote_code=options.trust_remote_code
+        )  # weights stay on disk
     check_disk(out, model, settled)
     remote, overwrite, like = options.trust_remote_code, options.overwrite, options.like
     with container_for(model, settled, out, overwrite=overwrite, trust_remote_code=remote, like=like) as container:
@@ -63,7 +66,10 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
         if settled.recipe.files.one_file:
             check_tokens_in_file(container, model, windows)
         job = Job(model=model, asked=recipe, plan=settled, windows=windows, options=options)
-        journal = Journal(container, job.run_inputs(), settled)  # holds the progress of a stopped run of the same job
+        with phase(options.progress, "reading the model's files"):
+            journal = Journal(
+                container, job.run_inputs(), settled
+            )  # holds the progress of a stopped run of the same job
         if (record := journal.completed()) is not None:  # all layers were written
             return check_limit(record)
         with (

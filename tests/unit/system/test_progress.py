@@ -8,7 +8,7 @@ import numba
 import pytest
 
 from nearplane.errors import RecipeError, is_of_caller
-from nearplane.system.progress import Tracked, duration, say_compiling, shown
+from nearplane.system.progress import Tracked, duration, phase, say_compiling, shown, silent
 
 
 def lines(caplog, seconds, **words):
@@ -136,3 +136,38 @@ def test_an_error_of_the_display_is_told_from_one_of_the_work():
     with pytest.raises(ValueError, match="of the display") as display:
         list(shown(displayed, [1], "", 1))
     assert (is_of_caller(work.value), is_of_caller(display.value)) == (False, True)
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(4.9, []), (12.0, ["opening the model took 12 s"])])
+def test_a_long_activity_without_parts_has_a_line(seconds, said, caplog):
+    """Displays see it from its start, with the time since then."""
+    now, seen = 0.0, []
+
+    def display(items, label, total):
+        for item in items:
+            yield item
+            seen.append((label, total, items.line()))
+        seen.append("ended")
+
+    with caplog.at_level(logging.INFO, logger="nearplane"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nearplane.system.progress.monotonic", lambda: now)
+        with phase(display, "opening the model"):
+            now += seconds
+    assert [record.getMessage() for record in caplog.records] == said
+    assert seen == [("opening the model", 1, duration(seconds)), "ended"]
+    with phase(silent, "opening the model"):
+        pass
+
+
+def test_an_error_in_an_activity_ends_its_display():
+    ended = []
+
+    def display(items, label, total):
+        try:
+            yield from items
+        finally:
+            ended.append(label)
+
+    with pytest.raises(ValueError, match="no"), phase(display, "opening the model"):
+        raise ValueError("no")
+    assert ended == ["opening the model"]
