@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tomllib
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from cyclopts import App, Parameter
+from cyclopts.config import Toml
 
 from nearplane.cli.auto_command import auto
 from nearplane.cli.checkpoint_commands import card, export, inspect, report, tune, verify
@@ -22,7 +24,7 @@ from nearplane.cli.quantize_command import quantize, refuse_mixed
 from nearplane.cli.streams import lasting_streams
 from nearplane.cli.suggest_command import suggest
 from nearplane.cli.terminal import attended, errors_as_sentences, stopping
-from nearplane.errors import FormatError
+from nearplane.errors import FormatError, RecipeError
 from nearplane.system.launch import forget_launch, launched
 
 COMMANDS = (
@@ -47,8 +49,9 @@ app = App(
     version=version("nearplane"),
     help="Quantize language models: GPTQ as a closest-vector problem on a lattice.",
     help_format="plaintext",
-    help_epilogue="Exit codes: 0 done; 1 refused or failed; 2 mistyped option; 3 verify found faults; 4 --max-loss is "
-    "exceeded; 130 stopped by Ctrl-C, 143 by SIGTERM, 141 because nobody reads the output of generate.",
+    help_epilogue="Every command takes --config FILE.toml: options that the command line leaves open are those of the table that "
+    "is named after the command. Exit codes: 0 done; 1 refused or failed; 2 mistyped option; 3 verify found faults; 4 --max-loss "
+    "is exceeded; 130 stopped by Ctrl-C, 143 by SIGTERM, 141 because nobody reads the output of generate.",
     default_parameter=Parameter(converter=exactly),
     suppress_keyboard_interrupt=False,  # main() prints what a stopped command left on disk
 )
@@ -92,6 +95,37 @@ def serves_rank_0(command: Sequence[str]) -> bool:
     return False
 
 
+def with_config(words: Sequence[str]) -> list[str]:
+    """Take `--config FILE` out of a command line, and let the file's table of the command decide what the line leaves open.
+
+    Raises:
+        RecipeError: The file is missing or no TOML, or the option is given twice or without a file.
+    """
+    left, files = [], list[str]()
+    for word in (each := iter(words)):
+        if word == "--config" or word.startswith("--config="):
+            files.append(word.partition("=")[2] or next(each, ""))
+        else:
+            left.append(word)
+    if not files:
+        return left
+    if len(files) > 1 or not files[0]:
+        raise RecipeError(
+            f"--config needs one file, found {' and '.join(files) or 'none'}. Pass --config run.toml once."
+        )
+    try:
+        tables = tomllib.loads(Path(files[0]).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"--config {files[0]} cannot be read as TOML ({error}).") from error
+    names = {command.__name__.replace("_", "-") for command in COMMANDS}
+    if unknown := sorted(name for name, table in tables.items() if name not in names or not isinstance(table, dict)):
+        raise RecipeError(
+            f"--config {files[0]} has {', '.join(unknown)}; expected tables named after commands, for example [quantize]."
+        )
+    app.config = (Toml(files[0], must_exist=True),)
+    return left
+
+
 def main() -> None:
     """Run the command line; errors of nearplane and signals are printed as one sentence without a traceback."""
     # set before torch loads: spinning threads are slow on a busy machine; oneDNN keeps memory for every shape it has seen
@@ -104,6 +138,7 @@ def main() -> None:
         refuse_deleted_folder()
         if serves_rank_0(sys.argv[1:2]):
             return
-        if sys.argv[1:2] == ["quantize"]:
-            refuse_mixed(sys.argv[2:])
-        app(print_error=False, exit_on_error=False)
+        words = with_config(sys.argv[1:])
+        if words[:1] == ["quantize"]:
+            refuse_mixed(words[1:])
+        app(words, print_error=False, exit_on_error=False)

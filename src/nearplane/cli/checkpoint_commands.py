@@ -76,7 +76,7 @@ def verify(request: Annotated[VerifyFlags, Flat], *, json: Switch = False) -> No
         sys.exit(3)
 
 
-def report(out: Path, page: Path | None = None, /, *, overwrite: Switch = False) -> None:
+def report(out: Path, page: Path | None = None, /, *, overwrite: Switch = False, json: Switch = False) -> None:
     """Write an HTML page with figures and tables from the run record of a checkpoint.
 
     The page opens from disk and needs no network.
@@ -85,13 +85,21 @@ def report(out: Path, page: Path | None = None, /, *, overwrite: Switch = False)
         out: Folder of a checkpoint that nearplane wrote.
         page: File to write. Default: OUT-report.html next to the folder; an old report there is replaced.
         overwrite: Replace any existing file.
+        json: Print the path of the page as JSON.
     """
     from nearplane.verbs.report import write_report
 
-    print(write_report(out, page, overwrite=overwrite))
+    written = write_report(out, page, overwrite=overwrite)
+    print(as_json({"page": written}) if json else written)
 
 
-def card(out: Path, *, evaluation: Annotated[list[Path] | None, Several] = None, overwrite: Switch = False) -> None:
+def card(
+    out: Path,
+    *,
+    evaluation: Annotated[list[Path] | None, Several] = None,
+    overwrite: Switch = False,
+    json: Switch = False,
+) -> None:
     """Write the model card of the checkpoint in OUT again, with the results of evaluations.
 
     A card that was changed since nearplane wrote it is not replaced. The license, languages, datasets and tags in its
@@ -101,10 +109,12 @@ def card(out: Path, *, evaluation: Annotated[list[Path] | None, Several] = None,
         out: Folder of a checkpoint that nearplane wrote.
         evaluation: Files with what nearplane evaluate OUT --json printed, for tables in the card.
         overwrite: Replace any existing card.
+        json: Print the path of the card as JSON.
     """
     from nearplane.verbs.card import card as run
 
-    print(run(out, evaluation=evaluation or (), overwrite=overwrite))
+    written = run(out, evaluation=evaluation or (), overwrite=overwrite)
+    print(as_json({"card": written}) if json else written)
 
 
 class ExportFlags(ExportRequest):
@@ -114,11 +124,14 @@ class ExportFlags(ExportRequest):
     out: Annotated[Path, Parameter(name="folder")]
 
 
-def export(request: Annotated[ExportFlags, Flat]) -> None:
+def export(request: Annotated[ExportFlags, Flat], *, json: Switch = False) -> None:
     """Write the checkpoint in OUT to FOLDER in another format: all weights decoded, or with the same integers.
 
     Integers and steps are never rounded. If the format cannot hold a layer exactly, the command names the layer and writes
     nothing. What is written is read back and compared.
+
+    Args:
+        json: Print folder, format and bytes of the weights as JSON.
     """
     request.check()
     opening(request.source)
@@ -126,6 +139,9 @@ def export(request: Annotated[ExportFlags, Flat]) -> None:
 
     size = run(request)
     dense = request.format == DENSE
+    if json:
+        print(as_json({"folder": request.out, "format": request.format, "bytes": size}))
+        return
     how = f"decoded to {request.dtype or 'bfloat16'}" if dense else f"moved to {request.format} unchanged"
     print(f"weights {how}, {size_text(size)}: {request.out}")
 

@@ -12,16 +12,17 @@ from nearplane.demo.demo_recipes import STEPS, check_folder
 from nearplane.system.sizes import size_text
 
 
-def geometry(out: Path) -> None:
+def geometry(out: Path, *, json: Switch = False) -> None:
     """Draw pictures of the geometry of quantization with two weights, as SVG and PNG files.
 
     Args:
         out: Folder for the pictures; older ones in it are replaced, and a folder with other files is refused.
+        json: Print the paths of the pictures as JSON.
     """
     from nearplane.theory.pictures import draw_geometry
 
-    for path in draw_geometry(out):
-        print(path)
+    paths = [*draw_geometry(out)]
+    print(as_json({"pictures": paths}) if json else "\n".join(map(str, paths)))
 
 
 def demo(out: Path = Path("demo-out"), *, json: Switch = False) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from nearplane.calibration.text_files import check_named
-from nearplane.cli.flags import DeviceFlag, Flat, Hidden
-from nearplane.cli.printing import opening
+from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Switch
+from nearplane.cli.printing import as_json, opening
 from nearplane.cli.streams import refuse_unread
 from nearplane.errors import printable
 from nearplane.system.sizes import size_text
@@ -33,7 +33,7 @@ class GenerateFlags(GenerateRequest):
     device: DeviceFlag
 
 
-def generate(request: Annotated[GenerateFlags, Flat], *, compare: str | None = None) -> None:
+def generate(request: Annotated[GenerateFlags, Flat], *, compare: str | None = None, json: Switch = False) -> None:
     """Continue the text PROMPT with MODEL, or let a chat model answer it, and print the new text piece by piece.
 
     If the tokenizer of MODEL has a chat template, PROMPT is the message of a user; else it is continued as it is.
@@ -43,6 +43,7 @@ def generate(request: Annotated[GenerateFlags, Flat], *, compare: str | None = N
     Args:
         compare: Another model, for example the original, whose text is printed below, and where the two first differ.
             It is loaded once MODEL has left the memory.
+        json: Print the texts with their times as JSON, once all are written.
     """
     request.check()
     model, prompt = request.source, request.prompt
@@ -57,12 +58,21 @@ def generate(request: Annotated[GenerateFlags, Flat], *, compare: str | None = N
     for name in [model] if compare is None else [model, compare]:
         before = prompt if compare is None else f"── {name}\n{prompt}"
         head = request.head if name == model else None
-        text = run(replace(request, source=name, head=head, say=partial(print_piece, iter([before]))))
-        print(flush=True)
-        log_speed(text)
+        aloud = partial(print_piece, iter([before]))
+        text = run(replace(request, source=name, head=head, say=_unsaid if json else aloud))
         texts.append(text)
-    if compare is not None:
+        if not json:
+            print(flush=True)
+            log_speed(text)
+    if json:
+        named = zip((model, compare), texts, strict=False)
+        print(as_json([{"model": name, "prompt": prompt, "text": str(text)} | vars(text) for name, text in named]))
+    elif compare is not None:
         print(first_difference(*texts))
+
+
+def _unsaid(piece: str) -> None:
+    """Print nothing of a piece of text."""
 
 
 def print_piece(before: Iterator[str], piece: str) -> None:
