@@ -12,19 +12,22 @@ from cyclopts import Parameter
 from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Several, Switch
 from nearplane.cli.printing import as_json, opening, say, table
 from nearplane.cli.terminal import bar
+from nearplane.system.arguments import whole
 from nearplane.system.progress import Progress
 from nearplane.system.sizes import size_text
 from nearplane.verbs.checkpoint_requests import DENSE, ExportRequest, TuneRequest, VerifyRequest
 
 
-def inspect(out: Path, *, json: Switch = False) -> None:
+def inspect(out: Path, *, worst: int | None = None, json: Switch = False) -> None:
     """Show layers, grids, losses and sizes of a checkpoint from its run record, without reading weights.
 
     Args:
         out: Folder of a checkpoint that nearplane wrote, or a .gguf file.
             For a .gguf file of another program, its tensors are shown.
+        worst: Show only so many layers, those that lose most by themselves first.
         json: Print the run record as JSON.
     """
+    whole("worst", worst, 1)
     from nearplane.formats.find_record import find_record, foreign_tensors
     from nearplane.record.summary import layer_table
 
@@ -36,7 +39,7 @@ def inspect(out: Path, *, json: Switch = False) -> None:
     if json:
         print(record.to_json())
         return
-    before, columns, rows, after = layer_table(record)
+    before, columns, rows, after = layer_table(record, worst)
     say(before)
     table(columns, rows)
     say(after)

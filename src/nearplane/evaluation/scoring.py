@@ -144,6 +144,11 @@ def cosines(batches: Iterable[tuple[slice, list[Readout]]], names: Sequence[str]
     return torch.cat([part for of_rank in ranks.gather(parts) for part in of_rank])
 
 
+def multiplies_bfloat16() -> bool:
+    """Return whether this processor has instructions for products in bfloat16."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def measured_floor(
     original: Network, scored: ScoredText, place: Device, trust: bool, progress: Progress
 ) -> Floor | None:
@@ -158,6 +163,11 @@ def measured_floor(
     if dtype == torch.float32:
         return Floor(dtype="float32")
     count = max(1, FLOOR_TOKENS // scored.tokens.shape[1])
+    if place.on_cpu and dtype == torch.bfloat16 and not multiplies_bfloat16():
+        log.info(
+            "the floor is measured on one window, as this processor has no products in bfloat16 and is slow with them"
+        )
+        count = 1
     assert scored.targets is not None
     few = replace(scored, tokens=scored.tokens[:count], targets=scored.targets[:count])
     try:

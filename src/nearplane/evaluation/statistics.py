@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 RESAMPLES, SEED = 2000, 0  # of the bootstrap
+MIN_WINDOWS = 8  # of a bootstrap: of fewer, resamples are too much alike
 SHARES = (0.5, 0.99, 0.999, 1.0)  # of the tokens, below which the KL is stated
 OUTSIDE = 2.5  # percent of the resamples below the interval, and above it
 LEAST_LOG, INFINITE = -1e300, 1e200  # log-probability in place of minus infinity, and means that it makes infinite
@@ -64,7 +65,7 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A figure with its 95 % interval from a bootstrap over windows; the interval of one window is None."""
+    """A figure with its 95 % interval from a bootstrap over windows; fewer than `MIN_WINDOWS` have no interval."""
 
     value: float
     low: float | None = None
@@ -221,7 +222,7 @@ class _Means:
         sums.index_add_(0, index, torch.stack(list(columns.values()), 1).double())
         self.mean = self._divided(columns, sums.sum(0, keepdim=True))
         self.resampled = None
-        if count > 1:
+        if count >= MIN_WINDOWS:
             generator, parts = torch.Generator().manual_seed(SEED), []
             size = max(1, COUNTS // count)
             for begin in range(0, RESAMPLES, size):

@@ -82,8 +82,15 @@ def tuned(record: RunRecord, out: Path) -> Iterator[str]:
     yield from next_commands(record, out)
 
 
-def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator[tuple[str, ...]], list[str]]:
-    """Return what `nearplane inspect` prints: lines before the table, its columns and rows, and lines after it."""
+def layer_table(
+    record: RunRecord, worst: int | None = None
+) -> tuple[list[str], tuple[str, ...], Iterator[tuple[str, ...]], list[str]]:
+    """Return what `nearplane inspect` prints: lines before the table, its columns and rows, and lines after it.
+
+    Args:
+        record: The run record.
+        worst: Number of rows, of the layers with the largest relative losses; None: all in their order.
+    """
     scheme, coded = record.recipe.scheme, record.entropy is not None
     before = [
         f"{record.source} quantized by {scheme.solver}, {record.recipe.format}, {record.device}"
@@ -94,6 +101,10 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
     before += by_source(record)
     if record.tuning is not None:
         before += [record.tuning.sentence(), record.tuning.windows_sentence()]
+    before += [*divergence(record), *losses(record)]
+    layers = record.layers
+    if worst is not None:
+        layers = tuple(sorted(record.layers, key=lambda layer: -layer.relative_loss)[:worst])
     columns = CODED_COLUMNS if coded else GRID_COLUMNS
     after = [f"{name}: {LEGEND[name]}" for name in columns if name in LEGEND]
     after += [*_without_bound(record), *degenerate(record), *left(record)]
@@ -103,7 +114,7 @@ def layer_table(record: RunRecord) -> tuple[list[str], tuple[str, ...], Iterator
             f"of {record.rate:.3f} bits: codes {three_places(record.entropy)}, above the limit {three_places(record.above_limit)}; "
             f"headers and all that is not quantized {size_text(record.overhead)}"
         )
-    rows = (tuple(text(layer) for text in columns.values()) for layer in record.layers)
+    rows = (tuple(text(layer) for text in columns.values()) for layer in layers)
     return before, tuple(columns), rows, after
 
 

@@ -8,7 +8,7 @@ import torch
 
 from nearplane.evaluation.statistics import TokenScores, score_tokens, summarize
 
-WINDOWS, LENGTH, VOCABULARY = 6, 9, 11
+WINDOWS, LENGTH, VOCABULARY = 8, 9, 11
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_figures_are_the_textbook_formulas_on_all_logits(scores, naive):
 def test_positions_are_ranges_of_powers_of_two(scores, naive):
     by_window = naive["kl"].reshape(WINDOWS, LENGTH)
     found = summarize(scores).by_position
-    assert [(part.first, part.last, part.tokens) for part in found] == [(1, 1, 6), (2, 3, 12), (4, 7, 24), (8, 9, 12)]
+    assert [(part.first, part.last, part.tokens) for part in found] == [(1, 1, 8), (2, 3, 16), (4, 7, 32), (8, 9, 16)]
     for part in found:
         assert part.kl.value == pytest.approx(by_window[:, part.first - 1 : part.last].mean(), rel=1e-9)
 
@@ -100,9 +100,12 @@ def test_a_ratio_is_surer_than_its_parts(scores):
     assert width["perplexity_ratio"] < 0.5 * width["perplexity"]
 
 
-def test_one_window_has_no_interval():
-    one = TokenScores(window=torch.zeros(3, dtype=torch.int64), position=torch.arange(1, 4), nll=torch.rand(3).double())
-    assert summarize(one).perplexity.low is None
+@pytest.mark.parametrize(("windows", "has"), [(1, False), (7, False), (8, True)])
+def test_few_windows_have_no_interval(windows, has):
+    """Resamples of few windows are too much alike."""
+    place = {"window": torch.arange(windows).repeat(3), "position": torch.arange(1, 4).repeat_interleave(windows)}
+    few = TokenScores(**place, nll=torch.rand(3 * windows).double())
+    assert (summarize(few).perplexity.low is not None) == has
 
 
 def test_tokens_that_a_network_excludes_count_for_nothing_in_its_mean():

@@ -346,3 +346,12 @@ def test_where_all_layers_are_degenerate_no_loss_is_told():
     shown = list(summary(replace(RUN, layers=(BROKEN,)), OUT))
     assert not any("is lost" in line for line in shown)
     assert any("1 of 1 layer: " in line for line in shown)
+
+
+def test_the_worst_layers_are_shown_first_and_alone():
+    """By the loss of each layer by itself; the lines before say what all lost."""
+    before, columns, rows, _ = layer_table(RUN, 1)
+    assert [row[0] for row in rows] == [WORSE.name]
+    assert any(line.startswith("predictions: KL 0.0523 nats") for line in before)
+    assert [row[0] for row in layer_table(RUN)[2]] == [GOOD.name, WORSE.name]
+    assert columns[0] == "layer"

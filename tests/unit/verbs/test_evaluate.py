@@ -89,20 +89,21 @@ def logits(coarse):
 def test_statistics_in_parts_are_those_of_all_logits(coarse, logits, monkeypatch, caplog):
     """With a floor and two texts at once; each part has one or two positions of a batch."""
     monkeypatch.setattr("nearplane.evaluation.scoring.LOGITS", 20_000)
+    monkeypatch.setattr("nearplane.evaluation.scoring.multiplies_bfloat16", lambda: True)
     monkeypatch.setattr("nearplane.evaluation.scoring.POSITIONS", 2)
     monkeypatch.setattr("nearplane.evaluation.predictions.BATCH_TOKENS", 96)
     with caplog.at_level(logging.INFO, "nearplane"):
         texts = [HELD_OUT, ["A list. " * 40]]
-        request = EvaluateFlags(coarse, text=texts, seqlen=32, samples=7, against=MODEL, progress=silent)
+        request = EvaluateFlags(coarse, text=texts, seqlen=32, samples=8, against=MODEL, progress=silent)
         first, second = prepare_texts(request).measure()
     assert "at once" not in caplog.text
     found = first.evaluation
     ids = AutoTokenizer.from_pretrained(MODEL)(HELD_OUT.read_text()[:9000], add_special_tokens=False)["input_ids"]
-    tokens = torch.tensor(ids[: 7 * 32]).view(7, 32)
+    tokens = torch.tensor(ids[: 8 * 32]).view(8, 32)
     q, p = (each[:, :-1].log_softmax(-1) for each in logits(tokens))
     kl = (p.exp() * (p - q)).sum(-1)
     right = [each.gather(-1, tokens[:, 1:, None])[..., 0] for each in (q, p)]
-    assert (found.tokens, found.windows, found.seqlen, found.protocol) == (217, 7, 32, "nearplane")
+    assert (found.tokens, found.windows, found.seqlen, found.protocol) == (248, 8, 32, "nearplane")
     assert found.kl == found.statistics.kl.value == pytest.approx(float(kl.mean()), rel=1e-4)
     assert found.statistics.kl.low < found.kl < found.statistics.kl.high
     assert found.statistics.kl_max == pytest.approx(float(kl.max()), rel=1e-4)
@@ -116,9 +117,18 @@ def test_statistics_in_parts_are_those_of_all_logits(coarse, logits, monkeypatch
     assert found.statistics.by_position[1].kl.value == pytest.approx(float(kl[:, 1:3].mean()), rel=1e-4)
     assert second.evaluation.text == "given in Python"
     assert second.evaluation.kl != found.kl
-    assert found.floor.tokens == 217
+    assert found.floor.tokens == 248
     assert found.floor.dtype == "bfloat16"
     assert 0 < found.floor.kl < found.kl
+
+
+def test_the_floor_is_quick_where_the_processor_has_no_products_in_bfloat16(coarse, caplog, monkeypatch):
+    """It is measured on one window, which is said."""
+    monkeypatch.setattr("nearplane.evaluation.scoring.multiplies_bfloat16", lambda: False)
+    with caplog.at_level(logging.INFO, "nearplane"):
+        found = nearplane.evaluate(coarse, HELD_OUT, seqlen=32, samples=8, against=MODEL, floor=True)
+    assert (found.floor.windows, found.floor.tokens) == (1, 31)
+    assert "the floor is measured on one window" in caplog.text
 
 
 def test_the_number_of_windows_is_said_before_they_run(coarse, caplog, monkeypatch):
