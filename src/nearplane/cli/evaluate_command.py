@@ -233,6 +233,10 @@ def _divergence(it: Statistics) -> Iterator[str]:
     )
     yield from _estimate("KL(model || original)", it.reverse_kl, ".5f", " nats per token")
     yield from _estimate("same top token", it.same_top, ".2f", " %", 100)
+    if it.same_top is not None:
+        yield _row(
+            "  in words", f"of 1,000 next-token choices {1000 * (1 - it.same_top.value):.0f} differ from the original's"
+        )
     yield from _estimate(
         "right token's probability", it.probability_change, "+.3f", " percentage points on average", 100
     )

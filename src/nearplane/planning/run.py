@@ -102,10 +102,16 @@ class Job:
             tokens=windows.count * windows.seqlen,
             extra_windows=windows.extra_count,
             sources=windows.sources,
+            original_bytes=bytes_of_tensors(self.model),
             text=windows.digest(),
             stored=self.model.stored,
             skipped=(*self.model.skipped, *(self.options.like.reasons if self.options.like is not None else ())),
         )
+
+
+def bytes_of_tensors(model: Model) -> int:
+    """Return the bytes of all tensors of a model in its files."""
+    return sum(map(model.reader.nbytes, model.reader.names()))
 
 
 class Run:

@@ -23,7 +23,9 @@ from nearplane.system.matmul_choice import Products
 installed_version = cache(version)  # parses a file of metadata
 VERSION = 5  # of the record; records of other versions are refused
 # values with which fields are not in the file: of a run, of each of its layers, of its recipe and of its calibration
-LEFT_OUT: dict[str, object] = {"sources": (), "extra_kl": None, "card": 0, "compute_dtype": "auto"}
+LEFT_OUT: dict[str, object] = {
+    "sources": (), "extra_kl": None, "original_bytes": 0, "card": 0, "compute_dtype": "auto",
+}  # fmt: skip
 LEFT_OUT_OF_LAYERS: dict[str, object] = {"degenerate": "", "extra_by_source": ()}
 LEFT_OUT_OF_RECIPE: dict[str, object] = {"activations": "none", "like": None}
 LEFT_OUT_OF_CALIBRATION: dict[str, object] = {"first_token": "none"}
@@ -200,6 +202,7 @@ class RunRecord:
             then not in the file, where targets are not corrected or there are no extra windows, and of older versions. The
             head is that of the original, also where it is quantized.
         sources: Texts of a mix; empty, and then not in the file, for a single text.
+        original_bytes: Size of all tensors of the original model; 0, and then not in the file, of older versions.
         text: SHA-256 of all these windows: of the token ids as little-endian int64, then of their sound as float32, if
             any; for images of the pixel values as float32. Empty without windows.
         layers: Records of the layers in the order of the solve.
@@ -228,6 +231,7 @@ class RunRecord:
     extra_windows: int = 0
     extra_kl: float | None = None
     sources: tuple[Source, ...] = ()
+    original_bytes: int = 0
     text: str = ""
     stored: str = ""
     layers: tuple[LayerRecord, ...] = ()

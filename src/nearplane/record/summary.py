@@ -34,7 +34,10 @@ def summary(record: RunRecord, out: Path) -> Iterator[str]:
     bits = f"{record.rate:.3f} bits per weight{_of_codes(record)}"
     yield f"{len(record.layers)} layers quantized to {bits} in {record.seconds:.1f} s: {out}"
     memory = f"; peak memory {size_text(record.peak_memory)}" if record.peak_memory else ""
-    sizes = f"weight files {size_text(record.bytes)}, whole folder {size_text(record.folder)}"
+    original, size = record.original_bytes, size_text(record.bytes)
+    if original and record.bytes:
+        size += f" (original {size_text(original)}, {original / record.bytes:.2f} times as much)"
+    sizes = f"weight files {size}, whole folder {size_text(record.folder)}"
     yield f"{sizes}; {calibrated(record)}{memory}"
     if record.tuning is not None:
         yield record.tuning.sentence()

@@ -34,6 +34,7 @@ from nearplane.models.model import Model
 from nearplane.models.pretrained import TOKENIZER
 from nearplane.models.two_tokenizers import check_same_tokens
 from nearplane.planning.request import open_original, quantization_config, recorded
+from nearplane.planning.run import bytes_of_tensors
 from nearplane.recipe.layer_plan import Plan
 from nearplane.record.record import RunRecord, Source
 from nearplane.record.tuning_record import Tuning
@@ -124,6 +125,9 @@ def _verified(record: RunRecord, request: VerifyRequest, where: Device) -> Verif
             model.tuned = tuned_norms(stored, model, record.tuning)
             plan = recorded(record, request.calibration)
             faults += _beside(folder, record, plan, model)
+            if record.original_bytes not in (0, size := bytes_of_tensors(model)):
+                what = f"the original's tensors have {size:,} bytes, the record has {record.original_bytes:,}"
+                faults.append(Fault(RECORD, what))
             try:
                 folders = {str(folder): folder, str(against): model.folder}
                 check_same_tokens(folders, trust_remote_code=trust_remote_code)

@@ -36,6 +36,7 @@ MIXED = replace(
     RUN,
     card=2048,
     extra_kl=0.25,
+    original_bytes=8192,
     sources=SOURCES,
     layers=LAYERS,
     device="cuda:1, NVIDIA H100",

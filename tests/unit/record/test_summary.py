@@ -141,6 +141,11 @@ def test_few_tokens_are_told_with_the_number_that_would_help():
     ("changes", "line"),
     [
         (
+            {"original_bytes": 5_000_000},
+            "weight files 1.25 MB (original 5.00 MB, 4.00 times as much), whole folder 1.50 MB; calibrated on 512 tokens (2 "
+            "windows of 256), measured on 1 extra window",
+        ),
+        (
             {"peak_memory": 2_040_000_000},
             "weight files 1.25 MB, whole folder 1.50 MB; calibrated on 512 tokens (2 windows of 256), "
             "measured on 1 extra window; peak memory 2.04 GB",
