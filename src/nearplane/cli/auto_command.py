@@ -10,10 +10,10 @@ from typing import Annotated
 from nearplane.cli.evaluate_command import lines
 from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Switch
 from nearplane.cli.printing import opening, say
-from nearplane.cli.terminal import bar
 from nearplane.errors import RecipeError
 from nearplane.planning.modes import Runtime  # noqa: F401  cyclopts reads the type of the field
 from nearplane.system.progress import Progress
+from nearplane.system.progress_bar import bar
 from nearplane.verbs.auto_request import AutoRequest
 
 

@@ -11,9 +11,9 @@ from cyclopts import Parameter
 
 from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Several, Switch
 from nearplane.cli.printing import as_json, opening, say, table
-from nearplane.cli.terminal import bar
 from nearplane.system.arguments import whole
 from nearplane.system.progress import Progress
+from nearplane.system.progress_bar import bar
 from nearplane.system.sizes import size_text
 from nearplane.verbs.checkpoint_requests import DENSE, ExportRequest, TuneRequest, VerifyRequest
 

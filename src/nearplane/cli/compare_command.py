@@ -12,10 +12,10 @@ from cyclopts import Parameter
 from nearplane.calibration.text_files import check_named
 from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Several, Switch
 from nearplane.cli.printing import as_json, opening, say, table
-from nearplane.cli.terminal import bar
 from nearplane.errors import NearplaneError, RecipeError
 from nearplane.recipe.recipe import Calibration, Way
 from nearplane.system.progress import Progress
+from nearplane.system.progress_bar import bar
 from nearplane.system.sizes import three_places
 from nearplane.verbs.compare_request import WAYS, CompareRequest
 from nearplane.verbs.figure_file import check_page, check_plot

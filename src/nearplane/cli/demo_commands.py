@@ -7,8 +7,9 @@ from pathlib import Path
 
 from nearplane.cli.flags import Switch
 from nearplane.cli.printing import as_json, opening, table
-from nearplane.cli.terminal import bar, one_line_a_step
+from nearplane.cli.terminal import one_line_a_step
 from nearplane.demo.demo_recipes import STEPS, check_folder
+from nearplane.system.progress_bar import bar
 from nearplane.system.sizes import size_text
 
 

@@ -11,11 +11,11 @@ from cyclopts import Group, Parameter
 
 from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Several, Switch
 from nearplane.cli.printing import as_json, opening, say, table
-from nearplane.cli.terminal import bar
 from nearplane.errors import RecipeError
 from nearplane.evaluation.protocol_names import Protocol  # noqa: F401  cyclopts reads the type of the field
 from nearplane.system.launch import launched
 from nearplane.system.progress import Progress
+from nearplane.system.progress_bar import bar
 from nearplane.verbs.evaluate_request import EvaluateRequest, TasksRequest
 from nearplane.verbs.figure_file import check_plot
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from nearplane.cli.terminal import bar
 from nearplane.errors import printable
 from nearplane.system.progress import phase
+from nearplane.system.progress_bar import bar
 
 
 def say(lines: Iterable[str]) -> None:

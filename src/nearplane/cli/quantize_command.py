@@ -15,13 +15,13 @@ from cyclopts import Group, Parameter
 from nearplane.calibration.text_files import check_named
 from nearplane.cli.flags import DeviceFlag, Hidden, Switch
 from nearplane.cli.printing import opening, say
-from nearplane.cli.terminal import bar
 from nearplane.errors import RecipeError
 from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.scheme import names_of
 from nearplane.recipe.schemes import GridScheme
 from nearplane.system.processes import check_processes, started
+from nearplane.system.progress_bar import bar
 from nearplane.verbs.quantize_request import QuantizeRequest
 
 RUN_GROUP = Group("Running", sort_key=7)

@@ -6,57 +6,22 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from time import monotonic
-from typing import Any
 
 from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from nearplane.cli.streams import Unread, say_error
 from nearplane.errors import FormatError, NearplaneError, RankError, printable
 from nearplane.system.memory import is_refused, system_limit
+from nearplane.system.progress_bar import console
 
-BAR_WIDTH = 12  # characters, so that all fits into 80
 QUICK = 1.0  # seconds within which another Ctrl-C is taken for the same
 
 
 class Terminated(KeyboardInterrupt):
     """Exception for SIGTERM, which ends a command as Ctrl-C does."""
-
-
-def bar(items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
-    """Show a bar on the error stream while items pass through; without a terminal, log lines show the progress.
-
-    Beside it stands what `Tracked.line` says, anew every tenth of a second; for other items, how many of them are done.
-    """
-    if not sys.stderr.isatty():
-        yield from items
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
-    from rich.text import Text
-
-    class Line(ProgressColumn):
-        def __init__(self, line: Callable[[], str]) -> None:
-            super().__init__()
-            self._line = line
-
-        def render(self, task: Any) -> Text:
-            return Text(self._line())
-
-    line = getattr(items, "line", None)
-    said = (MofNCompleteColumn(), TimeElapsedColumn()) if line is None else (Line(line),)
-    with Progress(TextColumn(label), BarColumn(BAR_WIDTH), *said, console=_console(), transient=True) as shown:
-        yield from shown.track(items, total=total)
-
-
-@cache
-def _console() -> Any:
-    """Return the one console of the error stream, which prints lines above a bar that it shows."""
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 class _Lines(logging.Handler):
@@ -67,7 +32,7 @@ class _Lines(logging.Handler):
         try:
             text = self.format(record)
             if sys.stderr.isatty():
-                _console().print(text)
+                console().print(text)
             else:
                 print(text, file=sys.stderr, flush=True)
         except Exception:  # as the handlers of logging do

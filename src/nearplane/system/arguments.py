@@ -30,6 +30,7 @@ from typing import (
 from nearplane.errors import RecipeError
 from nearplane.system.memory import device_full, is_out_of_memory, is_refused, system_limit
 from nearplane.system.paths import check_path
+from nearplane.system.progress_bar import display
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,6 +106,8 @@ def takes(request: Callable[P, Asked], **kinds: Any) -> Callable[[Callable[[Aske
         if asked is not None:
             given = {each.name: getattr(asked, each.name) for each in fields(asked)}
         else:
+            if "progress" in parameters:
+                kwargs = kwargs | {"progress": display(kwargs.get("progress"))}
             if "spellings" in parameters:
                 known = {word: value for word, value in kwargs.items() if word in parameters}
                 others = {word: value for word, value in kwargs.items() if word not in parameters}
@@ -113,12 +116,11 @@ def takes(request: Callable[P, Asked], **kinds: Any) -> Callable[[Callable[[Aske
         for word, value in given.items():
             if word in closed:
                 check_type(word, value, (hints_of(request) | kinds)[word])
-        if asked is not None:
-            return asked
         try:
-            return kind(*args, **kwargs)
+            asked = kind(*args, **kwargs) if asked is None else asked
         except TypeError as error:  # an argument is missing or unknown
             raise TypeError(str(error).replace(f"{kind.__name__}.__init__", name)) from None
+        return asked
 
     def decorate(function: Callable[[Asked], Result]) -> Verb[P, Asked, Result]:
         @wraps(function)

@@ -9,7 +9,8 @@ from nearplane.calibration.text_files import check_named
 from nearplane.errors import RecipeError
 from nearplane.planning.modes import Runtime
 from nearplane.system.arguments import whole
-from nearplane.system.progress import Progress, silent
+from nearplane.system.progress import Progress
+from nearplane.system.progress_bar import bar
 from nearplane.system.sizes import bytes_in
 
 
@@ -35,6 +36,7 @@ class AutoRequest:
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the model.
         progress: Display that wraps the iterators over layers and windows.
+            Default: a bar, on a terminal and in a notebook; False shows nothing.
     """
 
     model: str | Path
@@ -52,7 +54,7 @@ class AutoRequest:
     run_memory: str | int | None = None
     device: str = "auto"
     trust_remote_code: bool = False
-    progress: Progress = silent
+    progress: Progress = bar
 
     def check(self) -> None:
         """Refuse what can be refused without torch."""

@@ -16,7 +16,8 @@ from nearplane.record.record_file import read_record
 from nearplane.system.arguments import ComputeDtype, whole, within
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_path, folders_in, path_in
-from nearplane.system.progress import Progress, silent
+from nearplane.system.progress import Progress
+from nearplane.system.progress_bar import bar
 from nearplane.system.sizes import check_room
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class VerifyRequest:
         device: Device to compute on: auto (one like that of the run, if there is one), cpu, cuda, or a GPU as cuda:1.
         trust_remote_code: Run model code that comes with the original model.
         progress: Display that wraps the iterators over files, over layers to check and over layers to measure.
+            Default: a bar, on a terminal and in a notebook; False shows nothing.
     """
 
     out: str | Path
@@ -51,7 +53,7 @@ class VerifyRequest:
     tolerance: float | None = None
     device: str = "auto"
     trust_remote_code: bool = False
-    progress: Progress = silent
+    progress: Progress = bar
 
     def check(self) -> RunRecord:
         """Refuse what can be refused without torch; return the run record of the checkpoint."""
@@ -127,6 +129,7 @@ class TuneRequest:
         overwrite: Replace an existing checkpoint in the folder to write, once the new one is complete.
         trust_remote_code: Run model code that comes with the original model.
         progress: Display that wraps the iterators over steps and layers.
+            Default: a bar, on a terminal and in a notebook; False shows nothing.
     """
 
     source: str | Path
@@ -141,7 +144,7 @@ class TuneRequest:
     compute_dtype: ComputeDtype = "auto"
     overwrite: bool = False
     trust_remote_code: bool = False
-    progress: Progress = silent
+    progress: Progress = bar
 
     def check(self) -> RunRecord:
         """Refuse what can be refused without torch, and checkpoints that cannot be tuned; return their run record."""

@@ -10,7 +10,8 @@ from typing import get_args
 from nearplane.errors import RecipeError
 from nearplane.recipe.recipe import Calibration, Way
 from nearplane.system.arguments import check_type
-from nearplane.system.progress import Progress, silent
+from nearplane.system.progress import Progress
+from nearplane.system.progress_bar import bar
 
 WAYS: tuple[Way, ...] = get_args(Way)
 
@@ -32,7 +33,8 @@ class CompareRequest:
         prompt: Text that the original and every checkpoint continue on the page of --html, or message that they answer.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoints.
-        progress: Display that wraps iterators over layers and windows: (items, label, total) -> items.
+        progress: Display that wraps iterators over layers and windows: (items, label, total) -> items. Default: a bar,
+            on a terminal and in a notebook; False shows nothing.
     """
 
     models: str | Path | Sequence[str | Path]
@@ -47,7 +49,7 @@ class CompareRequest:
     prompt: str | None = None
     device: str = "auto"
     trust_remote_code: bool = False
-    progress: Progress = silent
+    progress: Progress = bar
 
     @property
     def several(self) -> list[str | Path]:

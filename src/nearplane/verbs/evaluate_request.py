@@ -13,7 +13,8 @@ from nearplane.errors import INSTALL, CalibrationError, RecipeError
 from nearplane.evaluation.protocol_names import PLAIN_WINDOWS, Protocol
 from nearplane.system.arguments import whole
 from nearplane.system.paths import check_path, path_in
-from nearplane.system.progress import Progress, silent
+from nearplane.system.progress import Progress
+from nearplane.system.progress_bar import bar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +55,7 @@ class EvaluateRequest:
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoint.
         progress: Display that wraps the iterators over windows.
+            Default: a bar, on a terminal and in a notebook; False shows nothing.
     """
 
     model: str | Path | PreTrainedModel
@@ -68,7 +70,7 @@ class EvaluateRequest:
     activations: bool = False
     device: str = "auto"
     trust_remote_code: bool = False
-    progress: Progress = silent
+    progress: Progress = bar
 
     @property
     def texts(self) -> Sequence[Any]:

@@ -22,7 +22,8 @@ from nearplane.recipe.spellings import SPELLINGS
 from nearplane.system.arguments import OPEN, ComputeDtype
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_path, folders_in, path_in
-from nearplane.system.progress import Progress, silent
+from nearplane.system.progress import Progress
+from nearplane.system.progress_bar import bar
 from nearplane.system.sizes import Limits
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ class QuantizeRequest:
             The run then repeats passes and keeps states on disk. A limit that is too small is refused at once.
         device_memory: The same for the memory of a GPU. Default: what is free there. States then lie in main memory.
         trust_remote_code: Run model code that comes with the checkpoint, and copy it.
-        progress: Display that wraps an iterator: (items, label, total) -> items. "nearplane.system.progress" logs as well.
+        progress: Display that wraps an iterator: (items, label, total) -> items. Default: a bar, on a terminal and in a
+            notebook; False shows nothing. "nearplane.system.progress" logs as well.
         spellings: Other tools' names for these options, with their values.
     """
 
@@ -168,7 +170,7 @@ class QuantizeRequest:
     memory: str | int | None = None
     device_memory: str | int | None = None
     trust_remote_code: bool = False
-    progress: Progress = silent
+    progress: Progress = bar
     spellings: Mapping[str, Any] = field(default_factory=dict)
 
     def options(self) -> dict[str, Any]:

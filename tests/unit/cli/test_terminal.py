@@ -178,7 +178,8 @@ def test_a_deleted_folder_is_refused(tmp_path, monkeypatch):
 
 LIVE = """
 import logging, sys, time
-from nearplane.cli.terminal import attended, bar
+from nearplane.cli.terminal import attended
+from nearplane.system.progress_bar import bar
 from nearplane.system.progress import Tracked
 log = logging.getLogger("nearplane.x")
 with attended([]):
