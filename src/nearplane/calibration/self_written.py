@@ -31,7 +31,7 @@ from nearplane.system.device import Device
 from nearplane.system.progress import Progress, counted
 from nearplane.system.sizes import size_text
 
-BATCH = 64  # texts that are written together; always all of them, so that more windows begin with the same ones
+BATCH = 32  # texts that are written together; always all of them, so that more windows begin with the same ones
 SPREAD = 1_000_003  # distance of the batches' seeds of two seeds
 LENGTH = 512  # most tokens of a text: later ones cost more, as they attend to all before
 MAX_TURN = 128  # most tokens of a user's turn
