@@ -13,7 +13,7 @@ from nearplane.calibration.network_ends import readout
 from nearplane.models.kinds import InputKind, has_head, has_two_stacks, input_kind
 from nearplane.models.model import Model
 
-COMPARED_LOGITS = 2**23  # of each network that are compared at a time
+COMPARED_LOGITS = 2**20  # of each network that are compared at a time
 
 
 def is_compared(model: Model, stream: Stream | None) -> bool:
@@ -43,7 +43,7 @@ def extra_divergence(model: Model, stream: Stream, batches: list[torch.Tensor], 
         for batch in range(dealt.fitted, len(batches)):
             tokens, both = batches[batch], (stream.original[batch], stream.quantized[batch])
             for window in range(len(tokens)):
-                total = torch.zeros((), dtype=torch.float64)
+                total = torch.zeros((), dtype=torch.float64, device=place)
                 last = tokens.shape[1] - 1
                 step = max(1, COMPARED_LOGITS // len(model.network.get_input_embeddings().weight))
                 for start in range(0, last, step):
@@ -51,7 +51,7 @@ def extra_divergence(model: Model, stream: Stream, batches: list[torch.Tensor], 
                     one = slice(window, window + 1)
                     true, other = (logits(tokens[one, part], each[one, part].to(place)).float() for each in both)
                     true, other = true.log_softmax(-1), other.log_softmax(-1)
-                    total += (true.exp() * (true - other)).sum(-1).double().sum().cpu()
+                    total += (true.exp() * (true - other)).sum(-1).double().sum()
                     del true, other
                 sums.append((dealt.starts[batch] + window, last, float(total)))
     every = sorted(each for some in dealt.ranks.gather(sums) for each in some)

@@ -263,8 +263,9 @@ def _moments(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:
     )
     yield from _before_the_first_layer(shapes, setting)
     if shapes.streams > 1 and shapes.extra and shapes.vocabulary:
-        head = SINGLE * (shapes.embeddings + shapes.hidden * shapes.vocabulary)
-        compared = COMPARED_COPIES * SINGLE * max(EXTRA_LOGITS, shapes.vocabulary)
+        head = shapes.number * (shapes.embeddings + shapes.hidden * shapes.vocabulary)
+        logits = max(shapes.vocabulary, min(EXTRA_LOGITS, shapes.seqlen * shapes.vocabulary))
+        compared = COMPARED_COPIES * SINGLE * logits
         yield Moment(
             "comparing predictions on the extra windows",
             shapes.streams * states + head + compared,
