@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as the verbs set it: MKL reads it when it first computes
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

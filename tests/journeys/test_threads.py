@@ -1,5 +1,9 @@
 """The number of threads changes no bit: of sums and decompositions by themselves, and of whole runs."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -51,6 +55,32 @@ def test_factors_are_the_same_for_any_number_of_threads(threads, n):
     for compute in (lambda: factorize(H, "activation", damp=0.01), lambda: factorize_root(X, len(X), "activation")):
         first, *others = of_all(threads, compute)
         assert all(torch.equal(first.U, other.U) and torch.equal(first.d, other.d) for other in others)
+
+
+MODE = """
+import os, sys, torch, nearplane
+nearplane.quantize_matrix(torch.eye(16), torch.eye(16, dtype=torch.float64), nearplane.GridScheme(group_size=16))
+print(os.environ["MKL_CBWR"])
+"""
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "AUTO,STRICT"), ("COMPATIBLE", "COMPATIBLE")])
+def test_a_function_asks_mkl_for_products_that_do_not_depend_on_threads(before, after):
+    """As this process has done; a mode that the user has set stays."""
+    others = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    own = {} if before is None else {"MKL_CBWR": before}
+    done = subprocess.run([sys.executable, "-c", MODE], env=others | own, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [after]
+
+
+@pytest.mark.parametrize("shape", [(116, 192, 308), (16, 192, 768), (192, 192, 1536), (768, 64, 384)])
+def test_products_are_the_same_for_any_number_of_threads(threads, shape):
+    """MKL divides the sums of these on processors with AVX-512 if it is not told otherwise."""
+    rows, columns, inner = shape
+    generator = torch.Generator().manual_seed(0)
+    A, B = (torch.randn(each, inner, generator=generator, dtype=torch.float64) for each in (rows, columns))
+    first, *others = of_all(threads, lambda: A @ B.T)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_experts_of_few_tokens_compute_the_same_for_any_number_of_threads(threads):

@@ -26,6 +26,7 @@ from nearplane.cli.suggest_command import suggest
 from nearplane.cli.terminal import attended, errors_as_sentences, stopping
 from nearplane.errors import FormatError, RecipeError
 from nearplane.system.launch import forget_launch, launched
+from nearplane.system.repeatable import repeatable_products
 
 COMMANDS = (
     auto,
@@ -132,6 +133,7 @@ def main() -> None:
     if sys.argv[1:2] != ["generate"]:  # operations of one token are so short that waking a thread takes longer
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    repeatable_products()
     if (columns := os.environ.get("COLUMNS", "")).isdigit():
         os.environ["COLUMNS"] = str(min(max(int(columns), MIN_COLUMNS), MAX_COLUMNS))  # rich never ends with 2
     with stopping() as stopped, lasting_streams(), errors_as_sentences(), attended(stopped):

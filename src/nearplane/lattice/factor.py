@@ -4,8 +4,8 @@
 
 Decompositions and sums here do not depend on the number of threads, to the last bit: the same command gives the same
 bytes. torch divides a sum over all entries of a large tensor among its threads, MKL decompositions and triangular
-solves; the order of additions then changes. Matrix products and sums along one dimension are the same for any number
-of threads (measured with torch 2.13; a test checks it).
+solves; the order of additions then changes. Sums along one dimension are the same for any number of threads, and matrix
+products are with the mode of MKL that `system/repeatable.py` sets (measured with torch 2.13; a test checks it).
 """
 
 from __future__ import annotations

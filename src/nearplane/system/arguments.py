@@ -31,6 +31,7 @@ from nearplane.errors import RecipeError
 from nearplane.system.memory import device_full, is_out_of_memory, is_refused, system_limit
 from nearplane.system.paths import check_path
 from nearplane.system.progress_bar import display
+from nearplane.system.repeatable import repeatable_products
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -152,6 +153,7 @@ def _with_arguments(text: str, request: type) -> str:
 @contextmanager
 def _attended(*, verb: bool) -> Iterator[None]:
     """A context with torch's default modes; of a verb, what a full device raises becomes an error of nearplane."""
+    repeatable_products()
     try:
         with torch_defaults():
             yield
