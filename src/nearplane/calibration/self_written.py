@@ -107,7 +107,7 @@ def self_written(model: Model, samples: int, seqlen: int, seed: int, device: Dev
         )
     name = name_of_text(model.folder, samples, seqlen, seed, device.run_input())
     if (kept := kept_text(name)) is not None:
-        log.info("calibrating on the text that the network wrote before, kept as %s", name)
+        log.info("taking the text that the network wrote before, kept as %s", name)
         return kept
     before = tokens_before(tokenizer)
     length = min(seqlen, LENGTH)
@@ -118,7 +118,7 @@ def self_written(model: Model, samples: int, seqlen: int, seed: int, device: Dev
     batches = -(-samples * (seqlen - len(before)) // (each * BATCH))
     dtype = device.compute_dtype(model.dtype)
     _check_room(model, dtype, device)
-    log.info(f"the network writes {batches * BATCH * length:,} tokens to calibrate on (--calibration self)")
+    log.info(f"the network writes {batches * BATCH * length:,} tokens of text (self)")
     ids: list[int] = []
     with _whole(model, device, dtype) as whole, counted(progress, "writing text", batches * length) as done:
         for batch in range(batches):
