@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 
 from rows import Estimate, Row, average, failures, paired, read, table, where
 
@@ -135,7 +136,7 @@ def of_model(rows: list[Row], control: list[Row], model: str) -> Iterator[str]:
     versions = sorted({row["version"] for row in rows if not row["version"].startswith("nearplane")})
     commits = sorted({row["commit"] for row in rows})
     yield f"\n## {model}\n\nSHA-256 of the weights: {first['sha']}... Perplexity of the original: {original}."
-    yield f"Measured at {', '.join(commits)}, beside {', '.join(versions) or 'nothing yet'}."
+    yield fill(f"Measured at {', '.join(commits)}, beside {', '.join(versions) or 'nothing yet'}.", 120)
     for text, name in TEXTS.items():
         yield f"\nKL on {name}:\n"
         yield from by_tool(rows, model, text)
