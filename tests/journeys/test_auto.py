@@ -109,6 +109,7 @@ def test_the_commands_of_a_dry_run_do_the_same(model: Path, here: Path, capsys: 
     app(["auto", *map(str, words), *more], exit_on_error=False, result_action="return_value")
     commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("nearplane ")]
     assert commands == [*choose(asked).commands]
+    assert "--seqlen 128 --json" in commands[1]
     assert not [*here.iterdir()]
     done = nearplane.auto(asked)
     by_auto = contents(done.out)

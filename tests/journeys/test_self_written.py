@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
-from nearplane import CalibrationError
+from nearplane import CalibrationError, RecipeError
 from nearplane.calibration import self_written as module
 from nearplane.calibration.self_written import BATCH, MAX_TURN, Text, conversation, self_written
 from nearplane.calibration.windows import digest_of
@@ -100,6 +102,30 @@ def test_fewer_windows_are_the_first_of_more(model: Path) -> None:
     assert many.shape == (BATCH + 10, 32)
     assert torch.equal(many[:7], few)
     assert not torch.equal(self_written(opened, 7, 32, 1, CPU, silent), few)
+
+
+def test_windows_begin_with_the_first_token_only_where_that_is_asked(model: Path, tmp_path: Path) -> None:
+    """The text is the same; a tokenizer that begins texts with a token begins windows with it, unless told otherwise."""
+    folder = Path(shutil.copytree(model, tmp_path / "with-bos"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="a $A", special_tokens=[("a", 5)])
+    tokenizer.save_pretrained(folder)
+    opened = open_model(str(folder))
+    begun, bare = (self_written(opened, 6, 32, 0, CPU, silent, first) for first in ("auto", "none"))
+    assert begun[:, 0].tolist() == [5] * 6
+    assert torch.equal(begun[:, 1:].flatten()[:60], bare.flatten()[:60])
+
+
+def test_a_model_is_measured_on_other_text_of_its_original(model: Path, tmp_path: Path) -> None:
+    """16 windows by default; without the original there is nobody to write them."""
+    nearplane.quantize(model, tmp_path / "out", solver="round-to-nearest", **FAST)
+    found = nearplane.evaluate(tmp_path / "out", "self", against=model, seqlen=32)
+    windows = self_written(open_model(str(model)), 16, 32, 1, CPU, silent)
+    assert (found.windows, found.text) == (16, "self")
+    assert found.kl == nearplane.evaluate(tmp_path / "out", windows, against=model).kl
+    with pytest.raises(RecipeError, match="--text self is text that the original writes: pass it with --against"):
+        nearplane.evaluate(tmp_path / "out", "self")
 
 
 def test_the_text_is_kept_for_the_next_run(model: Path, own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:

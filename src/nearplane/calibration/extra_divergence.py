@@ -6,21 +6,24 @@ any number of ranks: windows are added in their order.
 
 from __future__ import annotations
 
+import logging
+import math
+
 import torch
 
 from nearplane.calibration.activations import Stream
 from nearplane.calibration.network_ends import readout
-from nearplane.models.kinds import InputKind, has_head, has_two_stacks, input_kind
+from nearplane.models.kinds import continues_text
 from nearplane.models.model import Model
 
 COMPARED_LOGITS = 2**20  # of each network that are compared at a time
+log = logging.getLogger("nearplane")
 
 
 def is_compared(model: Model, stream: Stream | None) -> bool:
     """Return whether predictions on extra windows are compared: of networks that continue text, where both run."""
-    network = model.network
-    predicts = input_kind(network) is InputKind.TEXT and has_head(network) and not has_two_stacks(network)
-    return predicts and stream is not None and stream.original is not None and stream.dealt.extra_windows > 0
+    two = stream is not None and stream.original is not None and stream.dealt.extra_windows > 0
+    return two and continues_text(model.network)
 
 
 @torch.no_grad()
@@ -34,7 +37,7 @@ def extra_divergence(model: Model, stream: Stream, batches: list[torch.Tensor], 
         dtype: Dtype of the computation.
 
     Returns:
-        The divergence; None on ranks that follow.
+        The divergence; None on ranks that follow, and if it is not finite.
     """
     assert stream.original is not None, "targets that are corrected need both networks"
     dealt, place = stream.dealt, stream.quantized[0].device
@@ -51,10 +54,17 @@ def extra_divergence(model: Model, stream: Stream, batches: list[torch.Tensor], 
                     one = slice(window, window + 1)
                     true, other = (logits(tokens[one, part], each[one, part].to(place)).float() for each in both)
                     true, other = true.log_softmax(-1), other.log_softmax(-1)
-                    total += (true.exp() * (true - other)).sum(-1).double().sum()
-                    del true, other
+                    chances = true.exp()  # 0 of tokens that the original excludes, whose logits may be minus infinity
+                    total += (chances * (true - other)).masked_fill(chances == 0, 0).sum(-1).double().sum()
+                    del true, other, chances
                 sums.append((dealt.starts[batch] + window, last, float(total)))
     every = sorted(each for some in dealt.ranks.gather(sums) for each in some)
     if not dealt.ranks.leads:
         return None
-    return sum(kl for *_, kl in every) / sum(count for _, count, _ in every)
+    mean = sum(kl for *_, kl in every) / sum(count for _, count, _ in every)
+    if not math.isfinite(mean):
+        log.warning(
+            "the KL on the extra windows is %s and is not recorded: the quantized network excludes tokens", mean
+        )
+        return None
+    return mean

@@ -27,10 +27,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nearplane"
 
 
-def name_of_text(folder: Path, samples: int, seqlen: int, seed: int, device: str) -> str:
+def name_of_text(folder: Path, asked: tuple[object, ...]) -> str:
     """Return the name under which the text of a model is kept: it changes with the model's files and with what is asked."""
     files = [(path.name, size_and_date(path)) for path in sorted(folder.iterdir()) if path.is_file()]
-    return digest_of(repr((WORDS, str(folder.resolve()), files, samples, seqlen, seed, device, torch.__version__)))
+    return digest_of(repr((WORDS, str(folder.resolve()), files, asked, torch.__version__)))
 
 
 def kept_text(name: str) -> Tensor | None:

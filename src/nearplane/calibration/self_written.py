@@ -24,9 +24,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from nearplane.calibration.kept_texts import keep_text, kept_text, name_of_text
 from nearplane.errors import CalibrationError
-from nearplane.models.kinds import InputKind, has_head, has_two_stacks, input_kind
+from nearplane.models.kinds import continues_text
 from nearplane.models.model import Model
 from nearplane.models.pretrained import tokens_before
+from nearplane.recipe.recipe import FirstToken
 from nearplane.system.device import Device
 from nearplane.system.progress import Progress, counted
 from nearplane.system.sizes import size_text
@@ -83,7 +84,15 @@ class Text:
         return self.forced.popleft()
 
 
-def self_written(model: Model, samples: int, seqlen: int, seed: int, device: Device, progress: Progress) -> Tensor:
+def self_written(
+    model: Model,
+    samples: int,
+    seqlen: int,
+    seed: int,
+    device: Device,
+    progress: Progress,
+    first_token: FirstToken = "auto",
+) -> Tensor:
     """Return windows of text that the original network writes, or those that it has written for the same call before.
 
     Args:
@@ -92,20 +101,21 @@ def self_written(model: Model, samples: int, seqlen: int, seed: int, device: Dev
         seed: Seed of the draws.
         device: Device to compute on; another device draws other tokens.
         progress: Display that wraps the iterator over tokens.
+        first_token: How each window begins: as the tokenizer begins a text, or without that; texts always begin so.
 
     Returns:
-        (samples, seqlen) int64. Each window begins as the tokenizer begins a text, if it sets a token before one.
+        (samples, seqlen) int64.
 
     Raises:
         CalibrationError: The model does not continue text, or does not fit in the memory of the device.
     """
     network, tokenizer = model.network, model.tokenizer()
-    if input_kind(network) is not InputKind.TEXT or not has_head(network) or has_two_stacks(network):
+    if not continues_text(network):
         raise CalibrationError(
             f"--calibration self needs a network that continues text, which {type(network).__name__} does not. Pass a .txt or "
             f".jsonl file."
         )
-    name = name_of_text(model.folder, samples, seqlen, seed, device.run_input())
+    name = name_of_text(model.folder, (samples, seqlen, seed, first_token, device.run_input()))
     if (kept := kept_text(name)) is not None:
         log.info("taking the text that the network wrote before, kept as %s", name)
         return kept
@@ -113,9 +123,10 @@ def self_written(model: Model, samples: int, seqlen: int, seed: int, device: Dev
     length = min(seqlen, LENGTH)
     if length <= len(before) + 1:
         raise CalibrationError(f"--calibration self needs windows of more tokens than {seqlen}. Use a larger --seqlen.")
+    beginning = before if first_token == "auto" else ()
     separator = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     each = length - len(before) + len(separator)
-    batches = -(-samples * (seqlen - len(before)) // (each * BATCH))
+    batches = -(-samples * (seqlen - len(beginning)) // (each * BATCH))
     dtype = device.compute_dtype(model.dtype)
     _check_room(model, dtype, device)
     log.info(f"the network writes {batches * BATCH * length:,} tokens of text (self)")
@@ -126,9 +137,8 @@ def self_written(model: Model, samples: int, seqlen: int, seed: int, device: Dev
             texts = _texts(model, tokenizer, before, generator)
             for text in written(whole, texts, length, len(tokenizer), generator, done):
                 ids += text[len(before) :] + separator
-    ids = ids[: samples * (seqlen - len(before))]
-    windows = torch.tensor(ids).view(samples, -1)
-    windows = torch.cat([torch.tensor(before, dtype=torch.int64).expand(samples, -1), windows], 1)
+    windows = torch.tensor(ids[: samples * (seqlen - len(beginning))]).view(samples, -1)
+    windows = torch.cat([torch.tensor(beginning, dtype=torch.int64).expand(samples, -1), windows], 1)
     keep_text(name, windows)
     return windows
 

@@ -198,7 +198,7 @@ def reader_of(
 
     def read(text: Any, *, samples: int) -> Tensor:
         if is_self_written(text):
-            return self_written(model, samples, seqlen, options.seed, device, progress)
+            return self_written(model, samples, seqlen, options.seed, device, progress, options.first_token)
         text = text_to_calibrate_on(text) or text
         with phase(progress, "reading the calibration text"):
             return read_windows(tokenizer, text, samples=samples, seqlen=seqlen, seed=options.seed, frame=frame)

@@ -115,6 +115,11 @@ def has_two_stacks(network: PreTrainedModel) -> bool:
     return has_head(network) and bool(two_stacks)
 
 
+def continues_text(network: PreTrainedModel) -> bool:
+    """Return whether a network continues a text: it takes text alone, predicts tokens, and has no encoder."""
+    return input_kind(network) is InputKind.TEXT and has_head(network) and not has_two_stacks(network)
+
+
 def is_framed(network: PreTrainedModel) -> bool:
     """Return whether a network expects text between two special tokens such as [CLS] and [SEP]."""
     return not has_head(network) or has_two_stacks(network)

@@ -8,12 +8,11 @@ import torch
 
 from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.text_files import is_self_written
-from nearplane.calibration.windows import default_seqlen, extra_windows, samples_of
+from nearplane.calibration.windows import Windows, default_seqlen, extra_windows, samples_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
-from nearplane.planning.forecast import seconds_of_a_multiplication
-from nearplane.planning.memory_bound import Blocks, Group, Shapes, bound, multiplications
-from nearplane.planning.plan import expected_work
+from nearplane.planning.forecast import seconds_of_a_multiplication, shapes_with
+from nearplane.planning.memory_bound import Blocks, Group, bound, multiplications
 from nearplane.recipe.layer_plan import Plan
 from nearplane.system.device import Device
 from nearplane.system.memory import resident
@@ -43,28 +42,12 @@ def estimated(model: Model, plan: Plan, device: Device) -> Estimate:
         plan: What is decided of its layers.
         device: Device of the computation.
     """
-    options, scheme = plan.recipe.calibration, plan.recipe.scheme
-    seqlen, windows = default_seqlen(model, options), samples_of(model, options)
-    probe, backward = expected_work(model, plan, torch.zeros(windows, seqlen, dtype=torch.int64))
-    embeddings = model.network.get_input_embeddings().weight
-    head = getattr(model.network.get_output_embeddings(), "weight", None)
+    options = plan.recipe.calibration
+    seqlen, count = default_seqlen(model, options), samples_of(model, options)
+    fitted, extra = (torch.zeros(number, seqlen, dtype=torch.int64) for number in (count, extra_windows(count, seqlen)))
     number = device.compute_dtype(model.dtype).itemsize
-    shapes = Shapes(
-        blocks=tuple(_of(block, seqlen, number) for block in model.blocks),
-        windows=windows,
-        extra=extra_windows(windows, seqlen),
-        seqlen=seqlen,
-        hidden=embeddings.shape[-1],
-        vocabulary=0 if head is None else len(head),
-        embeddings=embeddings.numel(),
-        ends=sum(model.reader.nbytes(name) for name in model.rest()),
-        streams=2 if scheme.correct else 1,
-        beam=scheme.beam or 1,
-        descents=scheme.descents,
-        probe=probe,
-        backward=backward,
-        number=number,
-    )
+    blocks = [_of(block, seqlen, number) for block in model.blocks]
+    shapes = shapes_with(model, plan, Windows(seqlen=seqlen, fitted=fitted, extra=extra), blocks, device)
     start = (resident() or 0) if device.on_cpu else 0
     most = bound(shapes, MemorySetting.usual(seqlen, device), start, "host" if device.on_cpu else "device")
     tokens, work = shapes.all_windows * seqlen, multiplications(shapes)

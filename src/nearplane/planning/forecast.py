@@ -202,7 +202,7 @@ def shapes_of(
         model, plan, windows, device: Arguments of `forecast`.
         looks: Results of running one window through one block of each kind, by name.
     """
-    recipe, scheme, blocks = plan.recipe, plan.recipe.scheme, []
+    recipe, scheme, blocks = plan.recipe, plan.recipe.scheme, list[Blocks]()
     if input_kind(model.network) is not InputKind.TEXT or windows.fitted is None:
         return None
     for kind in blocks_by_kind(model):
@@ -215,6 +215,13 @@ def shapes_of(
             look is not None and recipe.calibration.true_sequential and not never_pauses(look, correct=scheme.correct)
         )
         blocks.append(Blocks(count=len(kind), weights=weights, groups=groups, pauses=pauses))
+    return shapes_with(model, plan, windows, blocks, device)
+
+
+def shapes_with(model: Model, plan: Plan, windows: Windows, blocks: Sequence[Blocks], device: Device) -> Shapes:
+    """Return the shapes of a run with these shapes of blocks; of the windows only numbers and lengths matter."""
+    assert windows.fitted is not None, "a run that is not calibrated has no shapes"
+    recipe, scheme = plan.recipe, plan.recipe.scheme
     embeddings = model.network.get_input_embeddings().weight
     head = getattr(model.network.get_output_embeddings(), "weight", None)
     probe, backward = expected_work(model, plan, windows.fitted)

@@ -58,11 +58,7 @@ class Mode:
     @property
     def words(self) -> str:
         """Options of the command that quantizes in this way."""
-        words = []
-        for name, value in self.options.items():
-            flag = name.replace("_", "-")
-            words += [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
-        return shlex.join(words)
+        return flags(self.options)
 
 
 # share of the energy of normally distributed weights that rounding them to the nearest value of a type loses
@@ -73,6 +69,17 @@ ENERGY = {
 MLX = {"group_size": 64, "format": "mlx"}
 GPTQ = {"symmetric": False, "format": "gptq_v2"}
 BY_GPTQ: tuple[Runtime, ...] = ("transformers",)  # of 2 and 3 bits; vLLM 0.32 has GPTQ of 4 and 8 bits symmetric alone
+
+
+def flags(options: Mapping[str, Any]) -> str:
+    """Return options of `quantize` as words of its command."""
+    words = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        words += [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
+    return shlex.join(words)
+
+
 MODES = (
     Mode(setting="int8", options={"grid": "int8"}, runtimes=("vllm",), loss=Loss(0.0051, 0.0048, 0.0057, 3)),
     Mode(setting="fp8", options={"grid": "fp8"}, runtimes=("vllm",), loss=Loss(0.062, 0.055, 0.075, 3)),

@@ -42,7 +42,7 @@ def losses(record: RunRecord) -> Iterator[str]:
 
     The first is the same quantity for every run, so that runs can be compared by it. On windows that were fitted it looks
     better than it is. Losses on extra windows compare outputs with those of the original network where targets are corrected,
-    so they include what the layers before lost, and are larger the better a run could otherwise be.
+    so they include what the layers before lost.
     """
     if not record.measured:
         return

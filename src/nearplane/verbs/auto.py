@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -20,12 +19,13 @@ from typing import Any
 import torch
 
 from nearplane.calibration.text_files import SELF
+from nearplane.calibration.windows import default_seqlen
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.models.described import open_described
-from nearplane.models.kinds import InputKind, has_head, has_two_stacks, input_kind
+from nearplane.models.kinds import InputKind, continues_text, input_kind
 from nearplane.models.model import Model
 from nearplane.planning.estimate import estimated
-from nearplane.planning.modes import MODES, Mode, Runtime
+from nearplane.planning.modes import MODES, Mode, Runtime, flags
 from nearplane.planning.request import check_request, resolved
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord
@@ -62,7 +62,7 @@ class Choice:
     Args:
         out: Folder to write.
         options: Options of `quantize`.
-        text: Held-out text to measure on.
+        text, seqlen: Held-out text to measure on, and tokens per window of it.
         commands: The same as commands: quantize, evaluate, card and report.
         lines: What is done and why, in sentences.
     """
@@ -70,6 +70,7 @@ class Choice:
     out: Path
     options: Mapping[str, Any]
     text: str
+    seqlen: int
     commands: tuple[str, ...]
     lines: tuple[str, ...]
 
@@ -134,12 +135,13 @@ def choose(request: AutoRequest) -> Choice:
         few = estimated(described, resolved(described, Recipe.from_spellings(**options | FEWER)), device)
         words = " ".join(f"--{option} {value}" for option, value in FEWER.items())
         time += f" ({words}: at least {duration(few.seconds or 0)}, and it loses more)"
-    commands = _commands(request, out, options, texts)
+    seqlen = min(SEQLEN, default_seqlen(described, plan.recipe.calibration))
     return Choice(
         out=out,
         options=options,
         text=texts,
-        commands=commands,
+        seqlen=seqlen,
+        commands=_commands(request, out, options, texts, seqlen),
         lines=(
             f"way: {found.words}, {why}",
             f"calibration: {about.tokens:,} tokens of {_called(text)}",
@@ -171,7 +173,7 @@ def carry_out(request: AutoRequest, choice: Choice) -> Done:
         choice.text,
         against=request.model,
         samples=SAMPLES,
-        seqlen=min(SEQLEN, record.seqlen),
+        seqlen=choice.seqlen,
         device=request.device,
         trust_remote_code=trust,
         progress=request.progress,
@@ -314,8 +316,11 @@ def _texts(request: AutoRequest, model: Model) -> tuple[str | None, str]:
     """
     hub, network = find_spec("datasets") is not None, model.network
     text, held_out = request.calibration, request.text
-    writes = input_kind(network) is InputKind.TEXT and has_head(network) and not has_two_stacks(network)
-    if not writes and (text is None or held_out is None) and not (hub and input_kind(network) is InputKind.TEXT):
+    if (
+        not continues_text(network)
+        and (text is None or held_out is None)
+        and not (hub and input_kind(network) is InputKind.TEXT)
+    ):
         raise RecipeError(
             f"{type(network).__name__} does not write text itself, and there is no other text by default. Pass --calibration and "
             f"--text with .txt or .jsonl files."
@@ -337,19 +342,15 @@ def _called(text: str | None) -> str:
     return text
 
 
-def _commands(request: AutoRequest, out: Path, options: Mapping[str, Any], text: str) -> tuple[str, ...]:
+def _commands(request: AutoRequest, out: Path, options: Mapping[str, Any], text: str, seqlen: int) -> tuple[str, ...]:
     """Return the steps as commands."""
-    words = []
-    for name, value in options.items():
-        flag = name.replace("_", "-")
-        words += [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
     common = ["--device", request.device] * (request.device != "auto")
     common += ["--trust-remote-code"] * request.trust_remote_code
     limit = [] if request.run_memory is None else ["--memory", str(request.run_memory)]
     model, folder, figures = typed(str(request.model)), typed(str(out)), typed(f"{out}-evaluation.json")
     return (
-        f"nearplane quantize {model} {folder} {shlex.join([*words, *limit, *common])}",
-        f"nearplane evaluate {folder} --against {model} --text {typed(text)} --samples {SAMPLES} --seqlen {SEQLEN} --json"
+        f"nearplane quantize {model} {folder} {' '.join([flags(options), *limit, *common])}",
+        f"nearplane evaluate {folder} --against {model} --text {typed(text)} --samples {SAMPLES} --seqlen {seqlen} --json"
         f"{''.join(f' {word}' for word in common)} > {figures}",
         f"nearplane card {folder} --evaluation {figures}",
         f"nearplane report {folder}",

@@ -14,7 +14,7 @@ from typing import Any
 from nearplane.calibration.text_files import SELF
 from nearplane.errors import RecipeError
 from nearplane.models.described import open_described
-from nearplane.models.kinds import InputKind, input_kind, is_framed
+from nearplane.models.kinds import continues_text
 from nearplane.models.model import Model
 from nearplane.planning.cache_size import cache_bytes
 from nearplane.planning.folder_size import tensor_bytes
@@ -189,9 +189,7 @@ class _Sizes:
         """The option that names a text, where the default text cannot be read."""
         if find_spec("datasets") is not None:
             return ""
-        network = self.variants[False, False].network
-        continues = input_kind(network) is InputKind.TEXT and not is_framed(network)
-        return f" --calibration {SELF if continues else 'TEXT'}"
+        return f" --calibration {SELF if continues_text(self.variants[False, False].network) else 'TEXT'}"
 
 
 def _by_types(model: Model, plan: Plan, loss: Loss) -> tuple[Loss, str]:

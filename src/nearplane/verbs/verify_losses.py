@@ -50,8 +50,10 @@ TOLERANCE_ELSEWHERE = 0.01  # on another device, where blocks run in float32
 # the same in 16 bits: products in another order change losses of 8-bit weights by up to 40 %, of 4-bit weights by 1 %
 ROUGH_TOLERANCE_ELSEWHERE = 0.5
 
-# relative, of the KL on extra windows as a multiple of that of losses: it is a difference of logarithms in float32
-TOLERANCE_OF_KL = 1000
+# relative, of the KL on extra windows as a multiple of that of losses: sums in another order changed it by 2.7e-6 on the demo,
+# losses by less than 1e-6
+TOLERANCE_OF_KL = 10
+MAX_TOLERANCE_OF_KL = 0.5  # also on another device in 16 bits
 
 Measured = TypeVar("Measured")
 
@@ -194,7 +196,9 @@ def losses_again(
     if not all(along.layers):
         return False
     kl, scales = saved.record.extra_kl, along.input_scales
-    if kl is not None and not _same(along.divergence, kl, TOLERANCE_OF_KL * agreement.tolerance):
+    if kl is not None and not _same(
+        along.divergence, kl, min(TOLERANCE_OF_KL * agreement.tolerance, MAX_TOLERANCE_OF_KL)
+    ):
         what = f"the KL on the extra windows is {_short(along.divergence)}, the record has {_short(kl)}"
         faults.append(Fault(RECORD, what))
     for entry in saved.record.layers:
