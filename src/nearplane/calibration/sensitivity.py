@@ -27,6 +27,7 @@ from nearplane.system.device import repeatable_backward
 from nearplane.system.matmul_choice import Library
 from nearplane.system.matmul_library import library_in_use, using_library
 from nearplane.system.memory import release
+from nearplane.system.progress import Progress, counted, silent
 from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 MAX_TOKENS, MIN_TOKENS = 16384, 2048
@@ -62,6 +63,7 @@ def sensitivity(
     seed: int = 0,
     together: Collection[str] = (),
     ranks: Ranks = ONE_PROCESS,
+    progress: Progress = silent,
 ) -> Sensitivity:
     """Measure the diagonal `E[g_i^2]` of the Fisher information of every layer's outputs; g: log-likelihood's gradient.
 
@@ -82,6 +84,7 @@ def sensitivity(
         seed: Seed of the labels.
         together: Names of layers for which products of neighbouring outputs are measured as well.
         ranks: Processes of the run.
+        progress: Display of the blocks, each of which is passed forwards and backwards.
 
     Raises:
         CalibrationError: A token is not in the vocabulary, or hidden states or gradients are not finite.
@@ -104,7 +107,11 @@ def sensitivity(
     # sums over tokens of squared gradients: of each batch where ranks add them in the order of batches, else of all in one
     apart, every_batch = divided and ranks.world > 1, dict[str, Tensor]()
     sums = [{} if apart else every_batch for _ in batches]
-    with closing(StatesOnDisk()) as block_inputs, torch.no_grad():  # of all blocks, batch by batch
+    with (
+        closing(StatesOnDisk()) as block_inputs,  # of all blocks, batch by batch
+        counted(progress, "measuring which errors matter", 2 * len(blocks), work=_work(blocks), short=False) as passed,
+        torch.no_grad(),
+    ):
         last_states = stream.quantized[: len(batches)]
         for block in model.in_turn(blocks, device):
             block_inputs.extend(last_states)
@@ -113,6 +120,7 @@ def sensitivity(
                     stream.noted(stream.forward(block, block.quantized, i, x)) for i, x in enumerate(last_states)
                 ]
                 stream.check(block)
+            passed(1)
         gradients: list[Tensor] = []
         varies = False
         if batches:
@@ -127,6 +135,7 @@ def sensitivity(
             with block.on(device, dtype, original=False):
                 gradients, products = _back(block, stream, states, gradients, sums, together)
             release()  # else the C library keeps freed activations of every block
+            passed(1)
             runs |= {
                 name: tuple((total / windows.numel()).float() for total in totals) for name, totals in products.items()
             }
@@ -147,6 +156,12 @@ def sensitivity(
         finish(model, Stream(last_states, {}, extra=stream.extra), windows, dtype)
         G += second_moment(last_states)
     return Sensitivity(outputs=outputs, embeddings=G, together=runs)
+
+
+def _work(blocks: Sequence[Block]) -> list[int]:
+    """Return the work of passing the blocks forwards and then backwards, which takes about twice as long."""
+    weights = [sum(parameter.numel() for parameter in block.empty.parameters()) for block in blocks]
+    return weights + [2 * number for number in reversed(weights)]
 
 
 @dataclass(frozen=True, slots=True)

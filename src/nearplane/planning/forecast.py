@@ -30,7 +30,7 @@ from nearplane.models.experts import by_expert
 from nearplane.models.kinds import InputKind, input_kind
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
-from nearplane.planning.memory_bound import Blocks, Bound, Group, Place, Shapes, bound, multiplications
+from nearplane.planning.memory_bound import Blocks, Bound, Group, Place, Shapes, bound, multiplications, of_a_block
 from nearplane.planning.memory_limits import choose, settings, too_small
 from nearplane.planning.plan import expected_work
 from nearplane.planning.request import rehearse
@@ -51,30 +51,47 @@ NO_BOUND = (
     "cannot be used: the memory of this run cannot be predicted, because its first window does not reach all layers, it takes "
     "images or sound, or nothing is calibrated. Leave out"
 )
+LONG = 3600.0  # seconds from which it is said how a run gets shorter
+FEWER = 64  # windows of such a run
+WORTHWHILE = 0.8  # largest share of the time for which that is said
 REPEATS = 3  # repetitions of the timed product, of which the fastest counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Memory settings of a run, and the upper bound of the memory where it computes in bytes; None if that is not known."""
+    """What is known of a run before its first layer.
+
+    Args:
+        setting: Memory settings of the run.
+        bytes: Upper bound of the memory where it computes; None if that is not known.
+        work: Multiplications of each block; empty if they are not known.
+        fewer: Share of the multiplications of the blocks that is left with `FEWER` windows; 1 if there are no more than that.
+    """
 
     setting: MemorySetting
     bytes: int | None = None
+    work: tuple[float, ...] = ()
+    fewer: float = 1.0
 
-    def measured(self, seconds: float, left: int) -> None:
-        """Log memory and time of the first block.
+    def measured(self, seconds: float, number: int) -> None:
+        """Log memory and time of the first block that was quantized, and what makes a long run shorter.
 
         Args:
-            seconds: Time since the walk began.
-            left: Number of remaining blocks.
+            seconds: Time that the block took.
+            number: Its number.
         """
         device = self.setting.device
         most = f" (at most {size_text(self.bytes)} expected)" if self.bytes else ""
-        remaining = f"; the remaining {left:,} blocks take about {duration(left * seconds)}" if left else ""
         log.info(
             f"the first block took {duration(seconds)} and {size_text(device.peak())} of {_memory_of(device)}"
-            f"{' of rank 0' * (device.ranks.world > 1)}{most}{remaining}"
+            f"{' of rank 0' * (device.ranks.world > 1)}{most}"
         )
+        every = seconds * sum(self.work) / self.work[number] if self.work and self.work[number] else 0.0
+        if every > LONG and self.fewer < WORTHWHILE:
+            log.info(
+                f"all blocks take about {duration(every)}; with --samples {FEWER} they take about "
+                f"{duration(every * self.fewer)}, but more is lost"
+            )
 
 
 def forecast(
@@ -120,7 +137,19 @@ def forecast(
     log.info(f"quantizing takes at most {sizes}{time} for {shapes.all_windows * shapes.seqlen:,} tokens")
     if (states := bounds[0].setting.states) != "device":
         log.info(f"hidden states between blocks lie {'on the host' if states == 'host' else 'on disk'}")
-    return Forecast(setting=bounds[0].setting, bytes=bounds[0].bytes)
+    fewer = _work(model, replace(shapes, windows=min(FEWER, windows.count)))
+    work = _work(model, shapes)
+    return Forecast(setting=bounds[0].setting, bytes=bounds[0].bytes, work=work, fewer=sum(fewer) / sum(work))
+
+
+def _work(model: Model, shapes: Shapes) -> tuple[float, ...]:
+    """Return the multiplications of each block."""
+    work = {
+        block.name: of_a_block(shapes, shape)
+        for kind, shape in zip(blocks_by_kind(model), shapes.blocks, strict=True)
+        for block in kind
+    }
+    return tuple(work[block.name] for block in model.blocks)
 
 
 class Planned(NamedTuple):

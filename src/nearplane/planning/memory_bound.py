@@ -232,25 +232,32 @@ def waits(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> list[int]:
 
 def multiplications(shapes: Shapes) -> float:
     """Return the number of multiplications in matrix products of a run, with each forward pass of a block run once."""
-    tokens, split, blocks = shapes.all_windows * shapes.seqlen, shapes.streams - 1, shapes.blocks
-    total, per_token = 0.0, 0.0
-    for kind in blocks:
-        active = sum(group.weights for group in kind.groups)  # counts one expert, so that it is a lower bound
-        forward = active + 2 * shapes.seqlen * shapes.hidden
-        per_token += kind.count * forward
-        total += kind.count * tokens * shapes.streams * forward
-        for group in kind.groups:
-            n = group.inputs
-            total += kind.count * tokens * n * n * (0.5 + split)  # moments
-            each = 2 * split + shapes.beam / 2 + shapes.descents + 1  # target, sweep, descent, certificate
-            total += kind.count * group.experts * (n**3 / 6 * (1 + 2 * split) + each * n * group.weights)
+    per_token = sum(kind.count * _forward(shapes, kind) for kind in shapes.blocks)
+    total = sum(kind.count * of_a_block(shapes, kind) for kind in shapes.blocks)
     head = shapes.hidden * shapes.vocabulary
     total += shapes.backward * (4 * per_token + 3 * head)
     if shapes.probe is not None:
-        crossings = (shapes.probe.crossings + shapes.probe.born) / sum(kind.count for kind in blocks)
+        crossings = (shapes.probe.crossings + shapes.probe.born) / sum(kind.count for kind in shapes.blocks)
         total += (shapes.probe.seen + shapes.probe.travelling * crossings) * per_token
         total += shapes.probe.travelling * (shapes.probe.travellers + 1) * head
     return total
+
+
+def of_a_block(shapes: Shapes, kind: Blocks) -> float:
+    """Return the number of multiplications for one block of a kind, after what is measured before the first layer."""
+    tokens, split = shapes.all_windows * shapes.seqlen, shapes.streams - 1
+    total = tokens * shapes.streams * _forward(shapes, kind)
+    for group in kind.groups:
+        n = group.inputs
+        total += tokens * n * n * (0.5 + split)  # moments
+        each = 2 * split + shapes.beam / 2 + shapes.descents + 1  # target, sweep, descent, certificate
+        total += group.experts * (n**3 / 6 * (1 + 2 * split) + each * n * group.weights)
+    return total
+
+
+def _forward(shapes: Shapes, kind: Blocks) -> float:
+    """Return the multiplications of a token in one block, which counts one expert, so that it is a lower bound."""
+    return sum(group.weights for group in kind.groups) + 2 * shapes.seqlen * shapes.hidden
 
 
 def _moments(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:

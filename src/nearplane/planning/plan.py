@@ -25,7 +25,7 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme
 from nearplane.recipe.schemes import GridScheme
 from nearplane.system.device import Device
-from nearplane.system.progress import Progress, phase
+from nearplane.system.progress import Progress, silent
 
 POINTS = 3  # widths or types that are measured of each layer, about
 
@@ -47,7 +47,7 @@ def plan(
         settled: The plan before anything is measured; see `resolved`.
         tokens: (windows, seqlen) calibration tokens; None if nothing is measured.
         device: Device of the computation.
-        progress: Function that wraps the iterator over blocks of the probe.
+        progress: Display of the blocks that are passed.
         free: Layers whose types of llama.cpp are chosen by measuring, and their budget.
         keep: Function that makes the lists of hidden states of the probe.
 
@@ -57,8 +57,7 @@ def plan(
     recipe, scheme, measure = settled.recipe, settled.recipe.scheme, None
     effect, rates, together = Effect({}, {}), dict[str, float](), dict[str, tuple[Tensor, ...]]()
     if tokens is not None:
-        with phase(progress, "measuring which errors matter"):
-            effect = effect_of_errors(model, scheme, tokens, device)
+        effect = effect_of_errors(model, scheme, tokens, device, progress)
         measure = partial(probe, model, tokens, device=device.place, keep=keep, progress=progress, ranks=device.ranks)
     if scheme.entropy_coded:
         rates = measured_rates(model, settled, effect.rows, measure)
@@ -70,7 +69,9 @@ def plan(
         settled = settled.stored_in(measured_widths(model, scheme, str(recipe.format), usable, measure))
     if tokens is not None and (compensating := compensating_layers(model, settled)):
         dtype = device.compute_dtype(model.dtype)
-        together = sensitivity(model, tokens, device=device.place, dtype=dtype, together=compensating).together
+        together = sensitivity(
+            model, tokens, device=device.place, dtype=dtype, together=compensating, progress=progress
+        ).together
     return _completed(settled, rates, effect.rows, together, effect.embeddings)
 
 
@@ -143,14 +144,16 @@ class Effect(NamedTuple):
     embeddings: Mapping[str, Moments]
 
 
-def effect_of_errors(model: Model, scheme: Scheme, tokens: Tensor, device: Device) -> Effect:
+def effect_of_errors(
+    model: Model, scheme: Scheme, tokens: Tensor, device: Device, progress: Progress = silent
+) -> Effect:
     """Measure the effect of errors on the network by a backward pass, for rows of layers and columns of embeddings."""
     rows = scheme.weighs_rows
     columns = model.embeddings is not None and scheme.calibrated
     if not rows and not columns:
         return Effect({}, {})
     dtype = device.compute_dtype(model.dtype)
-    measured = sensitivity(model, tokens, device=device.place, dtype=dtype, ranks=device.ranks)
+    measured = sensitivity(model, tokens, device=device.place, dtype=dtype, ranks=device.ranks, progress=progress)
     moments: dict[str, Moments] = {}
     if model.embeddings is not None and columns and measured.embeddings is not None:
         moments[model.embeddings.name] = Moments(H=measured.embeddings, tokens=tokens.numel())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -39,7 +38,7 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import LayerRecord, RunRecord, versions
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library, recorded_library
-from nearplane.system.progress import Progress, counted, peak_memory, phase
+from nearplane.system.progress import Progress, counted, peak_memory, phase, working_time
 from nearplane.system.sizes import Limits
 
 
@@ -136,7 +135,7 @@ class Run:
         coded = self.plan.recipe.scheme.entropy_coded
         self._ledger = Ledger(self.model, container, self._record, self.plan) if coded else None
         self.count: Callable[[int], None] = lambda _: None
-        self._began = time.monotonic()
+        self._began = working_time()
         self._storage = FORMATS[str(self.plan.recipe.format)].layers.scale_dtype(self.model.dtype)
         if journal.before is not None:
             self._note(journal.before.record.layers, [*chain(*map(self.model.unquantized, range(journal.blocks)))])
@@ -189,7 +188,7 @@ class Run:
                     self._record = replace(self._record, extra_kl=stage.divergence)
                 self._journal.passed(stage.blocks, stage.stream, replace(self._record, layers=tuple(self.layers)))
                 if stage.blocks == self._journal.blocks + 1:  # the first one of this process
-                    self._forecast.measured(time.monotonic() - self._began, len(self.model.blocks) - stage.blocks)
+                    self._forecast.measured(working_time() - self._began, self._journal.blocks)
 
     def _note(self, layers: Sequence[LayerRecord], closed: Sequence[str]) -> None:
         self.layers += layers
@@ -319,7 +318,8 @@ def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]
             planned = _planned(job, container, record, prediction.setting.keep)
         run = Run(job, container, journal, record, planned, prediction)
         total, blocks, earlier = len(model.layers), model.layers_by_block, len(run.layers)
-        with counted(job.options.progress, "quantizing", total, blocks=blocks, there=earlier) as run.count:
+        work, progress = prediction.work, job.options.progress
+        with counted(progress, "quantizing", total, blocks=blocks, work=work, there=earlier) as run.count:
             yield run
 
 

@@ -8,7 +8,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, repeat
+from math import inf
+from threading import Lock
 from time import monotonic
 from typing import Any
 
@@ -31,13 +33,14 @@ class Tracked:
         quantizing: block 3 of 32, layer 21 of 224, 1 min 35 s, about 15 min 20 s left
 
     A line comes at the end of a block or every 30 seconds, at most one per second, and one at the end. The time left is
-    said once a block is finished.
+    said once a block is finished: the work of the other blocks at the speed of those that are finished.
 
     Args:
         items: Iterable of `total` items; asking for the next one means that the last one is done.
         label: Activity to show, for example "quantizing".
         total: Number of items.
         blocks: Number of items in each block; without blocks a line comes every 30 seconds only.
+        work: Work of each block in any unit, such as multiplications; without it, every item is as much work.
         there: Number of leading items that were done before the run was resumed, and that took no time.
         short: Whether there is a line at the end if none came before it.
     """
@@ -49,15 +52,17 @@ class Tracked:
         total: int,
         *,
         blocks: Sequence[int] = (),
+        work: Sequence[float] = (),
         there: int = 0,
         short: bool = True,
     ) -> None:
         self.label, self.total = label, total
         self._items, self._there, self._short = items, there, short
         self._ends = list(accumulate(blocks))
-        self._done = 0
-        # time and number of items done: at the start, after the first block, and after the last one that is finished
-        self._finished = [(monotonic(), there)]
+        self._worked = list(accumulate(work or blocks or repeat(1, total), initial=0.0))  # before each block, or item
+        self._done, self._began = 0, monotonic()
+        # time without compiling, and work done: at the start, after the first block, after the last one that is finished
+        self._finished = [(working_time(), self._work(there))]
         self._passing = self._pass()
 
     def __iter__(self) -> Iterator[Any]:
@@ -67,13 +72,13 @@ class Tracked:
         return next(self._passing)
 
     def _pass(self) -> Iterator[Any]:
-        last_line = began = self._finished[0][0]
+        last_line = began = self._began
         block_ends = {*self._ends}
         for done, item in enumerate(self._items, 1):
             yield item  # the consumer is done with it when it asks for the next one
             self._done, now = done, monotonic()
             if done > self._there and (done in block_ends or not block_ends):
-                self._finished[2:] = [(now, done)]
+                self._finished[2:] = [(working_time(), self._work(done))]
             ended = done == self.total and (self._short or last_line > began)
             interval = MIN_INTERVAL if done in block_ends else MAX_INTERVAL
             if done > self._there and (ended or now - last_line >= interval):
@@ -86,9 +91,8 @@ class Tracked:
         Args:
             ended: Whether the last item that ended is named, with its block; else the block that is in progress.
         """
-        now = monotonic()
-        left = self._left(now)
-        place, passed = self._place(ended=ended), duration(now - self._finished[0][0])
+        left = self._left()
+        place, passed = self._place(ended=ended), duration(monotonic() - self._began)
         return f"{place}, {passed}" + (
             "" if left is None or self._done == self.total else f", about {duration(left)} left"
         )
@@ -100,12 +104,24 @@ class Tracked:
         layer = f", layer {self._done:,} of {self.total:,}" * (ended and len(self._ends) < self.total)
         return f"block {min(block, len(self._ends))} of {len(self._ends)}{layer}"
 
-    def _left(self, now: float) -> float | None:
-        """Return the seconds left at the speed of the finished blocks, without the first of several: it compiles kernels."""
+    def _work(self, done: int) -> float:
+        """Return the work of the first items."""
+        if not self._ends:
+            return self._worked[done]
+        block = bisect_right(self._ends, done)
+        if block == len(self._ends):
+            return self._worked[block]
+        before = self._ends[block - 1] if block else 0
+        share = (done - before) / (self._ends[block] - before)
+        return self._worked[block] + share * (self._worked[block + 1] - self._worked[block])
+
+    def _left(self) -> float | None:
+        """Return the seconds left at the speed of the finished blocks, without the first of several, which warms caches."""
         if len(self._finished) == 1:
             return None
         (began, before), (last, done) = self._finished[-2:]
-        return max(0.0, (self.total - done) * (last - began) / (done - before) - (now - last))
+        speed = (done - before) / (last - began) if last > began and done > before else inf
+        return max(0.0, (self._worked[-1] - done) / speed - (working_time() - last))
 
 
 class Seen:
@@ -156,15 +172,23 @@ def shown(progress: Progress, items: Iterable[Any], label: str, total: int) -> I
 
 @contextmanager
 def counted(
-    progress: Progress, label: str, total: int, *, blocks: Sequence[int] = (), there: int = 0
+    progress: Progress,
+    label: str,
+    total: int,
+    *,
+    blocks: Sequence[int] = (),
+    work: Sequence[float] = (),
+    there: int = 0,
+    short: bool = True,
 ) -> Iterator[Callable[[int], None]]:
     """Show the progress of a loop that does several items at a time; yields a function of the number of items done.
 
     Args:
         progress: Display that wraps an iterator; the next item is taken as soon as one is done.
-        label, total, blocks, there: Arguments of `Tracked`; items done before count as done.
+        label, total, blocks, work, there, short: Arguments of `Tracked`; items done before count as done.
     """
-    items = iter(progress(Tracked(range(total), label, total, blocks=blocks, there=there), label, total))
+    tracked = Tracked(range(total), label, total, blocks=blocks, work=work, there=there, short=short)
+    items = iter(progress(tracked, label, total))
     next(items, None)  # the first item is in progress
 
     def done(count: int) -> None:
@@ -229,23 +253,60 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {secs} s"
 
 
+class _Compiling:
+    """How long Numba compiled in this process, once `say_compiling` was called.
+
+    Attributes:
+        ended: Seconds of what is compiled.
+        depth: Number of functions that are being compiled, one for another or in several threads.
+        began: Time at which the outermost of them began.
+    """
+
+    ended, depth, began = 0.0, 0, 0.0
+    _lock = Lock()
+
+    def seconds(self) -> float:
+        """Return the seconds until now."""
+        return self.ended + (monotonic() - self.began if self.depth else 0.0)
+
+    def start(self) -> None:
+        """Note that a function begins to be compiled; say so for the first one."""
+        with self._lock:
+            if not self.depth:
+                if not self.ended:
+                    log.info("compiling kernels for this processor (up to half a minute); later runs reuse them")
+                self.began = monotonic()
+            self.depth += 1
+
+    def end(self) -> None:
+        """Note that a function is compiled."""
+        with self._lock:
+            self.depth -= 1
+            if not self.depth:
+                self.ended += monotonic() - self.began
+
+
+_compiling = _Compiling()
+
+
+def working_time() -> float:
+    """Return a time that stands still while kernels are compiled, which happens once and is no part of a run's speed."""
+    return monotonic() - _compiling.seconds()
+
+
 @cache
 def say_compiling() -> None:
-    """Make nearplane log once, at level INFO, that Numba compiles kernels, as soon as it does."""
+    """Make nearplane log once, at level INFO, that Numba compiles kernels, as soon as it does, and time it."""
     from numba.core import event
 
-    class Announcement(event.Listener):
+    class Listener(event.Listener):
         def on_start(self, event: Any) -> None:
-            if not self.announced:
-                log.info("compiling kernels for this processor (up to half a minute); later runs reuse them")
-            self.announced = True
+            _compiling.start()
 
         def on_end(self, event: Any) -> None:
-            """Do nothing."""
+            _compiling.end()
 
-        announced = False
-
-    event.register("numba:compile", Announcement())  # type: ignore[no-untyped-call]
+    event.register("numba:compile", Listener())  # type: ignore[no-untyped-call]
 
 
 def peak_memory() -> int:

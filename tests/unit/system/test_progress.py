@@ -8,7 +8,7 @@ import numba
 import pytest
 
 from nearplane.errors import RecipeError, is_of_caller
-from nearplane.system.progress import Tracked, duration, phase, say_compiling, shown, silent
+from nearplane.system.progress import Tracked, _Compiling, duration, phase, say_compiling, shown, silent
 
 
 def lines(caplog, seconds, **words):
@@ -57,6 +57,15 @@ def test_the_time_left_is_that_of_the_work_left_while_a_block_runs(caplog):
     ]  # fmt: skip
 
 
+def test_the_time_left_is_that_of_the_work_that_is_left(caplog):
+    """A last block with ten times the work takes ten times as long, and inside a block each layer is a part of it."""
+    said = lines(caplog, [10.0] * 4 + [50.0] * 2, blocks=[2, 2, 2], work=[1.0, 1.0, 5.0])
+    assert [line.partition("about ")[2] for line in said] == ["2 min 0 s left", "1 min 40 s left", "50 s left", ""]
+    caplog.clear()
+    said = lines(caplog, [0.0, 40.0, 400.0], blocks=[1, 1, 1], work=[1.0, 1.0, 10.0], there=1)
+    assert [line.partition("about ")[2] for line in said] == ["6 min 40 s left", ""]
+
+
 def test_a_resumed_run_counts_from_where_it_began(caplog):
     said = lines(caplog, [0.0, 0.0, 40.0, 40.0], blocks=[1] * 4, there=2)
     assert said == ["quantizing: block 3 of 4, 40 s, about 40 s left", "quantizing: block 4 of 4, 1 min 20 s"]
@@ -95,6 +104,35 @@ def test_items_that_are_blocks_are_called_so(caplog):
 )
 def test_times_are_short(seconds, words):
     assert duration(seconds) == words
+
+
+def test_the_time_in_which_kernels_are_compiled_is_no_speed_of_a_run(caplog, monkeypatch):
+    """One function may be compiled for another."""
+    now, compiling = 0.0, _Compiling()
+    monkeypatch.setattr("nearplane.system.progress.monotonic", lambda: now)
+    monkeypatch.setattr("nearplane.system.progress._compiling", compiling)
+
+    def layers():
+        nonlocal now
+        for number in range(4):
+            if number == 0:
+                compiling.start()
+                now += 20.0
+                compiling.start()
+                now += 5.0
+                compiling.end()
+                now += 5.0
+                compiling.end()
+            now += 10.0
+            yield number
+
+    with caplog.at_level(logging.INFO, logger="nearplane"):
+        assert [*Tracked(layers(), "quantizing", 4, blocks=[1] * 4)] == [0, 1, 2, 3]
+    compiled, *said = caplog.messages
+    assert compiled.startswith("compiling kernels")
+    assert [line.partition(", ")[2] for line in said] == [
+        "40 s, about 30 s left", "50 s, about 20 s left", "1 min 0 s, about 10 s left", "1 min 10 s",
+    ]  # fmt: skip
 
 
 def test_compiling_is_said_once_and_only_where_it_happens(caplog):
