@@ -82,7 +82,7 @@ def compare(
             print(as_json([asdict(row) for row in rows]))
         elif rows:
             table(HEADS, (cells(row, three_places(row.kl), none="-") for row in rows))
-            say(f"{Path(row.model).name}, {row.method} at {row.asked:g} bits: {row.note}" for row in rows if row.note)
+            say(f"{Path(row.model).name}, {row.title}: {row.note}" for row in rows if row.note)
     if html is not None:
         write_page(rows, html, prompt=request.prompt)
     if plot is not None:

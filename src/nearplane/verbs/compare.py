@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +24,10 @@ from nearplane.calibration.text_files import texts_of
 from nearplane.errors import FormatError, NearplaneError, RecipeError
 from nearplane.formats.find_record import sound_record
 from nearplane.formats.journal_pages import run_inputs
+from nearplane.loading.from_pretrained import load
+from nearplane.loading.source_folder import source_folder
 from nearplane.models.model import Model, open_model
+from nearplane.models.pretrained import tokenizer_of
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.record.record import RunRecord, versions
 from nearplane.record.remarks import missed
@@ -31,17 +35,21 @@ from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.files import check_writable, exclusive_lock, read_object, sha256, write_whole
 from nearplane.system.paths import refuse_unfinished
+from nearplane.system.sizes import three_places
 from nearplane.verbs.compare_recipes import HUFFMAN, Recipes, recipes_for
 from nearplane.verbs.compare_request import CompareRequest
 from nearplane.verbs.evaluate import evaluate
-from nearplane.verbs.generate import check_prompt, continued, generate
+from nearplane.verbs.generate import check_prompt, continued
 from nearplane.verbs.hptq import huffman_coded
+from nearplane.verbs.next_choices import NextChoice, next_choices
 from nearplane.verbs.quantize import quantize
 
 ORIGINAL_METHOD = "original"
 ROWS_FILE, LOCK_FILE = "rows.json", "rows.json.lock"  # inputs of a comparison and its rows; held while they are written
 PROMPT_TOKENS = 100  # that are written behind a prompt
+SHOWN = 60  # letters of a text in a log line
 MAX_RATE_ERROR = 0.005  # relative deviation from the requested bits that needs no note
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +68,8 @@ class Row:
         note: Deviations from the request, or the reason why nothing was measured and figures are None.
         folder: Folder of the checkpoint if it was kept; for the original, of the model.
         written: Text that it writes behind the prompt; None if no prompt was given.
+        token_ids: Ids of the tokens of that text.
+        choices: What it would write next at each place of the original's text; empty for the original.
     """
 
     model: str
@@ -73,6 +83,13 @@ class Row:
     note: str = ""
     folder: Path | None = None
     written: str | None = None
+    token_ids: tuple[int, ...] = ()
+    choices: tuple[NextChoice, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The method with its bits."""
+        return self.method if self.asked is None else f"{self.method} at {self.asked:g} bits"
 
     @property
     def failed(self) -> bool:
@@ -160,10 +177,18 @@ def _earlier(folder: Path, inputs: Mapping[str, Any]) -> dict[tuple[str, str, fl
             f"to resume it, or choose another folder."
         )
     try:
-        rows = [Row(**each | {"folder": each["folder"] and Path(each["folder"])}) for each in saved["rows"]]
+        rows = [_row(each) for each in saved["rows"]]
     except (KeyError, TypeError) as error:
         raise FormatError(f"{path} is not what was written ({error!r}). {expected}.") from error
     return {(row.model, row.method, row.asked): row for row in rows}
+
+
+def _row(saved: dict[str, Any]) -> Row:
+    """Return the row of a JSON object."""
+    choices, folder = tuple(NextChoice(*each) for each in saved["choices"]), saved["folder"]
+    return Row(
+        **saved | {"folder": folder and Path(folder), "token_ids": tuple(saved["token_ids"]), "choices": choices}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,27 +208,44 @@ class _Measure:
         row = Row(model=model, method=ORIGINAL_METHOD, rate=8.0 * opened.dtype.itemsize, bytes=size, folder=folder)
         return replace(self._measured(row, model), kl=0.0)
 
-    def quantized(self, row: Row, recipe: Recipe, note: str, opened: Model, out: Path, kept: RunRecord | None) -> Row:
+    def quantized(
+        self, row: Row, recipe: Recipe, note: str, opened: Model, out: Path, kept: RunRecord | None, original: Row
+    ) -> Row:
         """Quantize the model of a row in memory, or into `out` unless it was kept there, and complete the row."""
         if row.method in HUFFMAN:
             made = huffman_coded(row.model, opened, recipe, **self.options)
             row = replace(row, rate=made.rate, bytes=made.bytes, seconds=made.seconds, note=_rate_note(row, made.rate))
-            return self._measured(row, made.network, against=row.model, tokenizer=made.tokenizer)
+            return self._measured(row, made.network, original, against=row.model, tokenizer=made.tokenizer)
         record = kept or quantize(row.model, out, recipe, **self.options)
         notes = "; ".join(filter(None, (note, missed(record) or _rate_note(row, record.rate))))
         row = replace(row, rate=record.rate, bytes=record.bytes, seconds=record.seconds, folder=out, note=notes)
-        return self._measured(row, out, against=row.model)
+        return self._measured(row, out, original, against=row.model)
 
-    def _measured(self, row: Row, model: str | Path | PreTrainedModel, **given: Any) -> Row:
+    def _measured(
+        self, row: Row, model: str | Path | PreTrainedModel, original: Row | None = None, **given: Any
+    ) -> Row:
         """Return a row with the figures and the text of a model; `given` are additional options of `evaluate`."""
-        request, text = self.request, None
+        request = self.request
         figures = evaluate(model, request.text, samples=request.samples, seqlen=request.seqlen, **self.options, **given)
-        if request.prompt is not None and isinstance(model, PreTrainedModel):
-            text = str(continued(model, given["tokenizer"], request.prompt, PROMPT_TOKENS))
-        elif request.prompt is not None:
-            device, trust = request.device, request.trust_remote_code
-            text = str(generate(model, request.prompt, tokens=PROMPT_TOKENS, device=device, trust_remote_code=trust))
-        return replace(row, perplexity=figures.perplexity, kl=figures.kl, written=text)
+        row = replace(row, perplexity=figures.perplexity, kl=figures.kl)
+        if request.prompt is None:
+            return row
+        if isinstance(model, PreTrainedModel):
+            network, tokenizer = model, given["tokenizer"]
+        else:
+            trust = request.trust_remote_code
+            folder = source_folder(model, trust_remote_code=trust)
+            place = Device.named(request.device, in_float64=False).place
+            network, tokenizer = (
+                load(folder, device=place, trust_remote_code=trust),
+                tokenizer_of(folder, trust_remote_code=trust),
+            )
+        text = continued(network, tokenizer, request.prompt, PROMPT_TOKENS)
+        row = replace(row, written=str(text), token_ids=text.token_ids)
+        if original is None:
+            return row
+        choices = next_choices(network, tokenizer, request.prompt, original.token_ids)
+        return replace(row, choices=tuple(choices))
 
 
 def _rate_note(row: Row, rate: float) -> str:
@@ -222,6 +264,7 @@ def _rows(
         rows = {} if keep is None else _earlier(keep, inputs)  # again: a comparison may have ended since
 
         def add(row: Row) -> Row:
+            log.info("%s: %s", row.title, row.note if row.failed else _figures(row))
             rows[row.model, row.method, row.asked] = row
             if keep is not None:
                 fields = [asdict(each) | {"folder": each.folder and str(each.folder)} for each in rows.values()]
@@ -230,7 +273,9 @@ def _rows(
 
         for model, network in opened.items():
             first = rows.get((model, ORIGINAL_METHOD, None))
-            yield add(measure.original(model, network)) if first is None or first.failed else first
+            if first is None or first.failed:
+                first = add(measure.original(model, network))
+            yield first
             for (asked, method), (recipe, note) in recipes[model].items():
                 row = Row(model=model, method=method, asked=asked)
                 out = Path(keep or temporary) / Path(model).name / f"{method}-{asked:g}"
@@ -239,7 +284,8 @@ def _rows(
                     if not (earlier := rows.get((model, method, asked), row)).failed:
                         yield earlier
                         continue
-                    row = measure.quantized(row, recipe, note, network, out, kept)
+                    log.info("%s of %s", row.title, Path(model).name)
+                    row = measure.quantized(row, recipe, note, network, out, kept, first)
                 except KeyboardInterrupt as stopped:
                     stopped.__notes__ = []  # they name files in the temporary folder
                     if keep is not None:
@@ -267,6 +313,13 @@ def _quantized_before(out: Path, recipe: Recipe) -> RunRecord | None:
     except NearplaneError as error:
         raise FormatError(f"{error} Or delete {out} and repeat the command.") from error
     return record if record.recipe == recipe else None
+
+
+def _figures(row: Row) -> str:
+    """Return what was measured of a row, in one line."""
+    kl = "" if row.kl is None else f", KL {row.kl:.3g} nats per token"
+    written = "" if row.written is None else f"; it writes {' '.join(row.written.split())[:SHOWN]!r}"
+    return f"perplexity {row.perplexity:.4g}{kl}, {three_places(row.rate)} bits per weight{written}"
 
 
 def content_of(text: Path) -> str:

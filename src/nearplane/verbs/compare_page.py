@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from difflib import SequenceMatcher
 from html import escape
 from pathlib import Path
 
@@ -24,12 +22,13 @@ from nearplane.record.report.drawing import (
 from nearplane.record.report.page import framed
 from nearplane.system.files import write_whole
 from nearplane.system.sizes import counted, size_text, three_places
-from nearplane.verbs.compare import ORIGINAL_METHOD, Row
+from nearplane.verbs.compare import Row
 from nearplane.verbs.compare_request import WAYS
 from nearplane.verbs.figure_file import check_page
+from nearplane.verbs.next_choices import NextChoice
 
 HEADS = ("model", "method", "asked", "bits/weight", "weight files", "perplexity", "KL to original", "time")
-PARTS = re.compile(r"\s*(?:\w+|[^\w\s])|\s+")  # of a text: words and single signs, with spaces before
+END = "(end)"  # stands for a token that ends the text, or adds no letter to it
 
 
 def write_page(rows: Sequence[Row], out: str | Path, *, prompt: str | None = None) -> None:
@@ -70,7 +69,7 @@ def _table(rows: Sequence[Row]) -> str:
     lines = (cells(row, NO_VALUE if row.kl is None else short(row.kl)) for row in rows)
     heads = "".join(f"<th>{escape(head)}</th>" for head in HEADS)
     body = "\n".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
-    notes = "".join(f"<li>{escape(f'{_title(row)}: {row.note}')}</li>" for row in rows if row.note)
+    notes = "".join(f"<li>{escape(f'{row.title}: {row.note}')}</li>" for row in rows if row.note)
     return (
         '<h2 id="table">Rows</h2><div class="box" tabindex="0" role="region" aria-labelledby="table">'
         f"<table><thead><tr>{heads}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
@@ -78,15 +77,11 @@ def _table(rows: Sequence[Row]) -> str:
     )
 
 
-def _title(row: Row) -> str:
-    return row.method if row.asked is None else f"{row.method} at {row.asked:g} bits"
-
-
 def _figure(rows: Sequence[Row]) -> str:
     """Return KL against bits per weight for one model, one curve for each method; empty if nothing was measured."""
     points = {
         way: sorted(
-            (row.rate, row.kl, _title(row)) for row in rows if row.method == way and row.rate and positive(row.kl)
+            (row.rate, row.kl, row.title) for row in rows if row.method == way and row.rate and positive(row.kl)
         )
         for way in WAYS
     }
@@ -113,26 +108,43 @@ def _figure(rows: Sequence[Row]) -> str:
 
 
 def _texts(rows: Sequence[Row], prompt: str) -> str:
-    """Return what the original and every checkpoint of one model write, with the differences from the original marked."""
-    original = next((row.written for row in rows if row.method == ORIGINAL_METHOD), None) or ""
+    """Return what the original writes with what each checkpoint would write otherwise, and what each writes by itself."""
     panels = "".join(
-        f"<figure><figcaption><h3>{escape(_title(row))}</h3></figcaption><pre>"
-        f"{escape(row.written) if row.method == ORIGINAL_METHOD else marked(original, row.written)}</pre></figure>"
+        f"<figure><figcaption><h3>{escape(row.title)}</h3>{_differing(row)}</figcaption>{_panel(row)}</figure>"
         for row in rows
         if row.written is not None
     )
     return (
         f"<h2>What {escape(Path(rows[0].model).name)} writes</h2>"
-        f'<p class="soft">Behind the prompt below, always the most likely token. Marked is what the original does not write '
-        f'at that place.</p><pre>{escape(prompt)}</pre><div class="panels">{panels}</div>'
+        f'<p class="soft">Behind the prompt below, always the most likely token. Each checkpoint reads the text of the original '
+        f"up to every place. Marked are the places where it would write another token next; point at one to see which. By "
+        f"itself it leaves the original's text for good at the first such place, also where two tokens are nearly as likely."
+        f'</p><pre>{escape(prompt)}</pre><div class="panels">{panels}</div>'
     )
 
 
-def marked(original: str, text: str) -> str:
-    """Return a text as HTML in which the parts that another text does not have at that place are marked."""
-    before, after = PARTS.findall(original), PARTS.findall(text)
+def _differing(row: Row) -> str:
+    """Return how many tokens differ, as HTML; empty for the original."""
+    if not row.choices:
+        return ""
+    return f"<p>{sum(choice.other is not None for choice in row.choices)} of {len(row.choices)} next tokens differ</p>"
+
+
+def _panel(row: Row) -> str:
+    """Return the text of a row as HTML; of a checkpoint, the original's with marks, and its own to be unfolded."""
+    own = f"<pre>{escape(row.written or '')}</pre>"
+    if not row.choices:
+        return own
+    return f"<pre>{marked(row.choices)}</pre><details><summary>By itself it writes</summary>{own}</details>"
+
+
+def marked(choices: Sequence[NextChoice]) -> str:
+    """Return the original's text as HTML in which the tokens are marked instead of which a model would write others."""
     pieces = []
-    for what, _, _, begin, end in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
-        piece = escape("".join(after[begin:end]))
-        pieces.append(piece if what == "equal" or not piece else f"<mark>{piece}</mark>")
+    for piece, other in choices:
+        shown = escape(piece)
+        if other is not None:
+            title = escape(f"writes {other!r}" if other else "ends here", quote=True)
+            shown = f'<mark title="{title}">{shown or END}</mark>'
+        pieces.append(shown)
     return "".join(pieces)

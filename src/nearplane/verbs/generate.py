@@ -51,19 +51,23 @@ class Continuation(str):
         first_token_seconds: Time to the first new token; loading is not part of it.
         tokens_per_second: New tokens per second after the first one; None if it was the only one.
         weight_bytes: Memory that the weights take, also packed ones.
+        token_ids: Ids of its tokens; none of those that llama.cpp wrote.
     """
 
     first_token_seconds: float
     tokens_per_second: float | None
     weight_bytes: int
+    token_ids: tuple[int, ...]
 
     @classmethod
-    def timed(cls, text: str, times: Sequence[float], *, tokens: int, weight_bytes: int) -> Self:
+    def timed(
+        cls, text: str, times: Sequence[float], *, tokens: int, weight_bytes: int, token_ids: Sequence[int] = ()
+    ) -> Self:
         """Return a text with its speed, from the times of its begin, its first token, ..., and its end in seconds."""
         made, (begin, first, *_) = cls(text), times
         made.first_token_seconds = first - begin
         made.tokens_per_second = (tokens - 1) / max(times[-1] - first, 1e-9) if tokens > 1 else None
-        made.weight_bytes = weight_bytes
+        made.weight_bytes, made.token_ids = weight_bytes, tuple(token_ids)
         return made
 
 
@@ -125,10 +129,28 @@ def continued(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt
         RecipeError: The prompt is empty or too long.
         ModelError: The network or the chat template cannot be used.
     """
-    name, chat = Path(str(model.config.name_or_path)), has_chat_template(tokenizer)
-    text = _chat(name, tokenizer, prompt) if chat else prompt
+    name = Path(str(model.config.name_or_path))
     with as_model_error(f"{name} does not generate text"):
-        return _by_transformers(model, tokenizer, _Prompt(GenerateRequest(name, prompt, tokens=tokens), text, chat))
+        return _by_transformers(model, tokenizer, _prompt(name, tokenizer, prompt, tokens))
+
+
+def prompt_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Return the tokens that `continued` passes to a network.
+
+    Raises:
+        ModelError: The chat template cannot be used.
+    """
+    return _encoded(tokenizer, _prompt(Path(str(model.config.name_or_path)), tokenizer, prompt, 1))
+
+
+def _prompt(name: Path, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int) -> _Prompt:
+    chat = has_chat_template(tokenizer)
+    text = _chat(name, tokenizer, prompt) if chat else prompt
+    return _Prompt(GenerateRequest(name, prompt, tokens=tokens), text, chat)
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, ask: _Prompt) -> list[int]:
+    return list(tokenizer(ask.text, add_special_tokens=not ask.chat)["input_ids"])
 
 
 def check_prompt(model: Model, prompt: str) -> None:
@@ -178,8 +200,7 @@ def _chat(folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
 def _by_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ask: _Prompt) -> Continuation:
     """Let a loaded model go on; keys and values of earlier tokens are kept even if its files say `use_cache: false`."""
     request = ask.request
-    encoded = tokenizer(ask.text, add_special_tokens=not ask.chat)["input_ids"]
-    ids = torch.tensor([encoded], dtype=torch.int64, device=model.device)  # (1, tokens)
+    ids = torch.tensor([_encoded(tokenizer, ask)], dtype=torch.int64, device=model.device)  # (1, tokens)
     two_stacks, positions = has_two_stacks(model), positions_of(model.config)
     tokens = _room(ids.shape[1], positions, request.tokens)
     if two_stacks:  # the decoder has positions of its own
@@ -194,7 +215,8 @@ def _by_transformers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         model.generate(ids, attention_mask=mask, max_new_tokens=tokens, streamer=pieces, use_cache=True, **sampling)
     storages = [x.untyped_storage() for x in chain(model.parameters(), model.buffers())]
     size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    return Continuation.timed(pieces.text, pieces.times, tokens=len(pieces.times) - 1, weight_bytes=size)
+    count = len(pieces.times) - 1
+    return Continuation.timed(pieces.text, pieces.times, tokens=count, weight_bytes=size, token_ids=pieces.ids[-count:])
 
 
 class _Pieces(BaseStreamer):  # type: ignore[misc]
@@ -203,19 +225,20 @@ class _Pieces(BaseStreamer):  # type: ignore[misc]
     Attributes:
         text: The text so far.
         times: When the prompt and every token came, in seconds.
+        ids: All tokens, those of the prompt first.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Say, separator: str) -> None:
         self.text, self._say, self._tokenizer, self._separator = "", say, tokenizer, separator
         self.times: list[float] = []
-        self._ids: list[int] = []
+        self.ids: list[int] = []
         self._prompt = 0  # letters of the prompt
 
     def put(self, value: Tensor) -> None:
         """Receive the prompt at first, then one token after the other."""
         self.times.append(perf_counter())
-        first = not self._ids
-        self._ids += value.reshape(-1).tolist()
+        first = not self.ids
+        self.ids += value.reshape(-1).tolist()
         if first:
             self._prompt = len(self._decoded())
             self._say(self._separator)
@@ -227,7 +250,7 @@ class _Pieces(BaseStreamer):  # type: ignore[misc]
         self._tell(self._decoded())
 
     def _decoded(self) -> str:
-        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _tell(self, text: str) -> None:
         if piece := text[self._prompt + len(self.text) :]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from transformers import BertConfig, BertModel
+import torch
+from transformers import AutoTokenizer, BertConfig, BertModel
 
 import nearplane
 from checkpoints import save_part_of_the_demo
@@ -19,6 +20,7 @@ from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.verbs import compare as comparison
 from nearplane.verbs.compare import ORIGINAL_METHOD, Row
 from nearplane.verbs.compare_page import marked, write_page
+from nearplane.verbs.next_choices import NextChoice
 
 TOKENS = Calibration(calibration=str(CALIBRATION), samples=4, seqlen=64)
 PROMPT = "A function <returns> a list & "
@@ -60,12 +62,33 @@ def test_the_page_has_every_row_and_every_text(page: str, rows: list[Row]) -> No
     cells = [plain(cell) for cell in re.findall(r"<td>(.*?)</td>", page)]
     assert len(cells) == 8 * len(rows)
     assert [cells[1 + 8 * index] for index in range(len(rows))] == [row.method for row in rows]
-    prompt, *texts = re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)
-    assert plain(prompt) == PROMPT
-    assert [plain(text) for text in texts] == [row.written for row in rows]
-    assert "<mark>" not in texts[0]
-    assert [("<mark>" in text) for text in texts[1:]] == [row.written != rows[0].written for row in rows[1:]]
-    assert any("<mark>" in text for text in texts[1:])
+    prompt, first, *texts = re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)
+    assert (plain(prompt), plain(first)) == (PROMPT, rows[0].written)
+    assert "<mark" not in first
+    assert [plain(text) for text in texts[1::2]] == [row.written for row in rows[1:]]
+    for row, text in zip(rows[1:], texts[::2], strict=True):
+        assert plain(text).replace("(end)", "") == rows[0].written, "what is marked is the original's text"
+        assert text.count("<mark") == sum(choice.other is not None for choice in row.choices)
+        assert f"{text.count('<mark')} of {len(rows[0].token_ids)} next tokens differ" in page
+        assert ("<mark" in text) == (row.written != rows[0].written)
+
+
+def test_each_choice_is_made_behind_the_tokens_of_the_original(rows: list[Row], small: Path) -> None:
+    """So texts that part at a near tie do not look broken from there on."""
+    tokenizer = AutoTokenizer.from_pretrained(small)
+    row = next(row for row in rows if row.method == "rtn-mse" and row.asked == BITS[1])
+    network = nearplane.load(row.folder)
+    ids = list(tokenizer(PROMPT)["input_ids"])
+    for token, (piece, other) in zip(rows[0].token_ids, row.choices, strict=True):
+        chosen = int(network(torch.tensor([ids])).logits[0, -1].argmax())
+        assert (chosen == token) == (other is None)
+        if other is not None:
+            assert tokenizer.decode([*ids, chosen]) == tokenizer.decode(ids) + other
+        assert tokenizer.decode([*ids, token], skip_special_tokens=True) == (
+            tokenizer.decode(ids, skip_special_tokens=True) + piece
+        )
+        ids.append(token)
+    assert 0 < sum(other is not None for _, other in row.choices) < len(row.choices)
 
 
 def test_every_measured_row_is_a_mark_of_the_figure(page: str, rows: list[Row]) -> None:
@@ -83,17 +106,12 @@ def test_the_page_needs_no_other_file_and_suits_phones_and_dark(page: str) -> No
     assert "prefers-color-scheme: dark" in page
 
 
-@pytest.mark.parametrize(
-    ("text", "html"),
-    [
-        ("one two three", "one two three"),
-        ("one 2 three", "one<mark> 2</mark> three"),
-        ("one two <b>", "one two<mark> &lt;b&gt;</mark>"),
-        ("", ""),
-    ],
-)
-def test_what_the_original_does_not_write_at_that_place_is_marked(text: str, html: str) -> None:
-    assert marked("one two three", text) == html
+def test_what_is_marked_says_what_comes_instead() -> None:
+    choices = [NextChoice("one"), NextChoice(" <b>", ' "2"'), NextChoice("", " more"), NextChoice(" three", "")]
+    assert marked(choices) == (
+        'one<mark title="writes &#x27; &quot;2&quot;&#x27;"> &lt;b&gt;</mark><mark title="writes &#x27; more&#x27;">(end)</mark>'
+        '<mark title="ends here"> three</mark>'
+    )
 
 
 def test_a_row_that_failed_has_its_note_and_no_mark(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""What a model would write next at every place of a text that another one wrote, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from nearplane.models.kinds import has_two_stacks
+from nearplane.verbs.generate import UNFINISHED, prompt_ids
+
+
+class NextChoice(NamedTuple):
+    """A token of a text.
+
+    Args:
+        piece: What it adds to the text; empty for one that ends it.
+        other: What the model writes there instead, behind the same tokens; None: the same token.
+    """
+
+    piece: str
+    other: str | None = None
+
+
+def next_choices(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, written: Sequence[int]
+) -> list[NextChoice]:
+    """Return for each token that was written behind a prompt whether a model finds the same one most likely there.
+
+    Args:
+        model: The model, in memory.
+        tokenizer: Its tokenizer.
+        prompt: Text of a user, see `generate`.
+        written: Ids of the tokens, by the same tokenizer.
+    """
+    before, after = prompt_ids(model, tokenizer, prompt), list(written)
+    given: dict[str, Any] = {"input_ids": torch.tensor([before + after[:-1]], device=model.device)}
+    first = len(before) - 1
+    if has_two_stacks(model):
+        start = model.generation_config.decoder_start_token_id
+        given = {
+            "input_ids": torch.tensor([before], device=model.device),
+            "decoder_input_ids": torch.tensor([[start, *after[:-1]]], device=model.device),
+        }
+        first, before = 0, [start]
+    with torch.inference_mode():
+        chosen = model(**given).logits[0, first:].argmax(-1).tolist()
+
+    def text(ids: Sequence[int]) -> str:
+        decoded = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return decoded.rstrip(UNFINISHED)
+
+    found, so_far = [], text(before)
+    for place, (token, choice) in enumerate(zip(after, chosen, strict=True)):
+        with_it = text(before + after[: place + 1])
+        other = None if choice == token else text([*before, *after[:place], choice])[len(so_far) :]
+        found.append(NextChoice(with_it[len(so_far) :], other))
+        so_far = with_it
+    return found
