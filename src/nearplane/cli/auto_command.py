@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from nearplane.cli.evaluate_command import lines
 from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Switch
 from nearplane.cli.printing import opening, say
 from nearplane.errors import RecipeError
@@ -56,4 +55,4 @@ def auto(request: Annotated[AutoFlags, Flat], *, yes: Switch = False, dry_run: S
         print("nothing was done")
         return
     done = carry_out(replace(request, progress=bar), choice)
-    say(["", *lines(done.evaluation), "", f"checkpoint: {done.out}; report: {done.report}", f"use it: {done.serve}"])
+    say(["", str(done.evaluation), "", f"checkpoint: {done.out}; report: {done.report}", f"use it: {done.serve}"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,13 +20,9 @@ from nearplane.verbs.evaluate_request import EvaluateRequest, TasksRequest
 from nearplane.verbs.figure_file import check_plot
 
 if TYPE_CHECKING:
-    from nearplane.evaluation.protocols import LlamaCppFigure
-    from nearplane.evaluation.scoring import Floor
-    from nearplane.evaluation.statistics import Estimate, PositionRange, Statistics
     from nearplane.evaluation.task_scores import TaskScore
-    from nearplane.verbs.evaluate import Evaluation, Measured
+    from nearplane.verbs.evaluate import Measured
 
-NAME_WIDTH, POSITIONS_PER_LINE = 34, 4
 TASK_GROUP = Group("Tasks of lm-eval, instead of --text or with it", sort_key=1)
 COLUMNS = ("task", "metric", "shots", "documents", "model", "original", "difference", "right to wrong", "wrong to right",
            "flipped %", "p")  # fmt: skip
@@ -169,115 +165,9 @@ def _print(measured: Sequence[Measured], scores: Sequence[TaskScore], *, json: b
         return
     for number, each in enumerate(measured):
         say([""] * bool(number))
-        say(lines(each.evaluation))
+        print(each.evaluation)
     if scores:
         _print_scores(scores)
-
-
-def lines(score: Evaluation) -> Iterator[str]:
-    """Yield the lines that are printed of one evaluation."""
-    if score.cosine is not None:
-        yield (
-            f"cosine of mean-pooled embeddings to the original's: mean {score.cosine:.5f}, least {score.worst_cosine:.5f} "
-            f"({score.windows} windows of {score.seqlen}); no vocabulary head, so no perplexity"
-        )
-        return
-    yield f"{score.text}, protocol {score.protocol}: {_protocol(score)}"
-    if score.protocol == "llama.cpp":
-        yield from (_row(each.name, _figure(each)) for each in score.llama_cpp)
-    elif score.statistics is not None:
-        yield from _perplexities(score, score.statistics)
-        yield from _divergence(score.statistics)
-    if score.floor is not None:
-        yield from _floor(score.floor)
-    yield from score.remarks
-    if score.computed is not None:
-        yield ""
-        yield "as runtimes compute, with the inputs of layers rounded (above: the weights alone):"
-        yield from (line for number, line in enumerate(lines(score.computed)) if number)
-
-
-def _protocol(score: Evaluation) -> str:
-    """Return what was scored, and by which number the sum is divided."""
-    scored = f"{score.tokens:,} tokens scored in {score.windows:,} windows of {score.seqlen}"
-    if score.protocol == "llama.cpp":
-        return f"{scored}, of each the second half; per token, and errors (±) as if tokens were independent"
-    if score.protocol == "lm-eval":
-        documents = f"{score.documents:,} document{'s' * (score.documents > 1)}"
-        return f"{scored}, rolling over {documents}; per word ({score.words:,}) and per byte ({score.bytes:,})"
-    return f"{scored}, of each all but the first; per token"
-
-
-def _perplexities(score: Evaluation, it: Statistics) -> Iterator[str]:
-    """Yield the perplexities of both networks and their ratio."""
-    if score.lm_eval is not None:
-        for name, value in asdict(score.lm_eval).items():
-            yield _row(name, f"{value:.4f}")
-        for name, value in ({} if score.lm_eval_original is None else asdict(score.lm_eval_original)).items():
-            yield _row(f"the original's {name}", f"{value:.4f}")
-        return
-    yield from _estimate("perplexity", it.perplexity, ".4f")
-    yield from _estimate("the original's perplexity", it.original_perplexity, ".4f")
-    yield from _estimate("ratio of the two", it.perplexity_ratio, ".5f")
-
-
-def _divergence(it: Statistics) -> Iterator[str]:
-    """Yield how far the predictions are from the original's."""
-    if it.kl is None:
-        return
-    yield from _estimate("KL(original || model)", it.kl, ".5f", " nats per token")
-    quantiles = (("median", it.kl_median), ("99 %", it.kl_99), ("99.9 %", it.kl_999), ("largest", it.kl_max))
-    yield _row(
-        "  of single tokens",
-        ", ".join(f"{name} {value:.5f}" for name, value in quantiles if value is not None) + " nats",
-    )
-    yield from _estimate("KL(model || original)", it.reverse_kl, ".5f", " nats per token")
-    yield from _estimate("same top token", it.same_top, ".2f", " %", 100)
-    if it.same_top is not None:
-        yield _row(
-            "  in words", f"of 1,000 next-token choices {1000 * (1 - it.same_top.value):.0f} differ from the original's"
-        )
-    yield from _estimate(
-        "right token's probability", it.probability_change, "+.3f", " percentage points on average", 100
-    )
-    yield from _estimate("  root mean square", it.probability_change_rms, ".3f", " percentage points", 100)
-    for start in range(0, len(it.by_position), POSITIONS_PER_LINE):
-        parts = it.by_position[start : start + POSITIONS_PER_LINE]
-        cells = ", ".join(f"{_range(part)}: {part.kl.value:.5f}" for part in parts)
-        yield _row("KL after 1, 2-3, .. tokens, nats" * (start == 0), cells)
-
-
-def _estimate(name: str, it: Estimate | None, form: str, unit: str = "", factor: int = 1) -> Iterator[str]:
-    """Yield a row with a figure and its interval, if there is one."""
-    if it is None:
-        return
-    between = "no interval"
-    if it.low is not None and it.high is not None:
-        between = f"95 %: {factor * it.low:{form}} to {factor * it.high:{form}}"
-    yield _row(name, f"{factor * it.value:{form}}{unit} ({between})")
-
-
-def _range(part: PositionRange) -> str:
-    return str(part.first) if part.first == part.last else f"{part.first}-{part.last}"
-
-
-def _figure(it: LlamaCppFigure) -> str:
-    """Return a figure of llama.cpp with as many places as it prints."""
-    percent, places = (" %", 3) if it.name.endswith(("Δp", "top p")) or it.name.startswith("Cor") else ("", 6)
-    return f"{it.value:.{places}f}" + ("" if it.error is None else f" ± {it.error:.{places}f}") + percent
-
-
-def _floor(it: Floor) -> Iterator[str]:
-    """Yield how far the original in its own dtype is from itself in float32."""
-    if not it.windows:
-        yield _row("floor of the KL", "not measured: the original is stored in float32")
-        return
-    yield _row("floor of the KL", f"{it.kl:.3g} nats per token, same top token {100 * it.agreement:.2f} %")
-    yield _row("  the original by itself", f"in {it.dtype} against float32, first {it.tokens:,} tokens")
-
-
-def _row(name: str, value: str) -> str:
-    return f"{name:<{NAME_WIDTH}}{value}"
 
 
 def _print_scores(scores: Iterable[TaskScore]) -> None:

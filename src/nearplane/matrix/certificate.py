@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple, cast
 
 import torch
@@ -32,6 +33,8 @@ from nearplane.recipe.schemes import AnyScheme
 from nearplane.recipe.thresholds import MAX_CERTIFIED_INPUTS
 from nearplane.record.record import LayerRecord, row_groups
 from nearplane.system.memory import release
+
+FIGURES = 4  # of extra windows, see `means_on_extra`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +82,7 @@ class MeasuredRows:
         energy: (rows,) mean square of the target, times the weight of the row.
         weight: (rows,) weight of the errors of each row.
         dead: (2,) number of inputs that were always 0, and of those among them that are not 0 in the original model.
-        on_extra: (parts, 3) losses on the extra windows, on all and on those of each text; see `bounds.losses_on_extra`.
+        on_extra: (parts, 4) losses on the extra windows, on all and on those of each text; see `bounds.losses_on_extra`.
         layer: Facts that the figures of all rows of the layer share.
     """
 
@@ -184,8 +187,8 @@ def record_of(
     facts = (losses * weight).mean(), energy.min(), energy.double().log2().mean()
     loss, least, mean_log_energy, dead, pruned, *others = read(*facts, measured[0].dead, groups, *on_extra)
     row_losses, found = others[: len(groups)], iter(others[len(groups) :])
-    none: tuple[float | None, ...] = (None, None, None)
-    extra, *by_source = [none if part is None else (next(found), next(found), next(found)) for part in parts] or [none]
+    none: tuple[float | None, ...] = (None,) * FIGURES
+    extra, *by_source = [none if part is None else tuple(islice(found, FIGURES)) for part in parts] or [none]
     groups_of_losses = {"row_losses": tuple(float(f"{each:.9g}") for each in row_losses)}
     return LayerRecord(
         name=name,
@@ -204,6 +207,7 @@ def record_of(
         extra_loss=extra[0],
         extra_relative_loss=extra[1],
         extra_nearest_loss=extra[2],
+        extra_own_loss=extra[3],
         extra_by_source=tuple(each[1] for each in by_source),
         dead=int(dead),
         pruned=None if moments.alive is None else int(pruned),

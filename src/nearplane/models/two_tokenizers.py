@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from nearplane.errors import ModelError, first_few
+from nearplane.models.chat_prompts import say_other_prompts
 from nearplane.models.pretrained import as_model_error, tokenizer_of, tokens_before
 from nearplane.system.files import sha256
 from nearplane.system.paths import TOKENIZERS, is_listed
@@ -39,7 +40,7 @@ def decoded(tokenizer: PreTrainedTokenizerBase, windows: Iterable[Tensor]) -> It
 
 
 def check_same_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trust_remote_code: bool) -> None:
-    """Refuse two models whose tokenizers cut a text differently; see `other_tokens`.
+    """Refuse two models whose tokenizers cut a text differently; see `other_tokens`. Other chat templates are logged.
 
     Raises:
         ModelError: A text has other tokens in one model than in the other, or a tokenizer cannot be loaded.
@@ -50,6 +51,7 @@ def check_same_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *,
             f"{difference} Both must read the same tokens to be compared. Copy the tokenizer of {second} into {first}, or pass "
             f"the model from which {first} was made."
         )
+    say_other_prompts(folders, trust_remote_code=trust_remote_code)
 
 
 def other_tokens(folders: Mapping[str, Path], texts: Iterable[str] = (), *, trust_remote_code: bool) -> str:

@@ -15,8 +15,11 @@ def contradictions(record: RunRecord) -> Iterator[tuple[LayerRecord, str]]:
     """Yield (layer, contradiction) for certificates of a record that cannot be true for any data."""
     recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
     plan = Plan.of(recipe, [layer.name for layer in record.layers])
+    own = any(layer.extra_own_loss is not None for layer in record.layers)
     for layer in record.layers:
         yield from ((layer, what) for what in _contradicting(layer, plan))
+        if own and (layer.extra_own_loss is None) != (layer.extra_loss is None):
+            yield layer, f"extra_own_loss is {layer.extra_own_loss}, but extra_loss is {layer.extra_loss}"
 
 
 def _contradicting(layer: LayerRecord, plan: Plan) -> Iterator[str]:

@@ -19,6 +19,7 @@ from nearplane.record.tuning_record import Tuning
 from nearplane.system.arguments import ComputeDtype
 from nearplane.system.files import digest_of
 from nearplane.system.matmul_choice import Products
+from nearplane.system.sizes import counted, size_text
 
 installed_version = cache(version)  # parses a file of metadata
 VERSION = 5  # of the record; records of other versions are refused
@@ -26,7 +27,7 @@ VERSION = 5  # of the record; records of other versions are refused
 LEFT_OUT: dict[str, object] = {
     "sources": (), "extra_kl": None, "original_bytes": 0, "card": 0, "compute_dtype": "auto",
 }  # fmt: skip
-LEFT_OUT_OF_LAYERS: dict[str, object] = {"degenerate": "", "extra_by_source": ()}
+LEFT_OUT_OF_LAYERS: dict[str, object] = {"degenerate": "", "extra_by_source": (), "extra_own_loss": None}
 LEFT_OUT_OF_RECIPE: dict[str, object] = {"activations": "none", "like": None}
 LEFT_OUT_OF_CALIBRATION: dict[str, object] = {"first_token": "none"}
 
@@ -51,6 +52,9 @@ class LayerRecord:
             None if no row of extra windows reached the layer.
         extra_relative_loss: `extra_loss` divided by the energy of the original model's outputs.
         extra_nearest_loss: `extra_loss` if the target were rounded to nearest on the same grid.
+        extra_own_loss: What this layer alone loses on the extra windows: the squared error of its outputs for the inputs
+            that it has in the quantized network, divided as `extra_relative_loss`. None, and then not in the file, without
+            rows of extra windows, and of older versions.
         extra_by_source: `extra_relative_loss` on the extra windows of each `Source` of a mix, None where no row of them
             reached the layer; empty, and then not in the file, for a single text.
         damped_loss: Loss of the sweep under the Hessian damped with `sweep_damp`; the next three refer to it.
@@ -112,6 +116,7 @@ class LayerRecord:
     extra_loss: float | None = None
     extra_relative_loss: float | None = None
     extra_nearest_loss: float | None = None
+    extra_own_loss: float | None = None
     extra_by_source: tuple[float | None, ...] = ()
     pruned: int | None = None
     asked: float | None = None
@@ -131,6 +136,11 @@ class LayerRecord:
         if self.limit == math.inf:  # JSON has no infinity
             object.__setattr__(self, "limit", None)
         assert self.number_format, "raises for unknown names"
+
+    @property
+    def own_loss(self) -> float:
+        """Share of its outputs that this layer alone loses: on the extra windows if that is known, else on what was fitted."""
+        return self.relative_loss if self.extra_own_loss is None else self.extra_own_loss
 
     @property
     def number_format(self) -> NumberFormat:
@@ -246,6 +256,26 @@ class RunRecord:
     tuning: Tuning | None = None
     digest: str = ""
     version: int = field(default=VERSION)
+
+    def __str__(self) -> str:
+        """Return the most important figures in a few lines; `nearplane inspect` and `report` show all of them."""
+        size = f"{size_text(self.bytes)} of weight files"
+        if self.original_bytes and self.bytes:
+            size += f" (original {size_text(self.original_bytes)})"
+        lines = [f"{self.source}: {counted(len(self.layers), 'layer')} at {self.rate:.3f} bits per weight, {size}"]
+        if self.extra_kl is not None:
+            extra = counted(self.extra_windows, "extra window")
+            lines.append(f"KL {self.extra_kl:.3g} nats per token from the original's predictions, on {extra}")
+        if self.tuning is not None:
+            lines.append(self.tuning.sentence())
+        if self.measured:
+            worst = max(self.measured, key=lambda layer: layer.own_loss)
+            lines.append(f"largest loss by itself: {100 * worst.own_loss:.2g} % of the output of {worst.name}")
+        return "\n".join(lines)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the same in notebooks, where the record of a large model would fill pages."""
+        printer.text(str(self) if not cycle else "...")
 
     def to_json(self) -> str:
         """Return the record as JSON, with every list of numbers on one line."""

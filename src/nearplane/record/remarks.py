@@ -13,32 +13,30 @@ from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
 from nearplane.record.record import RunRecord
-from nearplane.record.words import by_source, degenerate, exceeding, few_tokens, left
+from nearplane.record.words import by_source, degenerate, exceeding, few_tokens, left, overfitted
 from nearplane.system.sizes import bytes_in, counted
 
 
 def remarks(record: RunRecord) -> Iterator[str]:
     """Yield a sentence for everything that differs from the request, was left out, or matters before the checkpoint is used."""
+    yield from unusual(record)
+    yield from usual(record)
+
+
+def unusual(record: RunRecord) -> Iterator[str]:
+    """Yield sentences on what somebody should look at: what was missed, too little text, and layers that lose much."""
     if (sentence := missed(record)) is not None:
         yield sentence
-    if not record.layers:
-        return
-    sentences = (
-        _types,
-        _activations,
-        _smaller_groups,
-        _wide_steps,
-        by_source,
-        _short_text,
-        few_tokens,
-        _experts,
-        _dead_inputs,
-        degenerate,
-        _stored,
-        left,
-        exceeding,
-    )
-    yield from chain.from_iterable(each(record) for each in sentences)
+    if record.layers:
+        sentences = (few_tokens, overfitted, _short_text, _rare_experts, _dead_inputs, degenerate, exceeding)
+        yield from chain.from_iterable(each(record) for each in sentences)
+
+
+def usual(record: RunRecord) -> Iterator[str]:
+    """Yield sentences on what is as it must be for such a model and format, but not as everybody expects."""
+    if record.layers:
+        sentences = (_types, _activations, _smaller_groups, _wide_steps, by_source, _experts, _stored, left)
+        yield from chain.from_iterable(each(record) for each in sentences)
 
 
 def missed(record: RunRecord) -> str | None:
@@ -136,7 +134,7 @@ def _short_text(record: RunRecord) -> Iterator[str]:
 
 
 def _experts(record: RunRecord) -> Iterator[str]:
-    """Yield how many calibration tokens were routed to experts, and what was done for experts with few tokens."""
+    """Yield how many calibration tokens were routed to experts, and how many of them count in corrections."""
     matrices = [layer for layer in record.layers if layer.blended is not None]
     if not matrices:
         return
@@ -153,6 +151,12 @@ def _experts(record: RunRecord) -> Iterator[str]:
             f"{100 * share:.1f} % of the tokens of experts reach the same expert in the original model; "
             f"only these are corrected"
         )
+
+
+def _rare_experts(record: RunRecord) -> Iterator[str]:
+    """Yield what was done for experts that few tokens reached."""
+    matrices = [layer for layer in record.layers if layer.blended is not None]
+    experts = {layer.name.rpartition(".")[0]: layer for layer in matrices}  # one matrix of each
     few = [layer for layer in matrices if layer.tokens < ADVISED_TOKENS_PER_INPUT * layer.in_features]
     rare = {layer.name.rpartition(".")[0] for layer in few}
     filled = {layer.name.rpartition(".")[0] for layer in few if layer.blended}

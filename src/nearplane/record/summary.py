@@ -15,6 +15,7 @@ from nearplane.system.sizes import size_text, three_places
 LEGEND = {  # of the columns of `layer_table`
     "bits/weight": "size of the layer in the file, per weight",
     "on extra": f"lost share of the original model's outputs on windows {NOT_FITTED}; it includes the losses of earlier layers",
+    "alone": "lost share of the outputs on the same windows, by this layer alone",
     "relative loss": "lost share of the layer's outputs on the calibration tokens, by this layer alone",
     "nearest/this": "loss of rounding to nearest on the same grid / loss of these codes",
     "nearest/extra": "the same on the extra windows",
@@ -92,7 +93,7 @@ def layer_table(
 
     Args:
         record: The run record.
-        worst: Number of rows, of the layers with the largest relative losses; None: all in their order.
+        worst: Number of rows, of the layers that lose most by themselves; None: all in their order.
     """
     scheme, coded = record.recipe.scheme, record.entropy is not None
     before = [
@@ -107,7 +108,7 @@ def layer_table(
     before += [*divergence(record), *losses(record)]
     layers = record.layers
     if worst is not None:
-        layers = tuple(sorted(record.layers, key=lambda layer: -layer.relative_loss)[:worst])
+        layers = tuple(sorted(record.layers, key=lambda layer: -layer.own_loss)[:worst])
     columns = CODED_COLUMNS if coded else GRID_COLUMNS
     after = [f"{name}: {LEGEND[name]}" for name in columns if name in LEGEND]
     after += [*_without_bound(record), *degenerate(record), *left(record)]
@@ -146,6 +147,7 @@ GRID_COLUMNS: dict[str, Callable[[LayerRecord], str]] = {
     "layer": lambda x: x.name,
     "bits/weight": lambda x: f"{x.rate:.3f}",
     "on extra": lambda x: _power(x, x.extra_relative_loss),
+    "alone": lambda x: _power(x, x.extra_own_loss),
     "relative loss": lambda x: _power(x, x.relative_loss),
     "nearest/this": lambda x: _ratio(x, x.nearest_loss, x.loss),
     "nearest/extra": lambda x: _ratio(x, x.extra_nearest_loss, x.extra_loss),
@@ -163,5 +165,8 @@ CODED_COLUMNS: dict[str, Callable[[LayerRecord], str]] = {
     "bits/weight": GRID_COLUMNS["bits/weight"],
     "of it codes": lambda x: three_places(x.entropy),
     "limit": lambda x: three_places(x.limit),
-    **{head: GRID_COLUMNS[head] for head in ("above limit", "relative loss", "on extra", "bound/this", "correction")},
+    **{
+        head: GRID_COLUMNS[head]
+        for head in ("above limit", "relative loss", "on extra", "alone", "bound/this", "correction")
+    },
 }

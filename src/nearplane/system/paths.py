@@ -36,11 +36,12 @@ TOKENIZERS = (  # every name in `vocab_files_names` of a class of transformers, 
     *("tokenizer.model*", "*.model", "*.spm", "*.tiktoken"),
 )
 TEMPLATES_FOLDER = "additional_chat_templates"
+TEMPLATES = ("*.jinja", f"{TEMPLATES_FOLDER}/*.jinja", "chat_template.json")
 FOLDERS = (TEMPLATES_FOLDER, "*_tokenizer")  # the second of processors with several tokenizers
 NEEDED = (  # files that change what a loaded checkpoint does
     *TOKENIZERS,
     *(f"*_tokenizer/{name}" for name in TOKENIZERS),
-    *("*.jinja", f"{TEMPLATES_FOLDER}/*.jinja", "chat_template.json"),
+    *TEMPLATES,
     *("*processor_config.json", "audio_tokenizer_config.json", "generation_config.json"),
 )
 TERMS = ("*LICEN[CS]E*", "*[Ll]icen[cs]e*", "*NOTICE*", "*[Nn]otice*", "*USE_POLICY*", "*[Uu]se_[Pp]olicy*", "COPYING*")

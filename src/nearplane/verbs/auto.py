@@ -40,7 +40,8 @@ from nearplane.system.progress import duration
 from nearplane.system.sizes import bytes_in, size_text
 from nearplane.verbs.auto_request import AutoRequest
 from nearplane.verbs.card import card
-from nearplane.verbs.evaluate import Evaluation, evaluate
+from nearplane.verbs.evaluate import evaluate
+from nearplane.verbs.evaluation import Evaluation
 from nearplane.verbs.quantize import quantize
 from nearplane.verbs.report import write_report
 from nearplane.verbs.suggest import Suggestion, suggest

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.evaluation.predictions import Network, Outline, batches_here, opened
 from nearplane.evaluation.protocol_names import PLAIN_WINDOWS, Protocol
 from nearplane.evaluation.protocols import (
-    LlamaCppFigure,
-    LmEvalFigures,
     ScoredText,
     default_seqlen,
     llama_cpp_figures,
@@ -36,7 +34,7 @@ from nearplane.evaluation.protocols import (
     scored_text,
 )
 from nearplane.evaluation.scoring import Floor, cosines, measured_floor, running, token_scores
-from nearplane.evaluation.statistics import Statistics, TokenScores, summarize
+from nearplane.evaluation.statistics import TokenScores, summarize
 from nearplane.loading.dense_network import dense_network
 from nearplane.loading.rounded_layers import RoundedLayers, rounded_layers
 from nearplane.loading.source_folder import source_folder
@@ -50,6 +48,7 @@ from nearplane.system.paths import refuse_tokenizer
 from nearplane.system.progress import Tracked, shown, silent
 from nearplane.system.ranks import Ranks
 from nearplane.verbs.evaluate_request import EvaluateRequest
+from nearplane.verbs.evaluation import Evaluation
 from nearplane.verbs.follow import agree, files_of, on_all_ranks
 
 SELF_SAMPLES, SELF_SEQLEN, SELF_SEED = (
@@ -58,55 +57,6 @@ SELF_SAMPLES, SELF_SEQLEN, SELF_SEED = (
     1,
 )  # of text that the original writes; texts to calibrate on have the seed 0
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Result of `evaluate`.
-
-    Args:
-        perplexity: exp(nll); None for a model without vocabulary head (an encoder).
-        nll: Mean negative log-likelihood in nats per scored token; None likewise.
-        tokens: Number of scored tokens, which excludes the first of each window; all tokens for encoders.
-        windows, seqlen: Number of windows, and tokens per window (1 for images).
-        kl: Mean KL(original || model) in nats per scored token; None without an original.
-        agreement: Fraction of scored tokens for which both models have the same most likely token; None likewise.
-        original: Perplexity of the original; None likewise.
-        cosine: Encoders only: mean over windows of the cosine of both embeddings (means of the last hidden states).
-        worst_cosine: Smallest of these cosines.
-        remarks: Sentences about a network whose predictions are degenerate: worse than a guess, or always the same.
-        text: Name of the text.
-        protocol: Protocol of the windows, see `protocols.py`.
-        statistics: All statistics with their intervals; None for encoders.
-        floor: The floor of the divergence; None unless asked for, and for model objects.
-        llama_cpp: Figures of `llama-perplexity`, only by this protocol.
-        lm_eval, lm_eval_original: Perplexities of lm-eval of the model and of the original, only by this protocol.
-        words, bytes, documents: Sizes of the text, by which lm-eval divides; 0 for other protocols.
-        computed: The same of the network that rounds inputs as runtimes do; None unless asked for.
-    """
-
-    perplexity: float | None = None
-    nll: float | None = None
-    tokens: int
-    windows: int
-    seqlen: int
-    kl: float | None = None
-    agreement: float | None = None
-    original: float | None = None
-    cosine: float | None = None
-    worst_cosine: float | None = None
-    remarks: tuple[str, ...] = field(default=(), compare=False)  # they name folders
-    text: str = field(default="", compare=False)
-    protocol: Protocol = "nearplane"
-    statistics: Statistics | None = None
-    floor: Floor | None = None
-    llama_cpp: tuple[LlamaCppFigure, ...] = ()
-    lm_eval: LmEvalFigures | None = None
-    lm_eval_original: LmEvalFigures | None = None
-    words: int = 0
-    bytes: int = 0
-    documents: int = 0
-    computed: Evaluation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.loading.from_pretrained import load
 from nearplane.loading.loaded_network import only_token_settings
 from nearplane.loading.source_folder import source_folder
+from nearplane.models.chat_prompts import say_other_prompts
 from nearplane.models.kinds import InputKind, has_head, has_two_stacks, input_kind
 from nearplane.models.model import Model, positions_of
 from nearplane.models.pretrained import as_model_error, tokenizer_of
@@ -107,7 +108,7 @@ def generate(request: GenerateRequest) -> Continuation:
 
 
 def say_other_tokens(first: str, second: str, prompt: str, *, trust_remote_code: bool = False) -> None:
-    """Log a warning if two models that are to continue a prompt cut text into different tokens.
+    """Log a warning if two models that are to continue a prompt cut text into other tokens or render other conversations.
 
     Raises:
         ModelError: A model or its tokenizer cannot be found or read.
@@ -115,6 +116,7 @@ def say_other_tokens(first: str, second: str, prompt: str, *, trust_remote_code:
     folders = {name: source_folder(name, trust_remote_code=trust_remote_code) for name in (first, second)}
     if difference := other_tokens(folders, [prompt], trust_remote_code=trust_remote_code):
         log.warning("%s Each reads the prompt in its own tokens.", difference)
+    say_other_prompts(folders, trust_remote_code=trust_remote_code)
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -383,12 +383,15 @@ def test_losses_beside_are_those_of_outputs_on_the_rows(generator: torch.Generat
     X_hat = torch.randn(40, 12, generator=generator, dtype=torch.float64)
     X = X_hat + 0.1 * torch.randn(X_hat.shape, generator=generator, dtype=torch.float64) if two else X_hat
     losses = losses_on_extra(p.W, target, matrix, Extra(X_hat=X_hat, X=X if two else None))
-    loss, relative, nearest = means_on_extra(losses, outputs=5).tolist()
+    loss, relative, nearest, own = means_on_extra(losses, outputs=5).tolist()
     outputs, plain = X @ p.W.T, p.grid.decode(p.grid.round(target)[0])
     lost, would = (float((outputs - X_hat @ V.T).square().mean()) / 12 for V in (matrix.decode(), plain))
     assert close(loss, lost)
     assert close(nearest, would)
     assert close(relative, lost / (float(outputs.square().mean()) / 12))
+    alone = X_hat @ (p.W - matrix.decode()).T
+    assert close(own, float(alone.square().sum() / outputs.square().sum()))
+    assert own == relative or two
 
 
 def scaled_problem(weights: float, inputs: float = 1.0) -> tuple[Tensor, Tensor, Certificate]:

@@ -146,6 +146,7 @@ def elsewhere(plain: Plain, w: Array) -> dict[str, object]:
         "extra_loss": lost.mean() / w.shape[1],
         "extra_relative_loss": lost.sum() / (outputs**2).sum(),
         "extra_nearest_loss": nearest.mean() / w.shape[1],
+        "extra_own_loss": ((x_hat @ (w - plain.decoded).T) ** 2).sum() / (outputs**2).sum(),
         "extra_by_source": tuple(
             lost[rows].sum() / (outputs[rows] ** 2).sum() for rows in (slice(SOURCES[0]), slice(SOURCES[0], None))
         ),
@@ -157,6 +158,7 @@ NOWHERE = {
     "extra_loss": None,
     "extra_relative_loss": None,
     "extra_nearest_loss": None,
+    "extra_own_loss": None,
     "extra_by_source": (),
     "pruned": None,
 }

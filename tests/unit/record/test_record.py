@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from dataclasses import MISSING, fields, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +30,9 @@ RUN = RunRecord(
 )  # fmt: skip
 
 
-DEGENERATE = replace(LAYER, degenerate="all its weights are 0", limit=1.0, extra_by_source=(0.5, None))
+DEGENERATE = replace(
+    LAYER, degenerate="all its weights are 0", limit=1.0, extra_by_source=(0.5, None), extra_own_loss=0.125
+)
 SOURCES = tuple(Source(name=name, weight=1.0, windows=1, extra_windows=1) for name in ("a.txt", "b.jsonl"))
 LAYERS = (replace(LAYER, extra_by_source=(0.02, 0.04)), DEGENERATE)
 MIXED = replace(
@@ -47,6 +50,19 @@ MIXED = replace(
 def test_a_record_survives_json():
     assert parsed_record(RUN.to_json()) == RUN
     assert parsed_record(MIXED.to_json()) == MIXED
+
+
+def test_a_record_is_printed_in_a_few_lines():
+    """In a notebook, too, where the fields of all layers would fill pages."""
+    assert str(MIXED).splitlines() == [
+        "somewhere: 2 layers at 4.000 bits per weight, 4.10 KB of weight files (original 8.19 KB)",
+        "KL 0.25 nats per token from the original's predictions, on 0 extra windows",
+        f"largest loss by itself: 1 % of the output of {LAYER.name}",
+    ]
+    assert len(str(RUN).splitlines()) == 2
+    shown = []
+    MIXED._repr_pretty_(SimpleNamespace(text=shown.append), cycle=False)
+    assert shown == [str(MIXED)]
 
 
 def test_fields_of_a_mix_are_in_no_other_record():

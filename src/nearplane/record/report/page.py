@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from nearplane.errors import first_few, printable
 from nearplane.record.record import LayerRecord, RunRecord
-from nearplane.record.remarks import remarks
+from nearplane.record.remarks import unusual, usual
 from nearplane.record.report.drawing import NO_VALUE, TIMES, Scale, Tick, curve, percent, plot, short, spanning
 from nearplane.record.report.figures import figures, kinds, legend
-from nearplane.record.words import NOT_FITTED, calibrated
+from nearplane.record.words import NOT_FITTED, SCALE, calibrated, divergence, in_words
 from nearplane.system.sizes import counted, size_text
 
 
@@ -102,9 +102,14 @@ def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
         ("checkpoint folder", size_text(record.folder), sizes),
         ("quantized layers", f"{len(layers):,}", f"{weights:,} weights"),
     ]
+    if record.extra_kl is not None:
+        head = "; with the original's head" if any(record.recipe.scheme.ends) else ""
+        cards.insert(0, ("KL to the original", f"{record.extra_kl:.3g}", f"nats per token: {in_words(record)}{head}"))
     if layers := record.measured:
         worst = max(layers, key=lambda layer: layer.relative_loss)
         cards.append(("worst relative loss", percent(worst.relative_loss), worst.name))
+    if own := [(layer.extra_own_loss, layer.name) for layer in layers if layer.extra_own_loss is not None]:
+        cards.append(("worst alone on extra windows", percent(max(own)[0]), max(own)[1]))
     if extra := [(layer.extra_relative_loss, layer.name) for layer in layers if layer.extra_relative_loss is not None]:
         worst_extra, name = max(extra)
         windows = f"{counted(record.extra_windows, 'window')} {NOT_FITTED}"
@@ -123,11 +128,14 @@ def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def _heed(record: RunRecord) -> str:
-    """Return the list of findings: faults, omissions and void bounds."""
-    items = "".join(f"<li>{_code(sentence)}</li>" for sentence in findings(record))
-    if not items:
-        return '<p class="fine">No findings: nothing was skipped, no input is dead, and no row clips.</p>'
-    return f'<section class="heed"><h3>Findings to check</h3><ul>{items}</ul></section>'
+    """Return the list of findings, and below it, to be unfolded, what is as it must be for such a model and format."""
+    found, known = findings(record), facts(record)
+    lists = ["".join(f"<li>{_code(sentence)}</li>" for sentence in sentences) for sentences in (found, known)]
+    heed = '<p class="fine">No findings: nothing is unusual for such a model and format.</p>'
+    if found:
+        heed = f'<section class="heed"><h3>Findings to check</h3><ul>{lists[0]}</ul></section>'
+    more = f"<details><summary>Good to know</summary><ul>{lists[1]}</ul></details>" if known else ""
+    return heed + more
 
 
 def _code(text: str) -> str:
@@ -136,16 +144,11 @@ def _code(text: str) -> str:
 
 
 def findings(record: RunRecord) -> list[str]:
-    """Return a sentence for every fault, omission, and void bound."""
-    layers, sentences = record.layers, [_sentence(remark) for remark in remarks(record)]
-    if clipped := [layer for layer in layers if layer.clipped_rows]:
-        worst = max(clipped, key=lambda layer: layer.clipped_rows)
-        sentences.append(
-            f"Rows clip in {len(clipped)} of {counted(len(layers), 'layer')}: some of their targets were outside the "
-            f"grid. For these rows, worst case, expected loss and gamma do not hold; the losses are exact. Share of "
-            f"rows that clip: {percent(median(layer.clipped_rows for layer in clipped))} in the median layer, at most "
-            f"{percent(worst.clipped_rows)} ({worst.name})."
-        )
+    """Return a sentence for everything that is unusual: large losses, too little text, faults, void bounds."""
+    layers, sentences = record.layers, list[str]()
+    if record.extra_kl is not None and record.extra_kl > SCALE[-1][0]:
+        sentences += map(_sentence, divergence(record))
+    sentences += [_sentence(remark) for remark in unusual(record)]
     if exceeding := [x.name for x in layers if x.worst_case is not None and x.damped_loss > x.worst_case * (1 + 1e-9)]:
         sentences.append(
             f"The worst case of unclipped rows is exceeded in {counted(len(exceeding), 'layer')}: "
@@ -159,12 +162,28 @@ def findings(record: RunRecord) -> list[str]:
     return sentences
 
 
+def facts(record: RunRecord) -> list[str]:
+    """Return a sentence for everything that is as it must be, but not as everybody expects."""
+    sentences = [_sentence(remark) for remark in usual(record)]
+    if clipped := [layer for layer in record.layers if layer.clipped_rows]:
+        worst = max(clipped, key=lambda layer: layer.clipped_rows)
+        sentences.append(
+            f"Rows clip in {len(clipped)} of {counted(len(record.layers), 'layer')}, as is usual on grids of few values: some of "
+            f"their targets were outside the grid. For these rows, worst case, expected loss and gamma do not hold; the losses "
+            f"are exact. Share of rows that clip: {percent(median(layer.clipped_rows for layer in clipped))} in the median "
+            f"layer, at most {percent(worst.clipped_rows)} ({worst.name})."
+        )
+    return sentences
+
+
 def _sentence(text: str) -> str:
     """Return a text with a capital first letter and a full stop."""
     return f"{text[:1].upper()}{text[1:].removesuffix('.')}."
 
 
 TERMS = {
+    "KL to the original": f"How far the predictions are from the original's, on windows of the text {NOT_FITTED}: up to 0.01 is "
+    "close, above 0.1 is large. The one figure that says what the whole network lost.",
     "bits per weight": f"Size of a layer's tensors in the file, including steps and tables: 8 {TIMES} bytes / weights.",
     "relative loss": "Squared error of a layer's outputs on the calibration text, divided by the squared outputs: 0.01 "
     "is 1 %, or 20 dB below the outputs. Use it to compare layers.",
@@ -172,6 +191,8 @@ TERMS = {
     "on extra windows": "Squared difference to the outputs of the original model, divided by those outputs squared, on "
     f"windows of the text {NOT_FITTED}. It includes the losses of earlier layers. "
     "A value far above the relative loss indicates too few tokens.",
+    "alone on extra windows": "The same without the losses of earlier layers: the squared error for the inputs that the layer "
+    "has in the quantized network. Use it to compare runs.",
     "nearest / this": "The loss of rounding every weight to nearest with the same steps, divided by this loss.",
     "worst case, expected": "The largest loss that Babai's theorem allows, and a third of it, the probable loss. They "
     "refer to the loss under the damped Hessian, and hold for each row that does not clip.",
@@ -189,13 +210,19 @@ TERMS = {
 def _terms(record: RunRecord) -> str:
     """Return explanations of the terms that the page uses for this record."""
     known = {
+        "KL to the original": "extra_kl",
         "on extra windows": "extra_loss",
+        "alone on extra windows": "extra_own_loss",
         "nearest / this": "nearest_loss",
         "worst case, expected": "worst_case",
         "gamma": "gamma",
         "bits above the limit": "limit",
-    }  # the field of `LayerRecord` that each term needs
-    absent = {word for word, name in known.items() if all(getattr(layer, name) is None for layer in record.layers)}
+    }  # the field of the record, or of all its layers, that each term needs
+    absent = {
+        word
+        for word, name in known.items()
+        if all(getattr(each, name, None) is None for each in (record, *record.layers))
+    }
     if record.entropy is not None:
         absent.add("clipped")
     terms = "".join(
@@ -278,6 +305,7 @@ def _columns(record: RunRecord) -> list[Column]:
         budget if coded else Column("grid", _grid_bits, lambda x: x.format),
         Column("bits / weight", lambda x: x.rate, lambda x: f"{x.rate:.3f}"),
         Column("relative loss", lambda x: None if x.degenerate else x.relative_loss),
+        Column("alone on extra windows", lambda x: None if x.degenerate else x.extra_own_loss),
         Column("relative loss on extra windows", lambda x: None if x.degenerate else x.extra_relative_loss),
         Column("loss", lambda x: x.loss),
         Column("nearest / this", lambda x: _ratio(x.nearest_loss, x.loss)),

@@ -17,7 +17,7 @@ from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.record.record import RunRecord
 from nearplane.record.report.drawing import PLOT_HEIGHT, TIMES
 from nearplane.record.report.figures import kinds
-from nearplane.record.report.page import findings, render
+from nearplane.record.report.page import facts, findings, render
 from nearplane.system.sizes import size_text
 from nearplane.verbs.report import write_report
 from reported import CODED, GRID, RUN, SHAPES, entropy_coded, on_a_grid, run_of, saved
@@ -81,14 +81,49 @@ def test_what_is_wrong_is_said_in_words():
         "The calibration text has 3 windows of",
         "Too few tokens to trust the losses",
         f"{layers[3].name} (7 of 128)",
-        "Rows clip in 14 of 35 layers",
         f"nearest would have had a lower loss on the calibration text in 1 layer: {layers[4].name}",
         f"The worst case of unclipped rows is exceeded in 1 layer: {layers[6].name}",
-        "Not quantized: block.*.router, 2 of them (odd)",
     ):
         assert words in said
     assert findings(replace(CODED, tokens=20 * 11_264)) == []
-    assert "nothing was skipped" in render(replace(CODED, tokens=20 * 11_264))
+    assert "nothing is unusual" in render(replace(CODED, tokens=20 * 11_264))
+
+
+def test_what_is_usual_for_a_format_is_no_finding():
+    """Rows clip on every grid of few values, and some weights are never quantized."""
+    record = replace(GRID, skipped=(("block.0.router", "odd"), ("block.1.router", "odd")))
+    said = " ".join(facts(record))
+    assert "Rows clip in 14 of 35 layers" in said
+    assert "Not quantized: block.*.router, 2 of them (odd)" in said
+    assert not findings(record)
+    assert "<summary>Good to know</summary>" in render(record)
+    assert "<summary>Good to know</summary>" not in render(replace(CODED, tokens=20 * 11_264))
+
+
+def test_the_kl_is_the_first_figure_and_a_large_one_a_finding():
+    near, far = (replace(GRID, extra_windows=2, extra_kl=kl) for kl in (0.0123, 0.234))
+    cards = [re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd><dd>(.*?)</dd>", render(record)) for record in (near, far)]
+    assert [each[0] for each in cards] == [
+        ("KL to the original", "0.0123", "nats per token: small"),
+        (
+            "KL to the original",
+            "0.234",
+            "nats per token: large; more --samples, more bits or nearplane tune make it smaller",
+        ),
+    ]
+    assert (findings(near), len(findings(far))) == ([], 1)
+    assert "0.234 nats per token" in findings(far)[0]
+    assert "<dt>KL to the original</dt>" not in render(GRID)
+
+
+def test_layers_that_lose_much_more_than_was_fitted_are_a_finding():
+    layers = list(GRID.layers)
+    layers[3] = replace(layers[3], relative_loss=0.007, extra_relative_loss=0.4, extra_own_loss=0.32)
+    layers[5] = replace(layers[5], relative_loss=0.001, extra_relative_loss=0.4, extra_own_loss=0.04)  # no notable loss
+    (found,) = findings(replace(GRID, layers=tuple(layers), extra_windows=2))
+    assert found.startswith("1 layer by itself lost more than 5 times as much on the extra windows")
+    assert f"{layers[3].name} (32 %, fitted 0.7 %)" in found
+    assert "<dt>worst alone on extra windows</dt><dd>32" in render(replace(GRID, layers=tuple(layers), extra_windows=2))
 
 
 def test_missing_figures_limits_and_columns_are_explained():
@@ -102,7 +137,7 @@ def test_missing_figures_limits_and_columns_are_explained():
         "<b>Bits above the limit</b>: not drawn: 5 layers of more than 4096 inputs",
         "for which no limit is computed and 30 layers without a limit in the record.",
         "<b>Share of the worst case</b>: not drawn, as the record holds no worst case.",
-        "No layer has a value for: relative loss on extra windows, nearest / this, nearest / this on extra windows, "
+        "No layer has a value for: alone on extra windows, relative loss on extra windows, nearest / this, nearest / this on extra windows, "
         "worst case / this, gamma, clipped codes %, clipped rows %, bits above limit.",
         "The record holds no loss of rounding to nearest.",
     ):
