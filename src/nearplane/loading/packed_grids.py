@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nearplane.errors import RecipeError
+from nearplane.errors import ModelError, RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.loading.grid_linear import GridLinear, grid_linear, rounded_to_8_bits
 from nearplane.loading.words_linear import WordsLinear
 from nearplane.models.conversion import renamed
 from nearplane.models.layers import is_linear
 from nearplane.system.memory import release_all, return_large_blocks
-from nearplane.system.sizes import size_text
+from nearplane.system.sizes import counted, size_text
 
 SMALL_HEAD = 0.05  # of the bytes that are read for a token; halving it then gains less than the noise of a timing
 logger = logging.getLogger(__name__)
@@ -64,10 +65,25 @@ class PackedGrids:
             assert isinstance(replaced, nn.Linear), "see `is_linear`"
             layer.bias = replaced.bias
             model.set_submodule(path, layer)
+        if self._layers:  # of this object alone
+            model.__dict__["save_pretrained"] = partial(_refuse_to_save, type(model).__name__, len(self._layers))
         counts = Counter(layer.bits for layer in self._layers.values())
         parts = [f"{counts[bits]} stay packed in {bits} bits" for bits in sorted(counts)]
         parts += [f"{self._decoded} are decoded"] if self._decoded or not parts else []
         logger.info("of the quantized layers %s", ", ".join(parts))
+
+
+def _refuse_to_save(name: str, layers: int, *args: object, **words: object) -> None:
+    """Stand in for `save_pretrained` of a network whose layers stay packed: it would write them decoded, without a word.
+
+    Raises:
+        ModelError: Always.
+    """
+    del args, words
+    raise ModelError(
+        f"{counted(layers, 'layer')} of this {name} are packed, and save_pretrained would write them decoded, several times as "
+        f"large. Copy the folder from which it was loaded; for decoded weights use nearplane export OUT FOLDER."
+    )
 
 
 def round_head(model: PreTrainedModel) -> None:

@@ -22,6 +22,7 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from nearplane.errors import ModelError, NearplaneError, first_line, is_of_caller
 from nearplane.models.config_checks import BuildBudget, believe_tensors, check_config, check_sizes
+from nearplane.models.download_log import DownloadLog
 from nearplane.models.kinds import SPEECH_TYPES, hears_alone, is_headless, is_multimodal, is_seq2seq
 from nearplane.system.files import read_object
 from nearplane.system.fp8_mxfp4 import WidenedReader
@@ -85,7 +86,7 @@ def find_folder(source: str, *, trust_remote_code: bool = False, patterns: Seque
 def _fetched(source: str, patterns: Sequence[str]) -> Path:
     """Return the folder with the files of these patterns of a model on the hub."""
     try:
-        return Path(snapshot_download(source, allow_patterns=[*patterns]))
+        return Path(snapshot_download(source, allow_patterns=[*patterns], tqdm_class=DownloadLog))
     except GatedRepoError as error:
         raise ModelError(f"{source} is gated. Accept its terms on the hub and log in with `hf auth login`.") from error
     except RepositoryNotFoundError as error:

@@ -20,7 +20,7 @@ from nearplane.number_formats import BlockFormat, NumberFormat
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.evaluation_table import evaluation_tables
 from nearplane.record.record import RunRecord
-from nearplane.record.uses import pipeline_tag, uses, uses_of_dense
+from nearplane.record.uses import Named, pipeline_tag, uses, uses_of_dense
 from nearplane.record.words import by_source, calibrated, degenerate, divergence, exceeding, few_tokens, left, losses
 from nearplane.system.sizes import counted, size_text
 
@@ -43,11 +43,13 @@ class Origin:
         config: config.json of the original or of the checkpoint.
         metadata: Metadata of the original's card, as `front_matter` reads it.
         base: Hub id of the original; None: as `hub_id` knows it.
+        chat: Whether its tokenizer has a chat template.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None
+    chat: bool = False
 
 
 def model_card(
@@ -200,7 +202,8 @@ def _meaning(format: NumberFormat) -> str:
 def _used(record: RunRecord, origin: Origin, dense: str | None) -> Iterator[str]:
     """Yield a block of code for every program that loads the checkpoint."""
     yield f"`{FOLDER}` stands for the folder of this card, or for its id on the hub."
-    ways = uses_of_dense(origin.config, FOLDER) if dense else uses(record, origin.config, FOLDER)
+    named = Named(FOLDER, origin.config, origin.chat)
+    ways = uses_of_dense(named) if dense else uses(record, named)
     for way in ways:
         yield from ("", f"**{way.program}**{way.needs and f' (needs {way.needs})'}:", "", f"```{way.language}")
         yield from (*way.code.splitlines(), "```")

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.remarks import remarks
-from nearplane.record.uses import typed, uses
+from nearplane.record.uses import Named, typed, uses
 from nearplane.record.words import NOT_FITTED, by_source, calibrated, degenerate, divergence, exceeding, left, losses
-from nearplane.system.files import read_object
 from nearplane.system.sizes import size_text, three_places
 
 LEGEND = {  # of the columns of `layer_table`
@@ -68,9 +67,7 @@ def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
         command = f"nearplane evaluate {folder} --against {original}{rounded} --text TEXT"
         yield f"predictions on another text: {command}"
     yield f"figures of every layer: nearplane inspect {folder}"
-    path = out / "config.json"
-    config = read_object(path, expected="Expected the config of a model") if path.is_file() else {}
-    yield f"use it: {', or '.join(each.phrase for each in uses(record, config, str(out)))}"
+    yield f"use it: {', or '.join(each.phrase for each in uses(record, Named.of(out)))}"
 
 
 def tuned(record: RunRecord, out: Path) -> Iterator[str]:

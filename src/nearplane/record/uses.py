@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from nearplane.errors import FormatError
 from nearplane.record.record import RunRecord
+from nearplane.system.files import read_object
+from nearplane.system.paths import CONFIG, TEMPLATES
 
 GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of the names of models that predict text
 TASKS = {  # ends of the names of architectures: transformers' class that loads them, and the task by the hub's list
@@ -21,6 +25,7 @@ TASKS = {  # ends of the names of architectures: transformers' class that loads 
     "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
     "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
 }
+TOKENIZER_CONFIG = "tokenizer_config.json"
 SOUND, IMAGES = ("num_mel_bins", "conv_kernel"), ("image_size", "patch_size", "num_channels")  # fields of configs
 
 
@@ -42,24 +47,47 @@ class Use:
     needs: str = ""
 
 
-def uses(record: RunRecord, config: Mapping[str, Any], folder: str) -> list[Use]:
-    """Return how a checkpoint is used, the usual way first.
+class Named(NamedTuple):
+    """A folder as commands name it.
 
     Args:
-        record: The run record.
-        config: The config.json of the checkpoint; empty: as for a language model.
-        folder: The folder as it is named in commands.
+        folder: Its name.
+        config: Its config.json; empty: as for a language model.
+        chat: Whether its tokenizer has a chat template.
     """
+
+    folder: str
+    config: Mapping[str, Any]
+    chat: bool = False
+
+    @classmethod
+    def of(cls, path: Path) -> Named:
+        """Return a folder by its path, whose files are looked at."""
+        found = path / CONFIG
+        config = read_object(found, expected="Expected the config of a model") if found.is_file() else {}
+        return cls(str(path), config, has_chat_template(path))
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Return whether the tokenizer of a folder has a chat template; a damaged file has none."""
+    path, settings = folder / TOKENIZER_CONFIG, dict[str, Any]()
+    with suppress(FormatError):
+        settings = read_object(path, expected="Expected the settings of a tokenizer") if path.is_file() else {}
+    return "chat_template" in settings or any(any(folder.glob(pattern)) for pattern in TEMPLATES)
+
+
+def uses(record: RunRecord, it: Named) -> list[Use]:
+    """Return how a checkpoint is used, the usual way first."""
     files, experts = record.recipe.files, any(layer.blended is not None for layer in record.layers)
     random = files.plain_readers if experts else ()  # readers that would leave experts random
     readers = (reader for reader in files.readers if reader not in random)
-    return [use for reader in readers for use in USES[reader](record, config, folder)]
+    return [use for reader in readers for use in USES[reader](record, it)]
 
 
-def uses_of_dense(config: Mapping[str, Any], folder: str) -> list[Use]:
+def uses_of_dense(it: Named) -> list[Use]:
     """Return how a folder of unquantized weights is used, see `uses`."""
-    served = [_served(folder, "")] if is_served(config) else []
-    return [*served, _loaded(_quoted(folder), config, "")]
+    served = [_served(it.folder, "")] if is_served(it.config) else []
+    return [*served, _loaded(_quoted(it.folder), it, "")]
 
 
 def _quoted(folder: str) -> str:
@@ -72,37 +100,37 @@ def _served(folder: str, needs: str) -> Use:
     return Use(program="vLLM", phrase=phrase, code=command, language="sh", needs=needs)
 
 
-def _loaded(arguments: str, config: Mapping[str, Any], needs: str) -> Use:
+def _loaded(arguments: str, it: Named, needs: str) -> Use:
     phrase = f"from_pretrained({arguments}) in transformers{f' (which needs {needs})' if needs else ''}"
-    return Use(program="transformers", phrase=phrase, code=_loading(arguments, config), needs=needs)
+    return Use(program="transformers", phrase=phrase, code=_loading(arguments, it), needs=needs)
 
 
-def _in_vllm(record: RunRecord, config: Mapping[str, Any], folder: str) -> Iterator[Use]:
+def _in_vllm(record: RunRecord, it: Named) -> Iterator[Use]:
     needs = [record.recipe.files.by_vllm(layer.number_format) for layer in record.layers]
-    if is_served(config) and None not in needs:
-        yield _served(folder, max(filter(None, needs), default=""))
+    if is_served(it.config) and None not in needs:
+        yield _served(it.folder, max(filter(None, needs), default=""))
 
 
-def _in_transformers(record: RunRecord, config: Mapping[str, Any], folder: str) -> Iterator[Use]:
-    yield _loaded(_quoted(folder), config, record.recipe.files.needs)
+def _in_transformers(record: RunRecord, it: Named) -> Iterator[Use]:
+    yield _loaded(_quoted(it.folder), it, record.recipe.files.needs)
 
 
-def _in_gptqmodel(record: RunRecord, config: Mapping[str, Any], folder: str) -> Iterator[Use]:
-    call = f"GPTQModel.load({_quoted(folder)})"
+def _in_gptqmodel(record: RunRecord, it: Named) -> Iterator[Use]:
+    call = f"GPTQModel.load({_quoted(it.folder)})"
     yield Use(program="GPTQModel", phrase=call, code=f"from gptqmodel import GPTQModel\n\nmodel = {call}")
 
 
-def _in_llama_cpp(record: RunRecord, config: Mapping[str, Any], folder: str) -> Iterator[Use]:
-    command = f"llama-cli -m {typed(Path(folder) / 'model.gguf')}"
+def _in_llama_cpp(record: RunRecord, it: Named) -> Iterator[Use]:
+    command = f"llama-cli -m {typed(Path(it.folder) / 'model.gguf')}"
     yield Use(program="llama.cpp", phrase=command, code=command, language="sh")
     if record.recipe.like is None:  # else transformers may not know the names in the file
-        yield _loaded(f'{_quoted(folder)}, gguf_file="model.gguf"', config, "accelerate and gguf")
+        yield _loaded(f'{_quoted(it.folder)}, gguf_file="model.gguf"', it, "accelerate and gguf")
 
 
-def _in_mlx(record: RunRecord, config: Mapping[str, Any], folder: str) -> Iterator[Use]:
-    command = f"mlx_lm.generate --model {typed(folder)} --prompt TEXT"
+def _in_mlx(record: RunRecord, it: Named) -> Iterator[Use]:
+    command = f"mlx_lm.generate --model {typed(it.folder)} --prompt TEXT"
     yield Use(program="mlx_lm", phrase=command, code=command, language="sh")
-    yield _decoded(folder)
+    yield _decoded(it.folder)
 
 
 def _decoded(folder: str) -> Use:
@@ -110,15 +138,15 @@ def _decoded(folder: str) -> Use:
     return Use(program="nearplane", phrase=call, code=f"import nearplane\n\nmodel = {call}")
 
 
-def _in_nearplane(record: RunRecord, config: Mapping[str, Any], folder: str) -> Iterator[Use]:
-    yield _decoded(folder)
+def _in_nearplane(record: RunRecord, it: Named) -> Iterator[Use]:
+    yield _decoded(it.folder)
     yield Use(
         program="transformers",
         phrase="transformers after nearplane.register() (without that call transformers stops with an error)",
-        code=f"import nearplane\n\nnearplane.register()\n{_loading(_quoted(folder), config)}",
+        code=f"import nearplane\n\nnearplane.register()\n{_loading(_quoted(it.folder), it)}",
         needs="nearplane",
     )
-    command = f"nearplane export {typed(folder)} DENSE"
+    command = f"nearplane export {typed(it.folder)} DENSE"
     yield Use(
         program="other programs",
         phrase=f"{command} for other programs",
@@ -128,7 +156,7 @@ def _in_nearplane(record: RunRecord, config: Mapping[str, Any], folder: str) -> 
     )
 
 
-USES: dict[str, Callable[[RunRecord, Mapping[str, Any], str], Iterator[Use]]] = {  # by the reader's name
+USES: dict[str, Callable[[RunRecord, Named], Iterator[Use]]] = {  # by the reader's name
     "vLLM": _in_vllm,
     "transformers": _in_transformers,
     "GPTQModel": _in_gptqmodel,
@@ -138,15 +166,21 @@ USES: dict[str, Callable[[RunRecord, Mapping[str, Any], str], Iterator[Use]]] = 
 }
 
 
-def _loading(arguments: str, config: Mapping[str, Any]) -> str:
-    name = _task(config)[0]
+def _loading(arguments: str, it: Named) -> str:
+    name = _task(it.config)[0]
     if name == "AutoModelForCausalLM":
         folder = arguments.partition(", gguf_file")[0]
+        asked = 'tokens = tokenizer("Once upon a time", return_tensors="pt")\n'
+        if it.chat:
+            asked = (
+                'messages = [{"role": "user", "content": "What is a lattice?"}]\n'
+                "tokens = tokenizer.apply_chat_template(\n"
+                '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"\n)\n'
+            )
         return (
             f"from transformers import {name}, AutoTokenizer\n\ntokenizer = AutoTokenizer.from_pretrained({folder})\n"
-            f"model = {name}.from_pretrained({arguments})\n"
-            'tokens = tokenizer("Once upon a time", return_tensors="pt").input_ids\n'
-            "print(tokenizer.decode(model.generate(tokens, max_new_tokens=30)[0]))"
+            f"model = {name}.from_pretrained({arguments})\n{asked}"
+            "print(tokenizer.decode(model.generate(**tokens, max_new_tokens=60)[0]))"
         )
     return f"from transformers import {name}\n\nmodel = {name}.from_pretrained({arguments})"
 

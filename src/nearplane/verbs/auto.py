@@ -30,10 +30,10 @@ from nearplane.planning.request import check_request, resolved
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import read_record
-from nearplane.record.uses import typed, uses
+from nearplane.record.uses import Named, typed, uses
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
-from nearplane.system.files import read_object, write_whole
+from nearplane.system.files import write_whole
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import duration
@@ -360,10 +360,7 @@ def _commands(request: AutoRequest, out: Path, options: Mapping[str, Any], text:
 
 def _serving(record: RunRecord, out: Path, runtime: Runtime | None) -> str:
     """Return the command or call that uses a checkpoint, for the runtime that was asked for if there is one."""
-    config = out / "config.json"
-    found = uses(
-        record, read_object(config, expected="Expected the config of a model") if config.is_file() else {}, str(out)
-    )
+    found = uses(record, Named.of(out))
     names = {"vllm": "vLLM", "mlx": "mlx_lm"}
     ordered = sorted(found, key=lambda use: use.program != names.get(str(runtime), runtime))
     if not ordered:

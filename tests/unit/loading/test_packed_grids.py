@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 import nearplane
 from checkpoints import random_matrix, tiny_llama, write_folder
 from families import config_of
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.loading.from_pretrained import check_head
 from nearplane.loading.grid_linear import GridLinear, rounded_to_8_bits
 from nearplane.loading.packed_grids import PackedGrids, round_head
@@ -60,14 +60,19 @@ def test_layers_stay_packed_and_answer_as_decoded(
     assert packed.generate(TOKENS, max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (1, 12)
 
 
-def test_a_packed_network_saves_as_a_dense_one(source: Path, tmp_path: Path) -> None:
-    write_folder(tmp_path / "out", source, "compressed-tensors", bits=4, group_size=32)
+def test_a_packed_network_is_not_saved_decoded_without_a_word(source: Path, tmp_path: Path) -> None:
+    written = write_folder(tmp_path / "out", source, "compressed-tensors", bits=4, group_size=32)
     packed = nearplane.load(tmp_path / "out", device="cpu")
-    packed.save_pretrained(tmp_path / "dense")
+    said = rf"^{len(written)} layers of this \w+ are packed, .* Copy the folder .* nearplane export OUT FOLDER"
+    for saving in (packed, copy.deepcopy(packed)):
+        with pytest.raises(ModelError, match=said):
+            saving.save_pretrained(tmp_path / "dense", safe_serialization=True)
+    assert not (tmp_path / "dense").exists()
+    nearplane.export(tmp_path / "out", tmp_path / "dense", dtype="bfloat16")
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "dense").state_dict()
-    expected = packed.state_dict()
-    assert read.keys() == expected.keys()
-    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+    assert read.keys() == packed.state_dict().keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in packed.state_dict().items())
+    assert "save_pretrained" not in type(packed).__dict__, "other networks of the class are saved as before"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -8,12 +8,14 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
+from checkpoints import save_part_of_the_demo
 from nearplane import Calibration, RateScheme, Recipe
 from nearplane.errors import FormatError
 from nearplane.record.evaluation_table import read_evaluation
 from nearplane.record.model_card import KEYS, Origin, front_matter, hub_id, is_unchanged, model_card
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.tuning_record import Point, Tuning
+from nearplane.record.uses import Named, uses_of_dense
 
 DOCUMENTED = {  # github.com/huggingface/hub-docs, modelcard.md, and huggingface.co/docs/hub/model-cards
     "language", "license", "license_name", "license_link", "library_name", "tags", "datasets", "metrics", "base_model",
@@ -250,3 +252,21 @@ def test_a_card_says_where_tokens_were_too_few_and_a_missing_evaluation_is_named
     assert "Too few tokens" in model_card(replace(GRID, windows=2, seqlen=16, tokens=32), Origin())
     with pytest.raises(FormatError, match=r"missing\.json does not exist"):
         read_evaluation(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_code_for_transformers_runs_and_asks_a_chat_model_as_its_template_does(chat, tmp_path, capsys):
+    folder = save_part_of_the_demo(tmp_path / "model", blocks=1)
+    if chat:
+        template = "{% for message in messages %}<ask>{{ message.content }}{% endfor %}<answer>"
+        (folder / "chat_template.jinja").write_text(template)
+    named = Named.of(folder)
+    assert named.chat == chat
+    (use,) = (use for use in uses_of_dense(named) if use.program == "transformers")
+    exec(use.code, {})
+    assert ("<ask>What is a lattice?<answer>" in capsys.readouterr().out) == chat
+    assert use.code in model_card(GRID, Origin(config=named.config, chat=chat), dense="bfloat16").replace(
+        "FOLDER", str(folder)
+    )
+    (folder / "tokenizer_config.json").write_text("[")  # damaged, which only its reader says
+    assert Named.of(folder).chat == chat

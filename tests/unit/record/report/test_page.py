@@ -137,7 +137,8 @@ def test_missing_figures_limits_and_columns_are_explained():
         "<b>Bits above the limit</b>: not drawn: 5 layers of more than 4096 inputs",
         "for which no limit is computed and 30 layers without a limit in the record.",
         "<b>Share of the worst case</b>: not drawn, as the record holds no worst case.",
-        "No layer has a value for: alone on extra windows, relative loss on extra windows, nearest / this, nearest / this on extra windows, "
+        "No layer has a value for: alone on extra windows, relative loss on extra windows, nearest / this, "
+        "nearest / this on extra windows, "
         "worst case / this, gamma, clipped codes %, clipped rows %, bits above limit.",
         "The record holds no loss of rounding to nearest.",
     ):
