@@ -248,8 +248,8 @@ def losses_on_extra(
 
     Returns:
         (parts, 4) float64, for `means_on_extra`: sums over the outputs of each part of the rows, means over tokens divided by
-        in, of `(W x - V x_hat)^2`, of the same for rounding `target` to nearest on the grid, of `(W x)^2`, and of
-        `(W x_hat - V x_hat)^2`, which this layer alone loses.
+        in, of `(W x - V x_hat)^2`, of the same for rounding `target` to nearest on the grid, of `(W x)^2`, and, with T being
+        the target, of `(T x_hat - V x_hat)^2`, which this layer alone loses.
     """
     dtype = torch.promote_types(W.dtype, torch.float32)
     X_hat = extra.X_hat.to(dtype).T  # (in, tokens)
@@ -263,7 +263,7 @@ def losses_on_extra(
             energy = _norms(outputs)
             loss = _norms(torch.addmm(outputs, V.to(dtype), X_hat, alpha=-1))
             nearest = _norms(outputs.addmm_(part.round(target[rows].to(dtype))[1], X_hat, alpha=-1))
-            own = loss if extra.X is None else _norms((W[rows] - V).to(dtype) @ X_hat)
+            own = loss if extra.X is None else _norms((target[rows] - V).to(dtype) @ X_hat)
             parts.append(torch.stack([loss, nearest, energy, own]).square_().sum(1))
     return torch.stack(parts) / X.shape.numel()
 
@@ -274,7 +274,7 @@ def means_on_extra(parts: Tensor, outputs: int) -> Tensor:
     Returns:
         (4,) float64: the mean of `(W x - V x_hat)^2` over outputs and tokens, divided by in; its ratio to the mean of
         `(W x)^2`; the first figure again, for rounding `target` to nearest on the grid; and the ratio of the mean of
-        `(W x_hat - V x_hat)^2` to that of `(W x)^2`.
+        `(T x_hat - V x_hat)^2`, with T being the target, to that of `(W x)^2`.
     """
     loss, nearest, energy, own = parts.sum(0) / outputs
     shares = (torch.stack([loss, own]) / energy).masked_fill(energy == 0, 0)

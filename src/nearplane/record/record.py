@@ -52,9 +52,10 @@ class LayerRecord:
             None if no row of extra windows reached the layer.
         extra_relative_loss: `extra_loss` divided by the energy of the original model's outputs.
         extra_nearest_loss: `extra_loss` if the target were rounded to nearest on the same grid.
-        extra_own_loss: What this layer alone loses on the extra windows: the squared error of its outputs for the inputs
-            that it has in the quantized network, divided as `extra_relative_loss`. None, and then not in the file, without
-            rows of extra windows, and of older versions.
+        extra_own_loss: What this layer alone loses on the extra windows: the squared difference of its outputs from those of
+            its target, for the inputs that it has in the quantized network, divided as `extra_relative_loss`. It is to
+            other text what `relative_loss` is to the calibration text. None, and then not in the file, without rows of extra
+            windows, and of older versions.
         extra_by_source: `extra_relative_loss` on the extra windows of each `Source` of a mix, None where no row of them
             reached the layer; empty, and then not in the file, for a single text.
         damped_loss: Loss of the sweep under the Hessian damped with `sweep_damp`; the next three refer to it.

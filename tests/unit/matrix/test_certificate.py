@@ -146,7 +146,7 @@ def elsewhere(plain: Plain, w: Array) -> dict[str, object]:
         "extra_loss": lost.mean() / w.shape[1],
         "extra_relative_loss": lost.sum() / (outputs**2).sum(),
         "extra_nearest_loss": nearest.mean() / w.shape[1],
-        "extra_own_loss": ((x_hat @ (w - plain.decoded).T) ** 2).sum() / (outputs**2).sum(),
+        "extra_own_loss": ((x_hat @ (plain.T - plain.decoded).T) ** 2).sum() / (outputs**2).sum(),
         "extra_by_source": tuple(
             lost[rows].sum() / (outputs[rows] ** 2).sum() for rows in (slice(SOURCES[0]), slice(SOURCES[0], None))
         ),

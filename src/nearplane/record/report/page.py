@@ -189,10 +189,9 @@ TERMS = {
     "is 1 %, or 20 dB below the outputs. Use it to compare layers.",
     "loss": "Mean squared error of an output, divided by the number of inputs. Its unit is that of an output, squared.",
     "on extra windows": "Squared difference to the outputs of the original model, divided by those outputs squared, on "
-    f"windows of the text {NOT_FITTED}. It includes the losses of earlier layers. "
-    "A value far above the relative loss indicates too few tokens.",
-    "alone on extra windows": "The same without the losses of earlier layers: the squared error for the inputs that the layer "
-    "has in the quantized network. Use it to compare runs.",
+    f"windows of the text {NOT_FITTED}. It includes the losses of earlier layers.",
+    "alone on extra windows": "The relative loss on windows to which nothing was fitted. Use it to compare runs; a value far "
+    "above the relative loss indicates too few tokens.",
     "nearest / this": "The loss of rounding every weight to nearest with the same steps, divided by this loss.",
     "worst case, expected": "The largest loss that Babai's theorem allows, and a third of it, the probable loss. They "
     "refer to the loss under the damped Hessian, and hold for each row that does not clip.",
