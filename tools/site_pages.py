@@ -35,6 +35,7 @@ KINDS = {  # heading of the page: what belongs to it
         "quantize",
         "tune",
         "evaluate",
+        "evaluate_chat",
         "evaluate_tasks",
         "compare",
         "generate",

@@ -32,6 +32,7 @@ HOMES = {  # public names, as in the stub beside this file, which type checkers 
     "card": "nearplane.verbs.card",
     "compare": "nearplane.verbs.compare",
     "evaluate": "nearplane.verbs.evaluate",
+    "evaluate_chat": "nearplane.verbs.evaluate_chat",
     "evaluate_tasks": "nearplane.verbs.evaluate_tasks",
     "export": "nearplane.verbs.export",
     "generate": "nearplane.verbs.generate",

@@ -32,6 +32,7 @@ from nearplane.verbs.auto import auto as auto
 from nearplane.verbs.card import card as card
 from nearplane.verbs.compare import compare as compare
 from nearplane.verbs.evaluate import evaluate as evaluate
+from nearplane.verbs.evaluate_chat import evaluate_chat as evaluate_chat
 from nearplane.verbs.evaluate_tasks import evaluate_tasks as evaluate_tasks
 from nearplane.verbs.export import export as export
 from nearplane.verbs.generate import generate as generate

@@ -16,14 +16,17 @@ from nearplane.evaluation.protocol_names import Protocol  # noqa: F401  cyclopts
 from nearplane.system.launch import launched
 from nearplane.system.progress import Progress
 from nearplane.system.progress_bar import bar
+from nearplane.verbs.chat_request import ChatRequest
 from nearplane.verbs.evaluate_request import EvaluateRequest, TasksRequest
 from nearplane.verbs.figure_file import check_plot
 
 if TYPE_CHECKING:
     from nearplane.evaluation.task_scores import TaskScore
     from nearplane.verbs.evaluate import Measured
+    from nearplane.verbs.evaluate_chat import ChatEvaluation
 
 TASK_GROUP = Group("Tasks of lm-eval, instead of --text or with it", sort_key=1)
+CHAT_GROUP = Group("Conversations, instead of --text or with it", sort_key=2)
 COLUMNS = ("task", "metric", "shots", "documents", "model", "original", "difference", "right to wrong", "wrong to right",
            "flipped %", "p")  # fmt: skip
 
@@ -85,27 +88,56 @@ class TaskFlags(TasksRequest):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatFlags(ChatRequest):
+    """Flags of `nearplane evaluate` for conversations; those that it shares with texts are added by `asked`."""
+
+    model: Annotated[Any, Hidden] = ""
+    chat: Path | None = None  # type: ignore[assignment]  # missing
+    against: Annotated[Any, Hidden] = None
+    tokenizer: Annotated[Any, Hidden] = None
+    samples: Annotated[int | None, Parameter(name="--conversations")] = None
+    device: Annotated[str, Hidden] = "auto"
+    trust_remote_code: Annotated[bool, Hidden] = False
+    progress: Annotated[Progress, Hidden] = bar
+
+    def asked(self, texts: EvaluateRequest) -> ChatRequest:
+        """Return what is asked of `evaluate_chat`, with the models and the device of the request for texts.
+
+        Raises:
+            RecipeError: No file is named.
+        """
+        if self.chat is None:
+            raise RecipeError("--answer-tokens and --conversations belong to --chat with a file of conversations.")
+        shared = {name: getattr(texts, name) for name in ("model", "against", "device", "trust_remote_code")}
+        return replace(self, **shared)
+
+
 def evaluate(
     request: Annotated[EvaluateFlags, Flat],
     *,
+    chat: Annotated[ChatFlags | None, Parameter(name="*", negative="", group=CHAT_GROUP)] = None,
     tasks: Annotated[TaskFlags | None, Parameter(name="*", negative="", group=TASK_GROUP)] = None,
     plot: Path | None = None,
     json: Switch = False,
 ) -> None:
     """Measure the perplexity of MODEL on a text, and with --against how far its predictions are from the original's.
 
-    With --tasks, MODEL and the original answer tasks of lm-eval.
+    With --tasks, MODEL and the original answer tasks of lm-eval. With --chat, the original answers conversations, and MODEL's
+    predictions of these answers are compared with its own.
     The text is cut into windows that do not overlap. Each begins with the token that the tokenizer sets before a text, if
     it sets one, as the model was trained.
     For an encoder, the similarity of its embeddings to the original's is measured.
 
     Args:
         plot: Figure to draw (.svg, .png or .pdf): KL by position, and a histogram of KL. Needs --against.
-        json: Print the result as JSON; with several texts, a list; with --tasks, both under "texts" and "tasks".
+        json: Print the result as JSON; with several texts, a list; with --tasks or --chat, under "texts", "tasks" and "chat".
     """
     model, texts = request.model, request.texts
-    if not texts and tasks is None:
-        raise RecipeError("evaluate needs --text with a text, --tasks with names of lm-eval's tasks, or both.")
+    if not texts and tasks is None and chat is None:
+        raise RecipeError(
+            "evaluate needs --text with a text, --tasks with names of lm-eval's tasks, or --chat with conversations."
+        )
     if not texts:
         _refuse_of_texts(request, plot)
     request.check()
@@ -114,8 +146,10 @@ def evaluate(
             raise RecipeError("--plot draws the KL to the original. Pass it with --against, or leave out --plot.")
         check_plot(plot)
     asked = None if tasks is None else tasks.asked(request)
-    if asked is not None:
-        asked.check()
+    conversations = None if chat is None else chat.asked(request)
+    for each in (asked, conversations):
+        if each is not None:
+            each.check()
     opening(model)
     prepared = None
     if texts:
@@ -132,7 +166,12 @@ def evaluate(
         from nearplane import evaluate_tasks
 
         scores = evaluate_tasks(asked)
-    _print(measured, scores, json=json)
+    chatted = None
+    if conversations is not None:
+        from nearplane import evaluate_chat
+
+        chatted = evaluate_chat(conversations)
+    _print(measured, scores, chatted, json=json)
     if plot is not None:
         from nearplane.verbs.evaluate_figure import draw
 
@@ -156,18 +195,26 @@ def _refuse_of_texts(request: EvaluateFlags, plot: Path | None) -> None:
         raise RecipeError(f"--{given} belongs to --text, which is not given. Pass a text, or leave out --{given}.")
 
 
-def _print(measured: Sequence[Measured], scores: Sequence[TaskScore], *, json: bool) -> None:
-    """Print the figures of all texts and tasks."""
+def _print(
+    measured: Sequence[Measured], scores: Sequence[TaskScore], chatted: ChatEvaluation | None, *, json: bool
+) -> None:
+    """Print the figures of all texts, tasks and conversations."""
     if json:
         parts = [asdict(each.evaluation) for each in measured]
         alone = parts[0] if len(parts) == 1 else parts
-        print(as_json({"texts": parts, "tasks": [asdict(score) for score in scores]} if scores else alone))
+        every: dict[str, Any] = {"texts": parts, "tasks": [asdict(score) for score in scores]}
+        if chatted is not None:
+            every["chat"] = asdict(chatted)
+        print(as_json(every if scores or chatted is not None else alone))
         return
     for number, each in enumerate(measured):
         say([""] * bool(number))
         print(each.evaluation)
     if scores:
         _print_scores(scores)
+    if chatted is not None:
+        say([""] * bool(measured or scores))
+        print(chatted)
 
 
 def _print_scores(scores: Iterable[TaskScore]) -> None:

@@ -93,9 +93,9 @@ class Tracked:
         """
         left = self._left()
         place, passed = self._place(ended=ended), duration(monotonic() - self._began)
-        return f"{place}, {passed}" + (
-            "" if left is None or self._done == self.total else f", about {duration(left)} left"
-        )
+        if self._done == self.total:
+            return f"{place}, {passed}" + ", finishing" * (not ended)
+        return f"{place}, {passed}" + ("" if left is None else f", about {duration(left)} left")
 
     def _place(self, *, ended: bool) -> str:
         if not self._ends:

@@ -71,6 +71,13 @@ def test_a_resumed_run_counts_from_where_it_began(caplog):
     assert said == ["quantizing: block 3 of 4, 40 s, about 40 s left", "quantizing: block 4 of 4, 1 min 20 s"]
 
 
+def test_what_follows_the_last_item_is_seen():
+    """The predictions of both networks are compared there, and files written."""
+    tracked = Tracked(range(2), "quantizing", 2, blocks=[1, 1])
+    assert [tracked.line().partition(",")[0] for _ in tracked] == ["block 1 of 2", "block 2 of 2"]
+    assert tracked.line() == "block 2 of 2, 0.0 s, finishing"
+
+
 def test_short_blocks_share_a_line_a_second(caplog):
     said = lines(caplog, [0.125] * 32, blocks=[2] * 16)
     assert [line.split(",")[0] for line in said] == [f"quantizing: block {number} of 16" for number in (4, 8, 12, 16)]

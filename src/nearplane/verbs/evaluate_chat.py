@@ -1,0 +1,320 @@
+"""evaluate_chat(): how far a model is from its original on the answers that the original writes, turn by turn.
+
+A text on paper is not what a chat model writes. Here the original answers every turn of a conversation, always with the most
+likely token, and both networks read prompt and answer. Networks are loaded as `evaluate` loads them: decoded, in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from nearplane.errors import CalibrationError, ModelError, RecipeError, first_line
+from nearplane.evaluation.predictions import Outline
+from nearplane.evaluation.statistics import Estimate, Statistics, TokenScores, score_tokens, summarize
+from nearplane.evaluation.tool_calls import calls
+from nearplane.loading.loaded_network import only_token_settings
+from nearplane.models.kinds import continues_text
+from nearplane.models.pretrained import as_model_error, tokenizer_of
+from nearplane.models.two_tokenizers import check_same_tokens
+from nearplane.system.arguments import takes
+from nearplane.system.device import Device
+from nearplane.system.matmul_library import exact_float32
+from nearplane.system.paths import name_of, refuse_tokenizer
+from nearplane.system.progress import counted as shown_count
+from nearplane.system.sizes import counted, size_text
+from nearplane.system.time_limit import time_limit
+from nearplane.verbs.chat_request import ChatRequest
+from nearplane.verbs.evaluate import load_dense
+
+EXPECTED = 'expected lines such as {"messages": [{"role": "user", "content": "Hello"}]}'
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Figures of all answers at one place in their conversations.
+
+    Args:
+        number: 1 for the first answer of a conversation.
+        answers, tokens: Number of answers, and of their tokens.
+        kl: Mean KL(original || model) in nats per token.
+        same_top: Share of tokens for which both networks have the same most likely token.
+    """
+
+    number: int
+    answers: int
+    tokens: int
+    kl: Estimate
+    same_top: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatEvaluation:
+    """Result of `evaluate_chat`.
+
+    Args:
+        chat: Name of the file.
+        conversations, answers, tokens: Numbers of conversations, of answers of the original, and of their tokens.
+        statistics: Figures of all tokens; positions count tokens of the answer, so that 1 is the first one. Intervals are from
+            a bootstrap over conversations.
+        turns: The same answer by answer.
+        calls: Number of answers in conversations with tools in which the original calls one, in JSON that parses.
+        calls_kept: Number of these in whose place the model, by itself, writes a call that parses, too.
+        calls_equal: Number of these that are the same calls.
+    """
+
+    chat: str
+    conversations: int
+    answers: int
+    tokens: int
+    statistics: Statistics
+    turns: tuple[Turn, ...]
+    calls: int = 0
+    calls_kept: int = 0
+    calls_equal: int = 0
+
+    def __str__(self) -> str:
+        """Return the figures as lines."""
+        it = self.statistics
+        said = (
+            counted(self.conversations, "conversation"),
+            counted(self.answers, "answer"),
+            counted(self.tokens, "token"),
+        )
+        lines = ["{}: {}, {} of the original, {}".format(self.chat, *said)]
+        assert it.kl is not None
+        assert it.same_top is not None
+        lines.append(
+            f"KL(original || model)  {_between(it.kl, '.5f')} nats per token; 99.9 % of single tokens {it.kl_999:.5f}"
+        )
+        lines.append(f"same next token        {_between(it.same_top, '.2f', 100)} %")
+        lines += [
+            f"  answer {turn.number}: KL {turn.kl.value:.5f}, same next token {100 * turn.same_top.value:.2f} % ({turn.answers:,} "
+            f"answers, {turn.tokens:,} tokens)"
+            for turn in self.turns
+        ]
+        by = (
+            f"{each.first}{'' if each.first == each.last else f'-{each.last}'}: {each.kl.value:.5f}"
+            for each in it.by_position
+        )
+        lines.append(f"KL by token of the answer: {', '.join(by)}")
+        if self.calls:
+            kept = f"{self.calls_kept:,} are calls that parse in the model's own answer, {self.calls_equal:,} the same"
+            lines.append(f"tool calls: of {self.calls:,} by the original, {kept}")
+        return "\n".join(lines)
+
+
+def _between(it: Estimate, form: str, factor: int = 1) -> str:
+    if it.low is None or it.high is None:
+        return f"{factor * it.value:{form}} (no interval)"
+    return f"{factor * it.value:{form}} (95 %: {factor * it.low:{form}} to {factor * it.high:{form}})"
+
+
+class _Answer(NamedTuple):
+    """An answer of the original: its tokens, those of the prompt, and whether the conversation has tools."""
+
+    prompt: list[int]
+    tokens: list[int]
+    tools: bool
+
+
+@takes(ChatRequest, tokenizer=PreTrainedTokenizerBase | None)
+def evaluate_chat(request: ChatRequest) -> ChatEvaluation:
+    """Measure a model on the answers that its original writes in conversations.
+
+    Raises:
+        CalibrationError: The file has no conversations, or the chat template does not take them.
+        ModelError, FormatError: A model cannot be read, writes no text or has no chat template.
+        RecipeError: Both networks do not fit in memory.
+    """
+    request.check()
+    model, against, trust = request.model, request.against, request.trust_remote_code
+    refuse_tokenizer(model, request.tokenizer)
+    rows = _rows(Path(request.chat).expanduser())[: request.samples]
+    outlines = [Outline.of(each, trust_remote_code=trust) for each in (model, against)]
+    for outline in outlines:
+        if not continues_text(outline.network):
+            raise ModelError(f"{outline.name} contains a {type(outline.network).__name__}, which answers nobody.")
+    device = Device.named(request.device)
+    needed = sum(outline.size for outline in outlines if outline.folder is not None)
+    if (free := device.free()) is not None and needed > free:
+        raise RecipeError(
+            f"--chat holds both networks in float32 in memory, {size_text(needed)} on {device}, where {size_text(free)} are free. "
+            f"Use --text, for which one block is in memory at a time."
+        )
+    folders = {outline.name: outline.folder for outline in outlines if outline.folder is not None}
+    check_same_tokens(folders, trust_remote_code=trust)
+    tokenizer, folder = request.tokenizer, folders.get(name_of(against)) or next(iter(folders.values()), None)
+    if folder is not None and tokenizer is None:
+        tokenizer = tokenizer_of(folder, trust_remote_code=trust)
+    if tokenizer is None:
+        raise RecipeError("A model object has no tokenizer: pass tokenizer=.")
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ModelError(f"{name_of(against)} has no chat template, so that nobody can chat with it. Use --text.")
+    network, original = (
+        load_dense(each, device.place, trust_remote_code=trust)[0] if isinstance(each, str | Path) else each
+        for each in (model, against)
+    )
+    return _Chat(network, original, tokenizer, request).measured(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """Both networks with the tokenizer of the original."""
+
+    network: PreTrainedModel
+    original: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    request: ChatRequest
+
+    def measured(self, rows: Sequence[dict[str, Any]]) -> ChatEvaluation:
+        """Let the original answer, and compare both networks on each answer."""
+        parts: list[TokenScores] = []
+        of_turn: dict[int, list[TokenScores]] = {}
+        totals = {"calls": 0, "calls_kept": 0, "calls_equal": 0}
+        total = sum(map(_answers, rows))
+        with (
+            as_model_error("The models do not chat"),
+            exact_float32(),
+            torch.inference_mode(),
+            shown_count(self.request.progress, "chatting", total) as done,
+        ):
+            for number, row in enumerate(rows):
+                for turn, answer in enumerate(self._answered(row, number), 1):
+                    scores = self._scores(answer, number)
+                    parts.append(scores)
+                    of_turn.setdefault(turn, []).append(scores)
+                    if answer.tools and (wanted := calls(self._text(answer.tokens))):
+                        own = calls(self._text(self._written(self.network, answer.prompt)))
+                        totals["calls"] += 1
+                        totals["calls_kept"] += bool(own)
+                        totals["calls_equal"] += own == wanted
+                    done(1)
+        turns = []
+        for turn, some in sorted(of_turn.items()):
+            figures, tokens = summarize(TokenScores.joined(some)), sum(len(each.nll) for each in some)
+            assert figures.kl is not None
+            assert figures.same_top is not None
+            turns.append(Turn(number=turn, answers=len(some), tokens=tokens, kl=figures.kl, same_top=figures.same_top))
+        scores = TokenScores.joined(parts)
+        return ChatEvaluation(
+            chat=str(self.request.chat),
+            conversations=len(rows),
+            answers=total,
+            tokens=len(scores.nll),
+            statistics=summarize(scores),
+            turns=tuple(turns),
+            **totals,
+        )
+
+    def _answered(self, row: dict[str, Any], number: int) -> Iterator[_Answer]:
+        """Yield the answers of the original in one conversation, which later prompts contain."""
+        history: list[dict[str, Any]] = []
+        beside = {"tools": row["tools"]} if row.get("tools") else {}
+        for message in [*row["messages"], None]:
+            if message is not None and message.get("role") != "assistant":
+                history.append(message)
+                continue
+            if not history or history[-1].get("role") == "assistant":
+                continue
+            try:
+                with time_limit():
+                    text = self.tokenizer.apply_chat_template(
+                        history, tokenize=False, add_generation_prompt=True, **beside
+                    )
+            except Exception as error:  # templates are programs, which raise anything
+                raise CalibrationError(
+                    f"{self.request.chat}, conversation {number + 1}: the chat template cannot be applied ({first_line(error)})."
+                ) from error
+            prompt = list(self.tokenizer(str(text), add_special_tokens=False)["input_ids"])
+            tokens = self._written(self.original, prompt)
+            yield _Answer(prompt, tokens, bool(beside))
+            history.append({"role": "assistant", "content": self._text(tokens)})
+
+    def _written(self, network: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
+        """Return the tokens that a network writes behind a prompt, always the most likely one."""
+        ids = torch.tensor([prompt], device=network.device)
+        with only_token_settings(network):
+            generate: Any = network.generate
+            made = generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=self.request.answer_tokens,
+                do_sample=False,
+                use_cache=True,
+            )
+        return [int(token) for token in made[0, len(prompt) :]]
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """Return the text of an answer, without the token that ends it; markup of calls may be special tokens."""
+        ends = {self.tokenizer.eos_token_id, *_ends(self.original)}
+        kept = tokens[:-1] if tokens and tokens[-1] in ends else tokens
+        return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _scores(self, answer: _Answer, conversation: int) -> TokenScores:
+        """Return the figures of every token of an answer."""
+        logits = [self._logits(network, answer) for network in (self.network, self.original)]
+        count = len(answer.tokens)
+        window = torch.full((count,), conversation)
+        return score_tokens(
+            logits, torch.tensor(answer.tokens).to(logits[0].device), window=window, position=torch.arange(count) + 1
+        )[0]
+
+    def _logits(self, network: PreTrainedModel, answer: _Answer) -> Tensor:
+        """Return (tokens, vocabulary) logits from which each token of an answer is predicted."""
+        ids, count = torch.tensor([answer.prompt + answer.tokens[:-1]], device=network.device), len(answer.tokens)
+        fewer = {"logits_to_keep": count} if "logits_to_keep" in signature(network.forward).parameters else {}
+        logits: Tensor = network(input_ids=ids, **fewer).logits[0, -count:]
+        return logits
+
+
+def _ends(network: PreTrainedModel) -> list[int]:
+    """Return the tokens that end an answer."""
+    found = getattr(network.generation_config, "eos_token_id", None)
+    return found if isinstance(found, list) else [] if found is None else [found]
+
+
+def _answers(row: dict[str, Any]) -> int:
+    """Return how often the assistant answers in a conversation: behind messages of others."""
+    roles = [message.get("role") for message in row["messages"]] + ["assistant"]
+    return sum(role == "assistant" and before != "assistant" for before, role in pairwise(roles))
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Return the conversations of a file.
+
+    Raises:
+        CalibrationError: The file cannot be read, or a line is no conversation.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"{path} cannot be read ({first_line(error)}); {EXPECTED}.") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise CalibrationError(f"{path}, line {number} is no JSON ({first_line(error)}); {EXPECTED}.") from error
+        messages = row.get("messages") if isinstance(row, dict) else None
+        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+            raise CalibrationError(f"{path}, line {number} has no list of messages; {EXPECTED}.")
+        if not _answers(row):
+            raise CalibrationError(f"{path}, line {number} has no message to answer; {EXPECTED}.")
+        rows.append(row)
+    if not rows:
+        raise CalibrationError(f"{path} is empty; {EXPECTED}.")
+    return rows
