@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 
+from browser import chromium, on_screen
 from nearplane import GridScheme, RateScheme
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.record.record import RunRecord
@@ -217,26 +217,8 @@ def test_kinds_have_the_shortest_names_that_tell_them_apart():
 
 @pytest.fixture(scope="module")
 def browser():
-    """Return a headless Chromium that logs what it asks for and complains of."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium, which drives the browser, is not installed")
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    driver = shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("no Chromium with its chromedriver: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1280,900",
-    ):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield found
-    found.quit()
+    with chromium() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -250,13 +232,7 @@ def opened(browser, page, width=1280, colours="light"):
     """Open a page on a screen of a width."""
     for kind in ("browser", "performance"):
         browser.get_log(kind)
-    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    browser.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": colours}]}
-    )
-    browser.get(page)
-    return browser
+    return on_screen(browser, page, width, colours)
 
 
 def column(browser, number):
