@@ -179,3 +179,11 @@ def test_a_model_that_the_runtime_does_not_take_is_refused(here: Path) -> None:
         nearplane.auto(here / "falcon", runtime="llama.cpp")
     with pytest.raises(ModelError, match=r"nothing does not exist"):
         nearplane.auto(here / "nothing")
+
+
+@pytest.mark.parametrize("name", ["small-int4-evaluation.json", "small-int4-report.html"])
+def test_files_of_somebody_else_are_refused_before_the_work(name: str, model: Path, here: Path) -> None:
+    (here / name).write_text('{"mine": 1}')
+    with pytest.raises(RecipeError, match=rf"{name} exists and was not written by nearplane"):
+        choose(AutoRequest(model, runtime="vllm", **FEW))
+    assert (here / name).read_text() == '{"mine": 1}'

@@ -28,6 +28,7 @@ from nearplane.planning.estimate import estimated
 from nearplane.planning.modes import MODES, Mode, Runtime, flags
 from nearplane.planning.request import check_request, resolved
 from nearplane.recipe.recipe import Recipe
+from nearplane.record.evaluation_table import read_evaluation
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import read_record
 from nearplane.record.uses import Named, typed, uses
@@ -43,7 +44,7 @@ from nearplane.verbs.card import card
 from nearplane.verbs.evaluate import evaluate
 from nearplane.verbs.evaluation import Evaluation
 from nearplane.verbs.quantize import quantize
-from nearplane.verbs.report import write_report
+from nearplane.verbs.report import is_report, write_report
 from nearplane.verbs.suggest import Suggestion, suggest
 
 SAMPLES, SEQLEN = 16, 512  # of the held-out text
@@ -127,6 +128,7 @@ def choose(request: AutoRequest) -> Choice:
         else str(request.model).rpartition("/")[2]
     )
     out = Path(request.out) if request.out is not None else Path(f"{name}-{found.name}")
+    _check_beside(out)
     if not is_done(out, request, options):
         Unfinished(out, sources=[Path(request.model)] if Path(request.model).exists() else [])
     device = Device.named(request.device)
@@ -201,6 +203,23 @@ def is_done(out: Path, request: AutoRequest, options: Mapping[str, Any]) -> bool
     asked = replace(asked, calibration=replace(asked.calibration, samples=samples))
     made = record.recipe.grouped(layer.in_features for layer in record.layers)
     return record.source == str(request.model) and asked.grouped(layer.in_features for layer in record.layers) == made
+
+
+def _check_beside(out: Path) -> None:
+    """Refuse files of somebody else where the evaluation and the report will be written, before the work.
+
+    Raises:
+        RecipeError: The message names the file.
+    """
+    figures, page = beside(out, "evaluation.json"), beside(out, "report.html")
+    try:
+        foreign = figures if figures.exists() and not read_evaluation(figures) else None
+    except FormatError:
+        foreign = figures
+    if foreign is None and page.exists() and not is_report(page):
+        foreign = page
+    if foreign is not None:
+        raise RecipeError(f"{foreign} exists and was not written by nearplane. Move it, or name another OUT.")
 
 
 def beside(out: Path, name: str) -> Path:

@@ -37,11 +37,16 @@ def write_report(out: str | Path, page: str | Path | None = None, *, overwrite: 
         raise RecipeError(f"{page} is in the checkpoint {out}, which must not change. Name a file outside of it.")
     if page.suffix not in (".html", ".htm") or page.is_dir():
         raise RecipeError(f"{page} is not a page that can be written; expected the name of a file that ends in .html.")
-    if page.is_file() and not overwrite and not (default and GENERATOR_TAG in _beginning(page)):
+    if page.is_file() and not overwrite and not (default and is_report(page)):
         problem = "exists and is not a report of nearplane" if default else "exists already"
         raise RecipeError(f"{page} {problem}. Name another file, or replace it with --overwrite.")
     write_whole(page, render(record).encode())
     return page
+
+
+def is_report(page: Path) -> bool:
+    """Return whether a file is a report that nearplane wrote."""
+    return GENERATOR_TAG in _beginning(page)
 
 
 def _beginning(page: Path) -> bytes:
