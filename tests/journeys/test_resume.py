@@ -175,7 +175,7 @@ def test_no_finished_block_is_solved_again(model, text, stop, whole, tmp_path, m
     with caplog.at_level("INFO", "nearplane"):
         nearplane.quantize(model, tmp_path / "out", **options)
     assert {name.split(".")[2] for name in solved} == {"2"}
-    assert "resuming after block 2 a run that was stopped after" in caplog.text
+    assert "resuming: 2 blocks kept of a run that was stopped after" in caplog.text
     assert contents(tmp_path / "out") == wanted
 
 

@@ -51,6 +51,7 @@ NO_BOUND = (
     "cannot be used: the memory of this run cannot be predicted, because its first window does not reach all layers, it takes "
     "images or sound, or nothing is calibrated. Leave out"
 )
+LOGITS = 2.0  # times the multiplications of a head that logits and their comparison take: 2 to 2.5 on SmolLM2
 LONG = 3600.0  # seconds from which it is said how a run gets shorter
 FEWER = 64  # windows of such a run
 WORTHWHILE = 0.8  # largest share of the time for which that is said
@@ -65,12 +66,14 @@ class Forecast:
         setting: Memory settings of the run.
         bytes: Upper bound of the memory where it computes; None if that is not known.
         work: Multiplications of each block; empty if they are not known.
+        after: Time behind the last block in multiplications: of comparing the predictions on the extra windows.
         fewer: Share of the multiplications of the blocks that is left with `FEWER` windows; 1 if there are no more than that.
     """
 
     setting: MemorySetting
     bytes: int | None = None
     work: tuple[float, ...] = ()
+    after: float = 0.0
     fewer: float = 1.0
 
     def measured(self, seconds: float, number: int) -> None:
@@ -139,7 +142,14 @@ def forecast(
         log.info(f"hidden states between blocks lie {'on the host' if states == 'host' else 'on disk'}")
     fewer = _work(model, replace(shapes, windows=min(FEWER, windows.count)))
     work = _work(model, shapes)
-    return Forecast(setting=bounds[0].setting, bytes=bounds[0].bytes, work=work, fewer=sum(fewer) / sum(work))
+    compared = shapes.extra * shapes.seqlen * shapes.streams if shapes.streams > 1 else 0
+    return Forecast(
+        setting=bounds[0].setting,
+        bytes=bounds[0].bytes,
+        work=work,
+        after=LOGITS * compared * shapes.hidden * shapes.vocabulary,
+        fewer=sum(fewer) / sum(work),
+    )
 
 
 def _work(model: Model, shapes: Shapes) -> tuple[float, ...]:

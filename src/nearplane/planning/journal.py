@@ -31,6 +31,7 @@ from nearplane.record.record import RunRecord
 from nearplane.record.record_file import parsed_record
 from nearplane.system.matmul_library import repeatable
 from nearplane.system.progress import duration
+from nearplane.system.sizes import counted
 
 PLAN = "plan.pt"
 PAGE = 256 << 20  # bytes of hidden states on a page; writing it needs so much additional memory
@@ -76,8 +77,8 @@ class Journal:
         self.before = self._pages.progress(self._understood)
         if self.before is not None:
             log.info(
-                "resuming after block %d a run that was stopped after %s: %s",
-                self.before.blocks,
+                "resuming: %s kept of a run that was stopped after %s: %s",
+                counted(self.before.blocks, "block"),
                 duration(self.before.seconds),
                 container.folder,
             )

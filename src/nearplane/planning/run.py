@@ -318,8 +318,8 @@ def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]
             planned = _planned(job, container, record, prediction.setting.keep)
         run = Run(job, container, journal, record, planned, prediction)
         total, blocks, earlier = len(model.layers), model.layers_by_block, len(run.layers)
-        work, progress = prediction.work, job.options.progress
-        with counted(progress, "quantizing", total, blocks=blocks, work=work, there=earlier) as run.count:
+        work, after, progress = prediction.work, prediction.after, job.options.progress
+        with counted(progress, "quantizing", total, blocks=blocks, work=work, after=after, there=earlier) as run.count:
             yield run
 
 

@@ -41,6 +41,7 @@ class Tracked:
         total: Number of items.
         blocks: Number of items in each block; without blocks a line comes every 30 seconds only.
         work: Work of each block in any unit, such as multiplications; without it, every item is as much work.
+        after: Work behind the last item, in the same unit.
         there: Number of leading items that were done before the run was resumed, and that took no time.
         short: Whether there is a line at the end if none came before it.
     """
@@ -53,6 +54,7 @@ class Tracked:
         *,
         blocks: Sequence[int] = (),
         work: Sequence[float] = (),
+        after: float = 0.0,
         there: int = 0,
         short: bool = True,
     ) -> None:
@@ -60,7 +62,7 @@ class Tracked:
         self._items, self._there, self._short = items, there, short
         self._ends = list(accumulate(blocks))
         self._worked = list(accumulate(work or blocks or repeat(1, total), initial=0.0))  # before each block, or item
-        self._done, self._began = 0, monotonic()
+        self._done, self._began, self._after = 0, monotonic(), after
         # time without compiling, and work done: at the start, after the first block, after the last one that is finished
         self._finished = [(working_time(), self._work(there))]
         self._passing = self._pass()
@@ -121,7 +123,7 @@ class Tracked:
             return None
         (began, before), (last, done) = self._finished[-2:]
         speed = (done - before) / (last - began) if last > began and done > before else inf
-        return max(0.0, (self._worked[-1] - done) / speed - (working_time() - last))
+        return max(0.0, (self._worked[-1] + self._after - done) / speed - (working_time() - last))
 
 
 class Seen:
@@ -178,6 +180,7 @@ def counted(
     *,
     blocks: Sequence[int] = (),
     work: Sequence[float] = (),
+    after: float = 0.0,
     there: int = 0,
     short: bool = True,
 ) -> Iterator[Callable[[int], None]]:
@@ -185,9 +188,9 @@ def counted(
 
     Args:
         progress: Display that wraps an iterator; the next item is taken as soon as one is done.
-        label, total, blocks, work, there, short: Arguments of `Tracked`; items done before count as done.
+        label, total, blocks, work, after, there, short: Arguments of `Tracked`; items done before count as done.
     """
-    tracked = Tracked(range(total), label, total, blocks=blocks, work=work, there=there, short=short)
+    tracked = Tracked(range(total), label, total, blocks=blocks, work=work, after=after, there=there, short=short)
     items = iter(progress(tracked, label, total))
     next(items, None)  # the first item is in progress
 

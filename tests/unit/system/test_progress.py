@@ -66,6 +66,11 @@ def test_the_time_left_is_that_of_the_work_that_is_left(caplog):
     assert [line.partition("about ")[2] for line in said] == ["6 min 40 s left", ""]
 
 
+def test_work_behind_the_last_item_counts(caplog):
+    said = lines(caplog, [10.0] * 4, blocks=[1] * 4, work=[2.0] * 4, after=3.0)
+    assert [line.partition("about ")[2] for line in said] == ["45 s left", "35 s left", "25 s left", ""]
+
+
 def test_a_resumed_run_counts_from_where_it_began(caplog):
     said = lines(caplog, [0.0, 0.0, 40.0, 40.0], blocks=[1] * 4, there=2)
     assert said == ["quantizing: block 3 of 4, 40 s, about 40 s left", "quantizing: block 4 of 4, 1 min 20 s"]
