@@ -67,6 +67,8 @@ def show(files: list[Path], figure: Path) -> None:
         outside = sum(not 1 / FACTOR <= ratio <= FACTOR for _, ratio in ratios)
         ends = [at + says for _, at, says, _ in rows]
         rises = max((after - before for before, after in pairwise(ends)), default=0.0)
+        if not ratios:
+            sys.exit(f"{file}: no line came more than {SOON:g} seconds before the end.")
         least, most = min(ratio for _, ratio in ratios), max(ratio for _, ratio in ratios)
         cells = (f"{found['seconds']:.0f}", f"{rows[0][1]:.0f} s", len(ratios), f"{least:.2f} to {most:.2f}", outside)
         print(f"| {file.stem} |", *(f"{cell} |" for cell in cells), f"at most {rises:.0f} s |")

@@ -32,6 +32,7 @@ from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 MAX_TOKENS, MIN_TOKENS = 16384, 2048
 BATCH = 8  # windows per forward pass
+ALONE, TOGETHER = "measuring which errors matter", "measuring which errors add up"
 RUN_ROWS = 256  # largest run of neighbouring outputs whose gradients are multiplied with each other
 
 
@@ -109,7 +110,7 @@ def sensitivity(
     sums = [{} if apart else every_batch for _ in batches]
     with (
         closing(StatesOnDisk()) as block_inputs,  # of all blocks, batch by batch
-        counted(progress, "measuring which errors matter", 2 * len(blocks), work=_work(blocks), short=False) as passed,
+        counted(progress, TOGETHER if together else ALONE, 2 * len(blocks), work=_work(blocks), short=False) as passed,
         torch.no_grad(),
     ):
         last_states = stream.quantized[: len(batches)]

@@ -55,4 +55,12 @@ def auto(request: Annotated[AutoFlags, Flat], *, yes: Switch = False, dry_run: S
         print("nothing was done")
         return
     done = carry_out(replace(request, progress=bar), choice)
-    say(["", str(done.evaluation), "", f"checkpoint: {done.out}; report: {done.report}", f"use it: {done.serve}"])
+    say(
+        [
+            "",
+            *str(done.evaluation).split("\n"),
+            "",
+            f"checkpoint: {done.out}; report: {done.report}",
+            f"use it: {done.serve}",
+        ]
+    )

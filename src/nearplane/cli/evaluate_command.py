@@ -158,6 +158,11 @@ def evaluate(
         prepared = prepare_texts(request)
         if plot is not None and prepared.outlines[0].embeds:
             raise RecipeError(f"--plot draws predictions, which the encoder {model} does not make. Leave it out.")
+    chat_ready = None
+    if conversations is not None:  # refused before the texts are measured
+        from nearplane.verbs.evaluate_chat import prepare_chat
+
+        chat_ready = prepare_chat(conversations)
     measured = [] if prepared is None else prepared.measure()
     if (launch := launched()) is not None and launch.rank > 0:
         return  # rank 0 alone runs tasks, prints and draws
@@ -166,11 +171,7 @@ def evaluate(
         from nearplane import evaluate_tasks
 
         scores = evaluate_tasks(asked)
-    chatted = None
-    if conversations is not None:
-        from nearplane import evaluate_chat
-
-        chatted = evaluate_chat(conversations)
+    chatted = None if chat_ready is None else chat_ready.measured()
     _print(measured, scores, chatted, json=json)
     if plot is not None:
         from nearplane.verbs.evaluate_figure import draw
@@ -209,12 +210,12 @@ def _print(
         return
     for number, each in enumerate(measured):
         say([""] * bool(number))
-        print(each.evaluation)
+        say(str(each.evaluation).split("\n"))
     if scores:
         _print_scores(scores)
     if chatted is not None:
         say([""] * bool(measured or scores))
-        print(chatted)
+        say(str(chatted).split("\n"))
 
 
 def _print_scores(scores: Iterable[TaskScore]) -> None:

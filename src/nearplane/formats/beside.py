@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from nearplane.errors import ModelError, first_few, printable
 from nearplane.record.model_card import Origin, front_matter, is_unchanged
-from nearplane.record.uses import has_chat_template
+from nearplane.record.uses import has_template
 from nearplane.system.files import read_object
 from nearplane.system.paths import (
     CARD,
@@ -186,7 +186,7 @@ def origin_of(source: Path) -> Origin:
         config=read_object(config, expected="Expected the config of a model") if config.is_file() else {},
         metadata=metadata,
         base=base if isinstance(base, str) else None,
-        chat=has_chat_template(source),
+        chat=has_template(source),
     )
 
 

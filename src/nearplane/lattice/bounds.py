@@ -263,7 +263,7 @@ def losses_on_extra(
             energy = _norms(outputs)
             loss = _norms(torch.addmm(outputs, V.to(dtype), X_hat, alpha=-1))
             nearest = _norms(outputs.addmm_(part.round(target[rows].to(dtype))[1], X_hat, alpha=-1))
-            own = loss if extra.X is None else _norms((target[rows] - V).to(dtype) @ X_hat)
+            own = _norms((target[rows].to(dtype) - V.to(dtype)) @ X_hat)
             parts.append(torch.stack([loss, nearest, energy, own]).square_().sum(1))
     return torch.stack(parts) / X.shape.numel()
 

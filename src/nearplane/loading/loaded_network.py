@@ -14,7 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nearplane.errors import ModelError
-from nearplane.models.pretrained import GENERATION, as_model_error, builder_of, empty_network, is_installed
+from nearplane.models.pretrained import (
+    GENERATION,
+    as_model_error,
+    builder_of,
+    empty_network,
+    is_installed,
+    without_bars,
+)
 from nearplane.system.files import read_object
 from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE
 
@@ -64,7 +71,7 @@ def network_of(
             folder,
             device,
         )
-    with as_model_error(f"transformers cannot load a language model from {folder}{_needs(folder)}"):
+    with without_bars(), as_model_error(f"transformers cannot load a language model from {folder}{_needs(folder)}"):
         if weights is None:
             options["trust_remote_code"] = trust_remote_code
             if (name := _other_name(folder)) is not None:  # which a reader of the tensors takes, too

@@ -80,9 +80,10 @@ def _refuse_to_save(name: str, layers: int, *args: object, **words: object) -> N
         ModelError: Always.
     """
     del args, words
+    packed = f"{counted(layers, 'layer')} of this {name} {'is' if layers == 1 else 'are'} packed"
     raise ModelError(
-        f"{counted(layers, 'layer')} of this {name} are packed, and save_pretrained would write them decoded, several times as "
-        f"large. Copy the folder from which it was loaded; for decoded weights use nearplane export OUT FOLDER."
+        f"{packed}, and save_pretrained would write decoded weights, several times as large. Copy the folder from which it was "
+        f"loaded; for decoded weights use nearplane export OUT FOLDER."
     )
 
 

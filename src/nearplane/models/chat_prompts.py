@@ -93,10 +93,12 @@ def say_other_prompts(folders: Mapping[str, Path], *, trust_remote_code: bool) -
     """
     listed = (*TOKENIZERS, *TEMPLATES)
     files = [
-        {path.name: sha256(path) for path in folder.iterdir() if is_listed(path.name, listed) and path.is_file()}
+        {name: sha256(path) for path in folder.rglob("*") if path.is_file()
+         and is_listed(name := path.relative_to(folder).as_posix(), listed)}
         for folder in folders.values()
-    ]
-    if len(files) < 2 or not all(files) or files[0] == files[1]:
+    ]  # fmt: skip
+    without = any(not any(is_listed(name, TOKENIZERS) for name in names) for names in files)
+    if len(files) < 2 or without or files[0] == files[1]:
         return
     tokenizers = [tokenizer_of(folder, trust_remote_code=trust_remote_code) for folder in folders.values()]
     if sentence := other_prompts(*folders, *tokenizers):

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.errors import ModelError, first_few, first_line
-from nearplane.models.pretrained import GENERATION, as_model_error
+from nearplane.models.pretrained import GENERATION, as_model_error, without_bars
 
 COMPILED = "_orig_mod."  # in the names of what torch.compile has wrapped
 PARAMETRIZED = ".parametrizations."  # in the names of what torch.nn.utils.parametrize has wrapped
@@ -111,7 +111,7 @@ def as_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None 
         )
     weights = acting_weights(model)
     with tempfile.TemporaryDirectory(prefix="nearplane-") as place:
-        with as_model_error(f"transformers cannot save the {type(model).__name__} passed as model"):
+        with without_bars(), as_model_error(f"transformers cannot save the {type(model).__name__} passed as model"):
             try:
                 _save(model, weights, Path(place))
                 if tokenizer is not None:

@@ -12,13 +12,16 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings
 
 import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+from transformers.utils import logging as of_transformers
 
 from nearplane.errors import ModelError, NearplaneError, first_line, is_of_caller
 from nearplane.models.config_checks import BuildBudget, believe_tensors, check_config, check_sizes
@@ -65,6 +68,20 @@ def as_model_error(what: str) -> Iterator[None]:
             raise
         message = " ".join(str(error).split())[:MAX_QUOTED_LETTERS]  # all lines: the first is often a heading
         raise ModelError(f"{what} ({': '.join(part for part in (type(error).__name__, message) if part)}).") from error
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """A context in which transformers shows no bars of its own; they are as before behind it."""
+    shown, hidden = of_transformers.is_progress_bar_enabled(), are_progress_bars_disabled()
+    of_transformers.disable_progress_bar()  # and those of the hub
+    try:
+        yield
+    finally:
+        with catch_warnings(action="ignore"):  # of a variable of the environment, which stays in force
+            if shown:
+                of_transformers.enable_progress_bar()
+            (disable_progress_bars if hidden else enable_progress_bars)()
 
 
 def find_folder(source: str, *, trust_remote_code: bool = False, patterns: Sequence[str] = FILES) -> Path:

@@ -18,7 +18,7 @@ import torch
 
 from nearplane.calibration.one_forward import PAUSED_DIVISOR, MemorySetting, never_pauses
 from nearplane.calibration.stages import FirstLook, blocks_by_kind
-from nearplane.calibration.windows import Windows
+from nearplane.calibration.windows import Windows, extra_windows
 from nearplane.errors import RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.kernels import kernels_of
@@ -37,6 +37,7 @@ from nearplane.planning.request import rehearse
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import GridScheme
+from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT
 from nearplane.system.device import Device
 from nearplane.system.memory import release_all, resident
 from nearplane.system.progress import duration
@@ -53,7 +54,7 @@ NO_BOUND = (
 )
 LOGITS = 2.0  # times the multiplications of a head that logits and their comparison take: 2 to 2.5 on SmolLM2
 LONG = 3600.0  # seconds from which it is said how a run gets shorter
-FEWER = 64  # windows of such a run
+FEWER = 64  # windows of such a run at least
 WORTHWHILE = 0.8  # largest share of the time for which that is said
 REPEATS = 3  # repetitions of the timed product, of which the fastest counts
 
@@ -67,13 +68,15 @@ class Forecast:
         bytes: Upper bound of the memory where it computes; None if that is not known.
         work: Multiplications of each block; empty if they are not known.
         after: Time behind the last block in multiplications: of comparing the predictions on the extra windows.
-        fewer: Share of the multiplications of the blocks that is left with `FEWER` windows; 1 if there are no more than that.
+        samples: A smaller number of windows, with which losses can still be trusted.
+        fewer: Share of the multiplications of the blocks that is left with them; 1 if there are no more than that.
     """
 
     setting: MemorySetting
     bytes: int | None = None
     work: tuple[float, ...] = ()
     after: float = 0.0
+    samples: int = 0
     fewer: float = 1.0
 
     def measured(self, seconds: float, number: int) -> None:
@@ -90,9 +93,9 @@ class Forecast:
             f"{' of rank 0' * (device.ranks.world > 1)}{most}"
         )
         every = seconds * sum(self.work) / self.work[number] if self.work and self.work[number] else 0.0
-        if every > LONG and self.fewer < WORTHWHILE:
+        if not number and every > LONG and self.fewer < WORTHWHILE:  # a resumed run keeps its windows
             log.info(
-                f"all blocks take about {duration(every)}; with --samples {FEWER} they take about "
+                f"all blocks take about {duration(every)}; with --samples {self.samples} they take about "
                 f"{duration(every * self.fewer)}, but more is lost"
             )
 
@@ -140,7 +143,9 @@ def forecast(
     log.info(f"quantizing takes at most {sizes}{time} for {shapes.all_windows * shapes.seqlen:,} tokens")
     if (states := bounds[0].setting.states) != "device":
         log.info(f"hidden states between blocks lie {'on the host' if states == 'host' else 'on disk'}")
-    fewer = _work(model, replace(shapes, windows=min(FEWER, windows.count)))
+    widest, seqlen = max(layer.shape[1] for layer in model.layers), windows.seqlen
+    samples = min(windows.count, max(FEWER, -(-ADVISED_TOKENS_PER_INPUT * widest // seqlen)))
+    fewer = _work(model, replace(shapes, windows=samples, extra=extra_windows(samples, seqlen)))
     work = _work(model, shapes)
     compared = shapes.extra * shapes.seqlen * shapes.streams if shapes.streams > 1 else 0
     return Forecast(
@@ -148,6 +153,7 @@ def forecast(
         bytes=bounds[0].bytes,
         work=work,
         after=LOGITS * compared * shapes.hidden * shapes.vocabulary,
+        samples=samples,
         fewer=sum(fewer) / sum(work),
     )
 

@@ -14,7 +14,7 @@ Cells = tuple[str, ...]
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
-    """Return the texts and tasks of an evaluation, {"texts": [...], "tasks": [...]}, from a JSON file.
+    """Return an evaluation, {"texts": [...], "tasks": [...], "chat": {...} or None}, from a JSON file.
 
     Raises:
         FormatError: The file cannot be read, or is no output of `nearplane evaluate --json`.
@@ -29,11 +29,12 @@ def read_evaluation(path: Path) -> dict[str, Any]:
         found = {"texts": found if isinstance(found, list) else [found], "tasks": []}
     if not isinstance(found, dict) or not all(isinstance(found.get(key), list) for key in ("texts", "tasks")):
         raise FormatError(f"{path} holds no evaluation; {EXPECTED}.")
-    evaluation = {key: found[key] for key in ("texts", "tasks")}
+    evaluation = {key: found[key] for key in ("texts", "tasks")} | {"chat": found.get("chat")}
     try:
         rows = [row for each in evaluation["texts"] for row in _text_rows(each)] + [
             *map(_task_row, evaluation["tasks"])
         ]
+        rows += [(_chat(each),) for each in _chats(evaluation)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"{path} holds no evaluation ({type(error).__name__}: {error}); {EXPECTED}.") from error
     if not rows:
@@ -42,7 +43,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
 
 
 def evaluation_tables(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table of texts and of one of tasks, as far as there are any."""
+    """Yield the lines of a Markdown table of texts, of one of tasks, and a sentence on conversations, as far as there are any."""
     texts = [row for evaluation in evaluations for each in evaluation["texts"] for row in _text_rows(each)]
     tasks = [_task_row(each) for evaluation in evaluations for each in evaluation["tasks"]]
     if texts:
@@ -61,6 +62,26 @@ def evaluation_tables(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[str]
     if tasks:
         yield from [""] * bool(texts)
         yield from _table(("task", "metric", "few-shot", "documents", "this model", "the original"), tasks)
+
+    chats = [each for evaluation in evaluations for each in _chats(evaluation)]
+    if chats:
+        yield from [""] * bool(texts or tasks)
+        yield from map(_chat, chats)
+
+
+def _chats(evaluation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the evaluation on conversations, if there is one."""
+    return [] if evaluation.get("chat") is None else [evaluation["chat"]]
+
+
+def _chat(score: Mapping[str, Any]) -> str:
+    """Return a sentence on an evaluation on conversations."""
+    statistics = score["statistics"]
+    return (
+        f"In {int(score['conversations']):,} conversations, which the original answers ({int(score['tokens']):,} tokens): KL to the "
+        f"original {_interval(statistics['kl'])} nats per token, the same next token for "
+        f"{100 * statistics['same_top']['value']:.2f} %."
+    )
 
 
 def _table(columns: Cells, rows: Sequence[Cells]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from nearplane.errors import FormatError
+from nearplane.errors import FormatError, printable
 from nearplane.number_formats import NumberFormat, number_format
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.tuning_record import Tuning
@@ -272,7 +272,7 @@ class RunRecord:
         if self.measured:
             worst = max(self.measured, key=lambda layer: layer.own_loss)
             lines.append(f"largest loss by itself: {100 * worst.own_loss:.2g} % of the output of {worst.name}")
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Show the same in notebooks, where the record of a large model would fill pages."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from nearplane.errors import FormatError
 from nearplane.record.record import RunRecord
 from nearplane.system.files import read_object
-from nearplane.system.paths import CONFIG, TEMPLATES
+from nearplane.system.paths import CONFIG
 
 GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of the names of models that predict text
 TASKS = {  # ends of the names of architectures: transformers' class that loads them, and the task by the hub's list
@@ -25,7 +25,7 @@ TASKS = {  # ends of the names of architectures: transformers' class that loads 
     "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
     "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
 }
-TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 SOUND, IMAGES = ("num_mel_bins", "conv_kernel"), ("image_size", "patch_size", "num_channels")  # fields of configs
 
 
@@ -65,15 +65,15 @@ class Named(NamedTuple):
         """Return a folder by its path, whose files are looked at."""
         found = path / CONFIG
         config = read_object(found, expected="Expected the config of a model") if found.is_file() else {}
-        return cls(str(path), config, has_chat_template(path))
+        return cls(str(path), config, has_template(path))
 
 
-def has_chat_template(folder: Path) -> bool:
+def has_template(folder: Path) -> bool:
     """Return whether the tokenizer of a folder has a chat template; a damaged file has none."""
     path, settings = folder / TOKENIZER_CONFIG, dict[str, Any]()
     with suppress(FormatError):
         settings = read_object(path, expected="Expected the settings of a tokenizer") if path.is_file() else {}
-    return "chat_template" in settings or any(any(folder.glob(pattern)) for pattern in TEMPLATES)
+    return bool(settings.get("chat_template")) or (folder / TEMPLATE).is_file()
 
 
 def uses(record: RunRecord, it: Named) -> list[Use]:

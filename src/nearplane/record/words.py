@@ -53,24 +53,24 @@ def losses(record: RunRecord) -> Iterator[str]:
     """
     if not record.measured:
         return
-    extra = counted(record.extra_windows, "extra window")
-    own = [(layer.extra_own_loss, layer.name) for layer in record.measured if layer.extra_own_loss is not None]
-    if own:
-        where = f" on {extra}, {NOT_FITTED}"
-    else:
-        own = [(layer.relative_loss, layer.name) for layer in record.measured]
-        where = " on the calibration tokens" if record.tokens else ", as if its inputs were independent"
-        where += ", as the text has no further windows" * bool(record.tokens and not record.extra_windows)
-    own.sort(reverse=True)
+    on_extra = f"on {counted(record.extra_windows, 'extra window')}, {NOT_FITTED}"
+    fitted = sum(layer.extra_own_loss is None for layer in record.measured)
+    where = " on the calibration tokens" if record.tokens else ", as if its inputs were independent"
+    where += ", as the text has no further windows" * bool(record.tokens and not record.extra_windows)
+    if known := fitted < len(record.measured):
+        where = f" {on_extra}" + f" (of {counted(fitted, 'layer')} on the calibration tokens)" * bool(fitted)
+    own = sorted(((layer.own_loss, layer.name) for layer in record.measured), reverse=True)
     above = sum(loss > NOTABLE_LOSS for loss, _ in own)
     exceeding_it = f"{above or 'no'} {'layer loses' if above < 2 else 'layers lose'} more than {_percent(NOTABLE_LOSS)}"
     middle = _percent(own[len(own) // 2][0])
     yield f"share of its output that a layer loses by itself{where}: {middle} in the median layer; {exceeding_it}"
     yield "most is lost in " + ", ".join(f"{name} ({_percent(loss)})" for loss, name in own[:MAX_NAMED])
     against = sorted(layer.extra_relative_loss for layer in record.measured if layer.extra_relative_loss is not None)
-    if against and record.recipe.scheme.correct:
+    corrects = record.recipe.scheme.correct
+    if against and (corrects or not known):  # else it is the same
         shares = f"{_percent(against[(len(against) - 1) // 2])} in the median layer, at most {_percent(against[-1])}"
-        yield f"with what the layers before it lost: {shares}"
+        before = "with what the layers before it lost" if corrects else "the same"
+        yield f"{before}{'' if known else f', {on_extra}'}: {shares}"
     pairs = [(layer.extra_nearest_loss, layer.extra_loss) for layer in record.measured]
     if not against:
         pairs = [(layer.nearest_loss, layer.loss) for layer in record.measured]

@@ -270,7 +270,8 @@ class _Compiling:
 
     def seconds(self) -> float:
         """Return the seconds until now."""
-        return self.ended + (monotonic() - self.began if self.depth else 0.0)
+        with self._lock:
+            return self.ended + (monotonic() - self.began if self.depth else 0.0)
 
     def start(self) -> None:
         """Note that a function begins to be compiled; say so for the first one."""

@@ -25,6 +25,7 @@ from nearplane.models.described import open_described
 from nearplane.models.kinds import InputKind, continues_text, input_kind
 from nearplane.models.model import Model
 from nearplane.planning.estimate import estimated
+from nearplane.planning.forecast import LONG
 from nearplane.planning.modes import MODES, Mode, Runtime, flags
 from nearplane.planning.request import check_request, resolved
 from nearplane.recipe.recipe import Recipe
@@ -48,7 +49,6 @@ from nearplane.verbs.report import is_report, write_report
 from nearplane.verbs.suggest import Suggestion, suggest
 
 SAMPLES, SEQLEN = 16, 512  # of the held-out text
-LONG = 3600.0  # seconds from which a shorter run is named
 FEWER = {"samples": 64, "seqlen": 512}
 ANY = "1000TB"  # memory in which all fits
 USUAL = (  # where nothing is asked: what most people run in each program
@@ -213,7 +213,7 @@ def _check_beside(out: Path) -> None:
     """
     figures, page = beside(out, "evaluation.json"), beside(out, "report.html")
     try:
-        foreign = figures if figures.exists() and not read_evaluation(figures) else None
+        foreign = figures if figures.exists() and figures.stat().st_size and not read_evaluation(figures) else None
     except FormatError:
         foreign = figures
     if foreign is None and page.exists() and not is_report(page):

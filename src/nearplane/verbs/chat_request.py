@@ -25,7 +25,8 @@ class ChatRequest:
     Args:
         model: Folder, hub id or .gguf file as for `evaluate`, or a model object.
         chat: A .jsonl file with a conversation in each line, {"messages": [..]}, perhaps with "tools". Where a message of the
-            assistant stands, and behind the last message, the original answers; what the file has there is not read.
+            assistant stands, and behind the last message, the original answers; what the file has there is not read. Results
+            of tools stay where they are, behind the text that the original wrote in place of the call.
         against: The original model, which writes the answers.
         tokenizer: Tokenizer of a model object; that of a folder serves an original given as an object, too.
         samples: Number of conversations, from the beginning of the file. Default: all.

@@ -185,9 +185,10 @@ def _earlier(folder: Path, inputs: Mapping[str, Any]) -> dict[tuple[str, str, fl
 
 def _row(saved: dict[str, Any]) -> Row:
     """Return the row of a JSON object."""
-    choices, folder = tuple(NextChoice(*each) for each in saved["choices"]), saved["folder"]
+    choices, folder = tuple(NextChoice(*each) for each in saved.get("choices", ())), saved["folder"]
     return Row(
-        **saved | {"folder": folder and Path(folder), "token_ids": tuple(saved["token_ids"]), "choices": choices}
+        **saved
+        | {"folder": folder and Path(folder), "token_ids": tuple(saved.get("token_ids", ())), "choices": choices}
     )
 
 

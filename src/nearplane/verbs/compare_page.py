@@ -25,10 +25,11 @@ from nearplane.system.sizes import counted, size_text, three_places
 from nearplane.verbs.compare import Row
 from nearplane.verbs.compare_request import WAYS
 from nearplane.verbs.figure_file import check_page
+from nearplane.verbs.generate import UNFINISHED
 from nearplane.verbs.next_choices import NextChoice
 
 HEADS = ("model", "method", "asked", "bits/weight", "weight files", "perplexity", "KL to original", "time")
-END = "(end)"  # stands for a token that ends the text, or adds no letter to it
+END = "(end)"  # stands for the token that ends the text
 
 
 def write_page(rows: Sequence[Row], out: str | Path, *, prompt: str | None = None) -> None:
@@ -141,10 +142,11 @@ def _panel(row: Row) -> str:
 def marked(choices: Sequence[NextChoice]) -> str:
     """Return the original's text as HTML in which the tokens are marked instead of which a model would write others."""
     pieces = []
-    for piece, other in choices:
+    for number, (piece, other) in enumerate(choices, 1):
         shown = escape(piece)
         if other is not None:
-            title = escape(f"writes {other!r}" if other else "ends here", quote=True)
-            shown = f'<mark title="{title}">{shown or END}</mark>'
+            words = f"writes {other!r}" if other else "ends here"
+            title = escape("writes a part of another letter" if other == UNFINISHED else words, quote=True)
+            shown = f'<mark title="{title}">{shown or (END if number == len(choices) else UNFINISHED)}</mark>'
         pieces.append(shown)
     return "".join(pieces)

@@ -1,13 +1,13 @@
 """evaluate_chat(): how far a model is from its original on the answers that the original writes, turn by turn.
 
-A text on paper is not what a chat model writes. Here the original answers every turn of a conversation, always with the most
+Chat models write other texts than books have. Here the original answers every turn of a conversation, always with the most
 likely token, and both networks read prompt and answer. Networks are loaded as `evaluate` loads them: decoded, in float32.
 """
 
 from __future__ import annotations
 
 import json
-import logging
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -30,15 +30,15 @@ from nearplane.models.two_tokenizers import check_same_tokens
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import exact_float32
-from nearplane.system.paths import name_of, refuse_tokenizer
+from nearplane.system.paths import refuse_tokenizer
 from nearplane.system.progress import counted as shown_count
 from nearplane.system.sizes import counted, size_text
 from nearplane.system.time_limit import time_limit
 from nearplane.verbs.chat_request import ChatRequest
 from nearplane.verbs.evaluate import load_dense
+from nearplane.verbs.generate import has_chat_template
 
 EXPECTED = 'expected lines such as {"messages": [{"role": "user", "content": "Hello"}]}'
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,8 @@ class ChatEvaluation:
         statistics: Figures of all tokens; positions count tokens of the answer, so that 1 is the first one. Intervals are from
             a bootstrap over conversations.
         turns: The same answer by answer.
-        calls: Number of answers in conversations with tools in which the original calls one, in JSON that parses.
+        with_tools: Number of answers in conversations with tools.
+        calls: Number of these in which the original calls one, in JSON that parses; see `tool_calls.py`.
         calls_kept: Number of these in whose place the model, by itself, writes a call that parses, too.
         calls_equal: Number of these that are the same calls.
     """
@@ -80,6 +81,7 @@ class ChatEvaluation:
     tokens: int
     statistics: Statistics
     turns: tuple[Turn, ...]
+    with_tools: int = 0
     calls: int = 0
     calls_kept: int = 0
     calls_equal: int = 0
@@ -109,9 +111,12 @@ class ChatEvaluation:
             for each in it.by_position
         )
         lines.append(f"KL by token of the answer: {', '.join(by)}")
-        if self.calls:
+        if self.with_tools:
             kept = f"{self.calls_kept:,} are calls that parse in the model's own answer, {self.calls_equal:,} the same"
-            lines.append(f"tool calls: of {self.calls:,} by the original, {kept}")
+            calling = (
+                f"calls of tools: {self.calls:,} of {counted(self.with_tools, 'answer')} of the original; of these"
+            )
+            lines.append(f"{calling} {kept}")
         return "\n".join(lines)
 
 
@@ -138,6 +143,11 @@ def evaluate_chat(request: ChatRequest) -> ChatEvaluation:
         ModelError, FormatError: A model cannot be read, writes no text or has no chat template.
         RecipeError: Both networks do not fit in memory.
     """
+    return prepare_chat(request).measured()
+
+
+def prepare_chat(request: ChatRequest) -> Chat:
+    """Check models and conversations, before any weight is read; see `evaluate_chat`."""
     request.check()
     model, against, trust = request.model, request.against, request.trust_remote_code
     refuse_tokenizer(model, request.tokenizer)
@@ -145,7 +155,9 @@ def evaluate_chat(request: ChatRequest) -> ChatEvaluation:
     outlines = [Outline.of(each, trust_remote_code=trust) for each in (model, against)]
     for outline in outlines:
         if not continues_text(outline.network):
-            raise ModelError(f"{outline.name} contains a {type(outline.network).__name__}, which answers nobody.")
+            raise ModelError(
+                f"{outline.name} contains a {type(outline.network).__name__}, which does not continue text."
+            )
     device = Device.named(request.device)
     needed = sum(outline.size for outline in outlines if outline.folder is not None)
     if (free := device.free()) is not None and needed > free:
@@ -155,37 +167,78 @@ def evaluate_chat(request: ChatRequest) -> ChatEvaluation:
         )
     folders = {outline.name: outline.folder for outline in outlines if outline.folder is not None}
     check_same_tokens(folders, trust_remote_code=trust)
-    tokenizer, folder = request.tokenizer, folders.get(name_of(against)) or next(iter(folders.values()), None)
-    if folder is not None and tokenizer is None:
+    tokenizer, folder = request.tokenizer, outlines[1].folder or outlines[0].folder
+    if tokenizer is None and folder is not None:
         tokenizer = tokenizer_of(folder, trust_remote_code=trust)
     if tokenizer is None:
         raise RecipeError("A model object has no tokenizer: pass tokenizer=.")
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ModelError(f"{name_of(against)} has no chat template, so that nobody can chat with it. Use --text.")
-    network, original = (
-        load_dense(each, device.place, trust_remote_code=trust)[0] if isinstance(each, str | Path) else each
-        for each in (model, against)
-    )
-    return _Chat(network, original, tokenizer, request).measured(rows)
+    if not has_chat_template(tokenizer):
+        raise ModelError(f"{outlines[1].name} has no chat template, by which conversations become prompts. Use --text.")
+    positions = min(outline.positions or sys.maxsize for outline in outlines)
+    return Chat(request=request, rows=rows, tokenizer=tokenizer, positions=positions, device=device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """Conversations that are checked, and the models that are to be measured on them.
+
+    Args:
+        request: What is asked.
+        rows: The conversations.
+        tokenizer: The tokenizer of the original.
+        positions: Largest number of tokens that both networks take.
+        device: Device of the computation.
+    """
+
+    request: ChatRequest
+    rows: Sequence[dict[str, Any]]
+    tokenizer: PreTrainedTokenizerBase
+    positions: int
+    device: Device
+
+    def measured(self) -> ChatEvaluation:
+        """Read the models, let the original answer, and compare both networks on each answer."""
+        request = self.request
+        networks = [
+            load_dense(each, self.device.place, trust_remote_code=request.trust_remote_code)[0]
+            if isinstance(each, str | Path)
+            else each
+            for each in (request.model, request.against)
+        ]
+        training = [network.training for network in networks]
+        try:
+            return _Chatting(self, *(network.eval() for network in networks)).measured(self.rows)
+        finally:
+            for network, before in zip(networks, training, strict=True):
+                network.train(before)
 
 
 @dataclass(frozen=True, slots=True)
-class _Chat:
-    """Both networks with the tokenizer of the original."""
+class _Chatting:
+    """Both networks in conversations."""
 
+    chat: Chat
     network: PreTrainedModel
     original: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    request: ChatRequest
+
+    @property
+    def request(self) -> ChatRequest:
+        """What is asked."""
+        return self.chat.request
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the original."""
+        return self.chat.tokenizer
 
     def measured(self, rows: Sequence[dict[str, Any]]) -> ChatEvaluation:
         """Let the original answer, and compare both networks on each answer."""
         parts: list[TokenScores] = []
         of_turn: dict[int, list[TokenScores]] = {}
-        totals = {"calls": 0, "calls_kept": 0, "calls_equal": 0}
+        totals = {"with_tools": 0, "calls": 0, "calls_kept": 0, "calls_equal": 0}
         total = sum(map(_answers, rows))
         with (
-            as_model_error("The models do not chat"),
+            as_model_error("The models do not run on these conversations"),
             exact_float32(),
             torch.inference_mode(),
             shown_count(self.request.progress, "chatting", total) as done,
@@ -195,6 +248,7 @@ class _Chat:
                     scores = self._scores(answer, number)
                     parts.append(scores)
                     of_turn.setdefault(turn, []).append(scores)
+                    totals["with_tools"] += answer.tools
                     if answer.tools and (wanted := calls(self._text(answer.tokens))):
                         own = calls(self._text(self._written(self.network, answer.prompt)))
                         totals["calls"] += 1
@@ -238,6 +292,11 @@ class _Chat:
                     f"{self.request.chat}, conversation {number + 1}: the chat template cannot be applied ({first_line(error)})."
                 ) from error
             prompt = list(self.tokenizer(str(text), add_special_tokens=False)["input_ids"])
+            if len(prompt) >= self.chat.positions:
+                raise CalibrationError(
+                    f"{self.request.chat}, conversation {number + 1} has {len(prompt):,} tokens before an answer; the models take "
+                    f"{self.chat.positions:,}. Leave it out, or shorten it."
+                )
             tokens = self._written(self.original, prompt)
             yield _Answer(prompt, tokens, bool(beside))
             history.append({"role": "assistant", "content": self._text(tokens)})
@@ -250,7 +309,7 @@ class _Chat:
             made = generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=self.request.answer_tokens,
+                max_new_tokens=min(self.request.answer_tokens, self.chat.positions - len(prompt)),
                 do_sample=False,
                 use_cache=True,
             )
@@ -265,6 +324,11 @@ class _Chat:
     def _scores(self, answer: _Answer, conversation: int) -> TokenScores:
         """Return the figures of every token of an answer."""
         logits = [self._logits(network, answer) for network in (self.network, self.original)]
+        found, expected = (each.shape[-1] for each in logits)
+        if found != expected:
+            raise ModelError(f"The model predicts {found:,} tokens, but its original {expected:,}. Pass the original.")
+        if not all(bool(each.isfinite().any(-1).all()) and not bool(each.isnan().any()) for each in logits):
+            raise ModelError("The model or its original predicts NaN or Inf. Check the files.")
         count = len(answer.tokens)
         window = torch.full((count,), conversation)
         return score_tokens(

@@ -9,15 +9,19 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nearplane.models.kinds import has_two_stacks
+from nearplane.models.pretrained import as_model_error
 from nearplane.verbs.generate import UNFINISHED, prompt_ids
+
+FORCED = ("forced_bos_token_id", "forced_eos_token_id")  # by the generation config, at the beginning and at the end
 
 
 class NextChoice(NamedTuple):
     """A token of a text.
 
     Args:
-        piece: What it adds to the text; empty for one that ends it.
-        other: What the model writes there instead, behind the same tokens; None: the same token.
+        piece: What it adds to the text; empty for one that ends it, or that is a part of a letter.
+        other: What the model writes there instead, behind the same tokens: a text, empty if it ends there, or U+FFFD for a part
+            of a letter; None: the same token.
     """
 
     piece: str
@@ -45,8 +49,11 @@ def next_choices(
             "decoder_input_ids": torch.tensor([[start, *after[:-1]]], device=model.device),
         }
         first, before = 0, [start]
-    with torch.inference_mode():
+    with torch.inference_mode(), as_model_error("The model does not read the text of the original"):
         chosen = model(**given).logits[0, first:].argmax(-1).tolist()
+    settings = model.generation_config
+    forced = {getattr(settings, name, None) for name in FORCED}  # whatever a network finds likely
+    ends = {*_several(settings.eos_token_id), *_several(tokenizer.eos_token_id)}
 
     def text(ids: Sequence[int]) -> str:
         decoded = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -55,7 +62,14 @@ def next_choices(
     found, so_far = [], text(before)
     for place, (token, choice) in enumerate(zip(after, chosen, strict=True)):
         with_it = text(before + after[: place + 1])
-        other = None if choice == token else text([*before, *after[:place], choice])[len(so_far) :]
+        other = None
+        if token not in {choice, *forced}:
+            other = text([*before, *after[:place], choice])[len(so_far) :] or ("" if choice in ends else UNFINISHED)
         found.append(NextChoice(with_it[len(so_far) :], other))
         so_far = with_it
     return found
+
+
+def _several(token: int | list[int] | None) -> list[int]:
+    """Return the ids of a setting that may be one, several or none."""
+    return token if isinstance(token, list) else [] if token is None else [token]

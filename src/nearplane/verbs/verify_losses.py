@@ -228,7 +228,7 @@ def _compare(again: LayerRecord, entry: LayerRecord, agreement: Agreement) -> It
         new, old = getattr(again, name), getattr(entry, name)
         if (
             old is None and name == "extra_own_loss"
-        ):  # of an older version; `contradictions` has it in all layers or in none
+        ):  # of an older version, which has it in no layer: see `contradictions`
             continue
         if not _same(new, old, ROUNDING if name == "entropy" else agreement.tolerance):
             wrong.append(f"{name} is {_short(new)}, the record has {_short(old)}")

@@ -6,7 +6,7 @@ import pytest
 
 from nearplane.evaluation.tool_calls import calls
 
-CALL = {"name": "get_weather", "arguments": {"city": "Oslo"}}
+CALL = ("get_weather", {"city": "Oslo"})
 
 
 @pytest.mark.parametrize(
@@ -14,11 +14,12 @@ CALL = {"name": "get_weather", "arguments": {"city": "Oslo"}}
     [
         ('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>', [CALL]),
         ('[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Oslo"}}]', [CALL]),
-        ('<|python_tag|>{"name": "f", "parameters": {}}', [{"name": "f", "parameters": {}}]),
-        ('{"type": "function", "function": {"name": "f", "arguments": "{}"}}', [{"name": "f", "arguments": "{}"}]),
+        ('<|python_tag|>{"name": "f", "parameters": {}}', [("f", {})]),
+        ('{"type": "function", "function": {"name": "f", "arguments": "{}"}}', [("f", {})]),
+        ('{"tool_calls": [{"id": "a", "name": "f", "arguments": {}}]}', [("f", {})]),
         ('Sure: {"name": "f", "arguments": {}} and {"name": "g", "arguments": {}}',
-         [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]),
-        ('{{"name": "f", "arguments": {"x": {"y": 1}}}}', [{"name": "f", "arguments": {"x": {"y": 1}}}]),
+         [("f", {}), ("g", {})]),
+        ('{{"name": "f", "arguments": {"x": {"y": 1}}}}', [("f", {"x": {"y": 1}})]),
         ('{"name": "get_weather", "arguments": {"city": "Oslo"', []),
         ('{"name": "f", "arguments": "no JSON"}', []),
         ('{"name": "f"}', []),

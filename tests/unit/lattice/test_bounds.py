@@ -390,7 +390,7 @@ def test_losses_beside_are_those_of_outputs_on_the_rows(generator: torch.Generat
     assert close(nearest, would)
     assert close(relative, lost / (float(outputs.square().mean()) / 12))
     alone = X_hat @ (target - matrix.decode()).T
-    assert close(own, float(alone.square().sum() / outputs.square().sum()) if two else relative)
+    assert close(own, float(alone.square().sum() / outputs.square().sum()))
 
 
 def scaled_problem(weights: float, inputs: float = 1.0) -> tuple[Tensor, Tensor, Certificate]:

@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils import logging as of_transformers
 
 import nearplane
+from checkpoints import save_part_of_the_demo
 from native_checkpoints import product_matrix, save_tiny, write_native
 from nearplane.cli import app as cli
 from nearplane.errors import FormatError, ModelError, NearplaneError, RecipeError
@@ -520,3 +523,23 @@ def test_other_checkpoints_load_as_ever_and_nothing_is_no_model(folder: Callable
     assert type(nearplane.load(folder("llama").parent / "source").get_submodule(Q)) is torch.nn.Linear
     with pytest.raises(ModelError, match="does not exist"):
         nearplane.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_no_bars_of_others_are_shown_and_they_are_as_before(
+    shown: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers shows them where it loads weights and where it saves an object; they mix with ours."""
+    folder = save_part_of_the_demo(tmp_path / "model", blocks=1)
+    (of_transformers.enable_progress_bar if shown else of_transformers.disable_progress_bar)()
+    hidden = are_progress_bars_disabled()
+    capfd.readouterr()
+    try:
+        model = nearplane.load(folder, device="cpu")
+        tokens = torch.randint(64, (16, 64), generator=torch.Generator().manual_seed(0))
+        nearplane.quantize(model, tmp_path / "out", calibration=tokens, bits=4, progress=False)
+        assert "%|" not in capfd.readouterr().err
+        assert of_transformers.is_progress_bar_enabled() is shown
+        assert are_progress_bars_disabled() is hidden
+    finally:
+        of_transformers.enable_progress_bar()

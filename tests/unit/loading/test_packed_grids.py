@@ -63,7 +63,7 @@ def test_layers_stay_packed_and_answer_as_decoded(
 def test_a_packed_network_is_not_saved_decoded_without_a_word(source: Path, tmp_path: Path) -> None:
     written = write_folder(tmp_path / "out", source, "compressed-tensors", bits=4, group_size=32)
     packed = nearplane.load(tmp_path / "out", device="cpu")
-    said = rf"^{len(written)} layers of this \w+ are packed, .* Copy the folder .* nearplane export OUT FOLDER"
+    said = rf"^{len(written)} layers of this \w+ are packed, and .* Copy the folder .* nearplane export OUT FOLDER"
     for saving in (packed, copy.deepcopy(packed)):
         with pytest.raises(ModelError, match=said):
             saving.save_pretrained(tmp_path / "dense", safe_serialization=True)

@@ -82,7 +82,7 @@ def test_evaluate_and_verify_say_it(tmp_path: Path, caplog: pytest.LogCaptureFix
         nearplane.evaluate(tmp_path / "out", HELD_OUT, samples=1, seqlen=32, **again)
         assert caplog.text.count("render 4 of 12 conversations into different prompts") == 1
         verified = nearplane.verify(tmp_path / "out", calibration=str(CALIBRATION), **again)
-    assert {fault.where for fault in verified.faults} == {"chat_template.jinja"}, (
+    assert {fault.where for fault in verified.faults} == {"chat_template.jinja", "nearplane.json"}, (
         "verify has all files as they were written"
     )
     assert caplog.text.count("render 4 of 12 conversations into different prompts") == 2

@@ -55,18 +55,15 @@ def test_a_run_says_what_it_takes_before_it_begins_and_after_the_first_block(mod
 def test_a_long_run_says_what_makes_it_shorter(caplog) -> None:
     """By the work of its blocks, of which the first need not be like the others; a short one does not."""
     setting = MemorySetting(batch=1, room=0, device=CPU)
-    known = Forecast(setting=setting, work=(1.0, 3.0, 3.0), fewer=0.25)
+    known = Forecast(setting=setting, work=(1.0, 3.0, 3.0), samples=64, fewer=0.25)
     with caplog.at_level("INFO", "nearplane"):
         known.measured(1800.0, 0)
-        known.measured(1800.0, 1)
+        known.measured(1800.0, 1)  # of a resumed run, which keeps its windows
         known.measured(60.0, 0)
-        Forecast(setting=setting, work=(1.0, 3.0, 3.0), fewer=0.9).measured(1800.0, 0)
+        Forecast(setting=setting, work=(1.0, 3.0, 3.0), samples=64, fewer=0.9).measured(1800.0, 0)
         Forecast(setting=setting).measured(1800.0, 0)
     said = [line for line in caplog.messages if "--samples" in line]
-    assert said == [
-        "all blocks take about 3 h 30 min; with --samples 64 they take about 52 min 30 s, but more is lost",
-        "all blocks take about 1 h 10 min; with --samples 64 they take about 17 min 30 s, but more is lost",
-    ]
+    assert said == ["all blocks take about 3 h 30 min; with --samples 64 they take about 52 min 30 s, but more is lost"]
 
 
 def test_work_is_known_of_every_block_and_falls_with_the_windows(model, tmp_path, monkeypatch) -> None:
@@ -78,6 +75,7 @@ def test_work_is_known_of_every_block_and_falls_with_the_windows(model, tmp_path
 
     monkeypatch.setattr("nearplane.planning.run.forecast", noted)
     monkeypatch.setattr("nearplane.planning.forecast.FEWER", 2)
+    monkeypatch.setattr("nearplane.planning.forecast.ADVISED_TOKENS_PER_INPUT", 1)
     nearplane.quantize(model, tmp_path / "out", calibration=str(CALIBRATION), **TEXT)
     assert len(found[0].work) == 3
     assert min(found[0].work) == max(found[0].work) > 0

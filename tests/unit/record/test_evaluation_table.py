@@ -58,3 +58,16 @@ def test_what_is_no_evaluation_is_refused(text, tmp_path):
     (tmp_path / "e.json").write_text(text)
     with pytest.raises(FormatError, match="expected what nearplane evaluate --json prints"):
         read_evaluation(tmp_path / "e.json")
+
+
+def test_an_evaluation_on_conversations_becomes_a_sentence(tmp_path):
+    chat = {"conversations": 8, "tokens": 1445, "statistics": {**SCORE["statistics"], "same_top": {"value": 0.84}}}
+    (tmp_path / "e.json").write_text(json.dumps({"texts": [], "tasks": [], "chat": chat}))
+    card = model_card(GRID, Origin(), evaluations=[read_evaluation(tmp_path / "e.json")])
+    said = (
+        "In 8 conversations, which the original answers (1,445 tokens): KL to the original 0.01230 (0.01000 to 0.01500)"
+    )
+    assert f"{said} nats per token, the same next token for 84.00 %." in card
+    (tmp_path / "e.json").write_text(json.dumps({"texts": [], "tasks": [], "chat": {"tokens": 1}}))
+    with pytest.raises(FormatError, match="holds no evaluation"):
+        read_evaluation(tmp_path / "e.json")

@@ -107,10 +107,11 @@ def test_the_page_needs_no_other_file_and_suits_phones_and_dark(page: str) -> No
 
 
 def test_what_is_marked_says_what_comes_instead() -> None:
-    choices = [NextChoice("one"), NextChoice(" <b>", ' "2"'), NextChoice("", " more"), NextChoice(" three", "")]
-    assert marked(choices) == (
-        'one<mark title="writes &#x27; &quot;2&quot;&#x27;"> &lt;b&gt;</mark><mark title="writes &#x27; more&#x27;">(end)</mark>'
-        '<mark title="ends here"> three</mark>'
+    choices = [NextChoice("one"), NextChoice(" <b>", ' "2"'), NextChoice("", "\ufffd"), NextChoice(" three", "")]
+    assert marked([*choices, NextChoice("", " more")]) == (
+        'one<mark title="writes &#x27; &quot;2&quot;&#x27;"> &lt;b&gt;</mark>'
+        '<mark title="writes a part of another letter">\ufffd</mark>'
+        '<mark title="ends here"> three</mark><mark title="writes &#x27; more&#x27;">(end)</mark>'
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BertConfig, BertModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
 import nearplane
 from checkpoints import save_part_of_the_demo
@@ -110,16 +110,17 @@ def test_calls_of_tools_are_counted_where_the_original_makes_one(
             said.clear()
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    monkeypatch.setattr(program._Chat, "_written", written)
+    monkeypatch.setattr(program._Chatting, "_written", written)
     row = {
         "messages": [{"role": "user", "content": "Do it."}],
         "tools": [{"type": "function", "function": {"name": "f"}}],
     }
     found = nearplane.evaluate_chat(coarse, saved([row] * 4, tmp_path / "chat.jsonl"), against=model)
-    assert (found.calls, found.calls_kept, found.calls_equal) == (3, 2, 1)
-    assert "tool calls: of 3 by the original, 2 are calls that parse in the model's own answer, 1 the same" in str(
-        found
+    assert (found.with_tools, found.calls, found.calls_kept, found.calls_equal) == (4, 3, 2, 1)
+    of_calls = (
+        "calls of tools: 3 of 4 answers of the original; of these 2 are calls that parse in the model's own answer"
     )
+    assert f"{of_calls}, 1 the same" in str(found)
 
 
 def test_the_command_prints_it_beside_texts_or_alone(
@@ -168,7 +169,7 @@ def test_who_cannot_chat_is_refused_before_weights_are_read(
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     BertModel(BertConfig(**sizes, vocab_size=768)).save_pretrained(tmp_path / "bert")
     add_tokenizer(tmp_path / "bert")
-    with pytest.raises(ModelError, match="contains a BertModel, which answers nobody"):
+    with pytest.raises(ModelError, match="contains a BertModel, which does not continue text"):
         nearplane.evaluate_chat(tmp_path / "bert", chat, against=tmp_path / "bert")
     monkeypatch.setattr("nearplane.system.device.Device.free", lambda _: 1000)
     with pytest.raises(RecipeError, match="holds both networks in float32 in memory"):
@@ -178,8 +179,32 @@ def test_who_cannot_chat_is_refused_before_weights_are_read(
 def test_a_model_without_a_chat_template_and_a_template_that_fails_are_named(model: Path, tmp_path: Path) -> None:
     chat = saved(ROWS, tmp_path / "chat.jsonl")
     bare = save_part_of_the_demo(tmp_path / "bare", blocks=1)
-    with pytest.raises(ModelError, match="has no chat template, so that nobody can chat with it"):
+    with pytest.raises(ModelError, match="has no chat template, by which conversations become prompts"):
         nearplane.evaluate_chat(bare, chat, against=bare)
     (bare / "chat_template.jinja").write_text("{{ raise_exception('only users') }}")
     with pytest.raises(CalibrationError, match="conversation 1: the chat template cannot be applied"):
         nearplane.evaluate_chat(bare, chat, against=bare)
+
+
+def test_conversations_end_where_the_positions_do(model: Path, tmp_path: Path) -> None:
+    short = save_part_of_the_demo(tmp_path / "short", blocks=1)
+    (short / "chat_template.jinja").write_text(TEMPLATE)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 48}))
+    chat = saved(ROWS[1:], tmp_path / "chat.jsonl")
+    found = nearplane.evaluate_chat(short, chat, against=model, answer_tokens=1000)
+    assert 0 < found.tokens < 48
+    long = saved([{"messages": [{"role": "user", "content": "word " * 60}]}], tmp_path / "long.jsonl")
+    with pytest.raises(CalibrationError, match=r"conversation 1 has \d+ tokens before an answer; the models take 48"):
+        nearplane.evaluate_chat(short, long, against=model)
+
+
+def test_objects_are_measured_without_dropout_and_left_as_they_were(model: Path, tmp_path: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(model, attention_dropout=0.5).train()
+    chat = saved(ROWS[1:], tmp_path / "chat.jsonl")
+    found = nearplane.evaluate_chat(
+        network, chat, against=network, tokenizer=AutoTokenizer.from_pretrained(model), answer_tokens=4
+    )
+    assert found.statistics.kl is not None
+    assert found.statistics.kl.value == 0
+    assert network.training

@@ -109,7 +109,8 @@ def _cards(record: RunRecord) -> list[tuple[str, str, str]]:
         worst = max(layers, key=lambda layer: layer.relative_loss)
         cards.append(("worst relative loss", percent(worst.relative_loss), worst.name))
     if own := [(layer.extra_own_loss, layer.name) for layer in layers if layer.extra_own_loss is not None]:
-        cards.append(("worst alone on extra windows", percent(max(own)[0]), max(own)[1]))
+        loss, name = max(own)
+        cards.append(("worst alone on extra windows", percent(loss), name))
     if extra := [(layer.extra_relative_loss, layer.name) for layer in layers if layer.extra_relative_loss is not None]:
         worst_extra, name = max(extra)
         windows = f"{counted(record.extra_windows, 'window')} {NOT_FITTED}"
