@@ -84,6 +84,7 @@ def test_from_a_model_to_a_measured_checkpoint(model: Path, here: Path, capsys: 
     ]
     app([*words, "--device", "cpu", "--yes"], exit_on_error=False, result_action="return_value")
     said = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("KL(original || model)") for line in said), "the evaluation has a line for each figure"
     out = here / "small-int8"
     record, figures = read_record(out), here / "small-int8-evaluation.json"
     assert said[0] == "way: --grid int8, which loses least of what fits in 2.00 MB"

@@ -66,6 +66,7 @@ class Forecast:
     Args:
         setting: Memory settings of the run.
         bytes: Upper bound of the memory where it computes; None if that is not known.
+        before: Peak of the memory of the process until then, which an earlier run may have had.
         work: Multiplications of each block; empty if they are not known.
         after: Time behind the last block in multiplications: of comparing the predictions on the extra windows.
         samples: A smaller number of windows, with which losses can still be trusted.
@@ -74,6 +75,7 @@ class Forecast:
 
     setting: MemorySetting
     bytes: int | None = None
+    before: int = 0
     work: tuple[float, ...] = ()
     after: float = 0.0
     samples: int = 0
@@ -88,10 +90,9 @@ class Forecast:
         """
         device = self.setting.device
         most = f" (at most {size_text(self.bytes)} expected)" if self.bytes else ""
-        log.info(
-            f"the first block took {duration(seconds)} and {size_text(device.peak())} of {_memory_of(device)}"
-            f"{' of rank 0' * (device.ranks.world > 1)}{most}"
-        )
+        where = f"{_memory_of(device)}{' of rank 0' * (device.ranks.world > 1)}{most}"
+        memory = f" and {size_text(device.peak())} of {where}" if device.peak() > self.before else ""
+        log.info(f"the first block took {duration(seconds)}{memory}")
         every = seconds * sum(self.work) / self.work[number] if self.work and self.work[number] else 0.0
         if not number and every > LONG and self.fewer < WORTHWHILE:  # a resumed run keeps its windows
             log.info(
@@ -123,6 +124,7 @@ def forecast(
         RecipeError: The most economical settings need more than a limit, or the memory cannot be predicted.
         NearplaneError: The rehearsal fails, see `rehearse`.
     """
+    before = device.peak()
     looks = rehearse(model, plan, windows, device)
     planned = within_limits(model, plan, windows, looks, device, limits, batch)
     if planned is None:
@@ -151,6 +153,7 @@ def forecast(
     return Forecast(
         setting=bounds[0].setting,
         bytes=bounds[0].bytes,
+        before=before,
         work=work,
         after=LOGITS * compared * shapes.hidden * shapes.vocabulary,
         samples=samples,

@@ -43,7 +43,7 @@ def read_evaluation(path: Path) -> dict[str, Any]:
 
 
 def evaluation_tables(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table of texts, of one of tasks, and a sentence on conversations, as far as there are any."""
+    """Yield the lines of a Markdown table of texts, of one of tasks, and sentences on conversations, as far as there are any."""
     texts = [row for evaluation in evaluations for each in evaluation["texts"] for row in _text_rows(each)]
     tasks = [_task_row(each) for evaluation in evaluations for each in evaluation["tasks"]]
     if texts:
@@ -78,8 +78,8 @@ def _chat(score: Mapping[str, Any]) -> str:
     """Return a sentence on an evaluation on conversations."""
     statistics = score["statistics"]
     return (
-        f"In {int(score['conversations']):,} conversations, which the original answers ({int(score['tokens']):,} tokens): KL to the "
-        f"original {_interval(statistics['kl'])} nats per token, the same next token for "
+        f"In {int(score['conversations']):,} conversations, which the original answers ({int(score['tokens']):,} tokens): KL to "
+        f"the original {_interval(statistics['kl'])} nats per token, the same next token for "
         f"{100 * statistics['same_top']['value']:.2f} %."
     )
 

@@ -32,8 +32,14 @@ def calibrated(record: RunRecord) -> str:
 def in_words(record: RunRecord) -> str:
     """Return the KL on the extra windows on a scale in words."""
     assert record.extra_kl is not None, "the record has no KL"
-    help = "more --samples or more bits make" if record.tuning else "more --samples, more bits or nearplane tune make"
-    return next((word for most, word in SCALE if record.extra_kl <= most), f"large; {help} it smaller")
+    advice = "more --samples or more bits make" if record.tuning else "more --samples, more bits or nearplane tune make"
+    word = word_for(record.extra_kl)
+    return word if record.extra_kl <= SCALE[-1][0] else f"{word}; {advice} it smaller"
+
+
+def word_for(kl: float) -> str:
+    """Return the word for a KL in nats per token."""
+    return next((word for most, word in SCALE if kl <= most), "large")
 
 
 def divergence(record: RunRecord) -> Iterator[str]:

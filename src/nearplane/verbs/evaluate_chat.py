@@ -102,8 +102,8 @@ class ChatEvaluation:
         )
         lines.append(f"same next token        {_between(it.same_top, '.2f', 100)} %")
         lines += [
-            f"  answer {turn.number}: KL {turn.kl.value:.5f}, same next token {100 * turn.same_top.value:.2f} % ({turn.answers:,} "
-            f"answers, {turn.tokens:,} tokens)"
+            f"  turn {turn.number}: KL {turn.kl.value:.5f}, same next token {100 * turn.same_top.value:.2f} % "
+            f"({counted(turn.answers, 'answer')}, {counted(turn.tokens, 'token')})"
             for turn in self.turns
         ]
         by = (
@@ -122,7 +122,7 @@ class ChatEvaluation:
 
 def _between(it: Estimate, form: str, factor: int = 1) -> str:
     if it.low is None or it.high is None:
-        return f"{factor * it.value:{form}} (no interval)"
+        return f"{factor * it.value:{form}} (no interval: few conversations)"
     return f"{factor * it.value:{form}} (95 %: {factor * it.low:{form}} to {factor * it.high:{form}})"
 
 

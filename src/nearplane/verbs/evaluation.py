@@ -9,6 +9,7 @@ from nearplane.evaluation.protocol_names import Protocol
 from nearplane.evaluation.protocols import LlamaCppFigure, LmEvalFigures
 from nearplane.evaluation.scoring import Floor
 from nearplane.evaluation.statistics import Estimate, PositionRange, Statistics
+from nearplane.record.words import word_for
 
 NAME_WIDTH, POSITIONS_PER_LINE = 34, 4
 
@@ -127,7 +128,8 @@ def _divergence(it: Statistics) -> Iterator[str]:
     yield from _estimate("same top token", it.same_top, ".2f", " %", 100)
     if it.same_top is not None:
         yield _row(
-            "  in words", f"of 1,000 next-token choices {1000 * (1 - it.same_top.value):.0f} differ from the original's"
+            "  in words",
+            f"{word_for(it.kl.value)}; of 1,000 next-token choices {1000 * (1 - it.same_top.value):.0f} differ from the original's",
         )
     yield from _estimate(
         "right token's probability", it.probability_change, "+.3f", " percentage points on average", 100

@@ -87,7 +87,7 @@ def test_every_token_of_the_originals_answers_is_compared(model: Path, coarse: P
     assert found.statistics.by_position[0].tokens == 3  # the first token of each answer
     lines = str(found).splitlines()
     assert "2 conversations, 3 answers of the original" in lines[0]
-    assert "(no interval) nats per token" in lines[1]
+    assert "(no interval: few conversations) nats per token" in lines[1]
     assert lines[-1].startswith("KL by token of the answer: 1: ")
     alone = nearplane.evaluate_chat(model, chat, against=model, answer_tokens=2, samples=1)
     assert (alone.conversations, alone.statistics.kl.value, alone.statistics.same_top.value) == (1, 0.0, 1.0)
