@@ -37,7 +37,7 @@ from nearplane.recipe.scheme import Scheme
 from nearplane.system.device import Device
 from nearplane.system.matmul_choice import Library
 from nearplane.system.matmul_library import library_in_use, using_library
-from nearplane.system.memory import release
+from nearplane.system.memory import release, release_all
 from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 log = logging.getLogger(__name__)
@@ -266,6 +266,7 @@ class _Walk:
                     yield from self._through(observed, unquantized, rounding)
             end = self._end(unquantized, blocks=index + 1, stream=stream if onward else None)
             if ends and stream is not None:
+                release_all()  # the head takes as much as the C library keeps of the last block
                 end.divergence = extra_divergence(model, stream, self._dealt()[0], dtype)
             yield end
         unquantized = model.unquantized()

@@ -155,7 +155,8 @@ def check_request(model: Model, plan: Plan) -> None:
         format = plan.layers[layer.name].number_format
         if format.group is not None and layer.shape[1] % format.group:
             fits = gcd(*(each.shape[1] for each in layers))
-            remedy = f"--group-size none or a divisor of {fits}" if is_integer(format) else "another --grid"
+            usual = fits & -fits  # the largest power of 2 that divides it
+            remedy = f"--group-size {usual}, none, or a divisor of {fits}" if is_integer(format) else "another --grid"
             raise RecipeError(
                 f"{layer.name} has {layer.shape[1]} inputs, not a multiple of the group size {format.group}. Use {remedy}, or "
                 f"leave it unquantized with --ignore."

@@ -9,7 +9,7 @@ from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.remarks import remarks
 from nearplane.record.uses import Named, typed, uses
 from nearplane.record.words import NOT_FITTED, by_source, calibrated, degenerate, divergence, exceeding, left, losses
-from nearplane.system.sizes import size_text, three_places
+from nearplane.system.sizes import counted, size_text, three_places
 
 LEGEND = {  # of the columns of `layer_table`
     "bits/weight": "size of the layer in the file, per weight",
@@ -106,6 +106,9 @@ def layer_table(
     layers = record.layers
     if worst is not None:
         layers = tuple(sorted(record.layers, key=lambda layer: -layer.own_loss)[:worst])
+        before.append(
+            f"below: {len(layers)} of {counted(len(record.layers), 'layer')}, those that lose most by themselves first"
+        )
     columns = CODED_COLUMNS if coded else GRID_COLUMNS
     after = [f"{name}: {LEGEND[name]}" for name in columns if name in LEGEND]
     after += [*_without_bound(record), *degenerate(record), *left(record)]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from nearplane.evaluation.protocol_names import Protocol
 from nearplane.evaluation.protocols import LlamaCppFigure, LmEvalFigures
 from nearplane.evaluation.scoring import Floor
-from nearplane.evaluation.statistics import Estimate, PositionRange, Statistics
+from nearplane.evaluation.statistics import MIN_WINDOWS, Estimate, PositionRange, Statistics
 from nearplane.record.words import word_for
 
 NAME_WIDTH, POSITIONS_PER_LINE = 34, 4
@@ -145,7 +145,7 @@ def _estimate(name: str, it: Estimate | None, form: str, unit: str = "", factor:
     """Yield a row with a figure and its interval, if there is one."""
     if it is None:
         return
-    between = "no interval"
+    between = f"no interval, which takes {MIN_WINDOWS} windows"
     if it.low is not None and it.high is not None:
         between = f"95 %: {factor * it.low:{form}} to {factor * it.high:{form}}"
     yield _row(name, f"{factor * it.value:{form}}{unit} ({between})")

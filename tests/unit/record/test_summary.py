@@ -374,5 +374,6 @@ def test_the_worst_layers_are_shown_first_and_alone():
     before, columns, rows, _ = layer_table(RUN, 1)
     assert [row[0] for row in rows] == [WORSE.name]
     assert any(line.startswith("predictions: KL 0.0523 nats") for line in before)
+    assert before[-1] == "below: 1 of 2 layers, those that lose most by themselves first"
     assert [row[0] for row in layer_table(RUN)[2]] == [GOOD.name, WORSE.name]
     assert columns[0] == "layer"
