@@ -179,7 +179,10 @@ def test_bad_requests_are_refused_before_anything_is_written(small, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("Too short.")
     refused(
-        small, out, r"model\.layers\.0\.self_attn\.q_proj has 256 inputs.* --group-size 128, none, or a divisor of 128, or leave", group_size=96
+        small,
+        out,
+        r"model\.layers\.0\.self_attn\.q_proj has 256 inputs.* --group-size 128, none, or a divisor of 128, or leave",
+        group_size=96,
     )
     refused(small, out, "expected a path, a list of texts", calibration=3)
     refused(small, out, "list of 2 texts has 7 tokens", calibration=["a text", "another"])

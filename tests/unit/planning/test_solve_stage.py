@@ -116,10 +116,10 @@ def test_a_layer_at_a_rate_waits_once_for_every_estimate_and_a_few_times_for_eve
     assert first <= 50 + STAGE
 
 
-def test_a_layer_takes_at_most_410_launches_of_which_six_are_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_takes_at_most_414_launches_of_which_six_are_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernels that CUDA has; triangles are multiplied in four parts, as those of 4,096 columns are."""
     monkeypatch.setattr(bounds, "BLOCK_COLUMNS", 32)
     with kernels_of_cuda() as launches:
         gpu = count(16, 128, SCHEMES["4 bits"])
     assert launches == {"search": 1, "solve_pass": 2, "descend_pass": 4}
-    assert gpu.total.launches <= 410
+    assert gpu.total.launches <= 414
