@@ -106,7 +106,7 @@ COMPARED: dict[str, list[str]] = {  # flags of `nearplane compare`
 KILLED: dict[str, list[str]] = {  # flags of `nearplane quantize`, killed once the first block is kept, and given again
     "killed and resumed": ["--bits", "4", "--group-size", "128", "--ignore", "layers.[3-9]"],
 }
-RESUMED = "resuming after block"  # what a run says that goes on
+RESUMED = "resuming"  # what a run says that goes on
 RUNS: dict[str, dict[str, Any] | list[str]] = {**PLAIN, **EXPERTS, **TUNED, **COMMANDS, **COMPARED, **KILLED}
 QUICK = {
     "compressed-tensors 4 bits", "widths by slope", "rate 3", "gguf q4_k_m", "two-sided in some layers", "experts 4 bits",
