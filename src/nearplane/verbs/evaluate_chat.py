@@ -37,6 +37,7 @@ from nearplane.system.time_limit import time_limit
 from nearplane.verbs.chat_request import ChatRequest
 from nearplane.verbs.evaluate import load_dense
 from nearplane.verbs.generate import has_chat_template
+from nearplane.verbs.next_choices import end_tokens
 
 EXPECTED = 'expected lines such as {"messages": [{"role": "user", "content": "Hello"}]}'
 
@@ -317,7 +318,7 @@ class _Chatting:
 
     def _text(self, tokens: Sequence[int]) -> str:
         """Return the text of an answer, without the token that ends it; markup of calls may be special tokens."""
-        ends = {self.tokenizer.eos_token_id, *_ends(self.original)}
+        ends = end_tokens(self.original, self.tokenizer)
         kept = tokens[:-1] if tokens and tokens[-1] in ends else tokens
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
@@ -341,12 +342,6 @@ class _Chatting:
         fewer = {"logits_to_keep": count} if "logits_to_keep" in signature(network.forward).parameters else {}
         logits: Tensor = network(input_ids=ids, **fewer).logits[0, -count:]
         return logits
-
-
-def _ends(network: PreTrainedModel) -> list[int]:
-    """Return the tokens that end an answer."""
-    found = getattr(network.generation_config, "eos_token_id", None)
-    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def _answers(row: dict[str, Any]) -> int:

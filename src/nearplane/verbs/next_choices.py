@@ -53,7 +53,7 @@ def next_choices(
         chosen = model(**given).logits[0, first:].argmax(-1).tolist()
     settings = model.generation_config
     forced = {getattr(settings, name, None) for name in FORCED}  # whatever a network finds likely
-    ends = {*_several(settings.eos_token_id), *_several(tokenizer.eos_token_id)}
+    ends = end_tokens(model, tokenizer)
 
     def text(ids: Sequence[int]) -> str:
         decoded = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -70,6 +70,7 @@ def next_choices(
     return found
 
 
-def _several(token: int | list[int] | None) -> list[int]:
-    """Return the ids of a setting that may be one, several or none."""
-    return token if isinstance(token, list) else [] if token is None else [token]
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the tokens that end a text, by the generation config and the tokenizer."""
+    found = (model.generation_config.eos_token_id, tokenizer.eos_token_id)
+    return {token for each in found for token in (each if isinstance(each, list) else [each]) if token is not None}
