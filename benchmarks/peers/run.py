@@ -30,7 +30,7 @@ from nearplane import evaluate
 from nearplane.calibration.texts import Frame, read_windows
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.models.pretrained import tokenizer_of
-from nearplane.verbs.evaluation import Evaluation
+from nearplane.verbs.evaluation_result import Evaluation
 
 HERE = Path(__file__).parent
 TOOLS = ("nearplane", "gptqmodel", "llmcompressor", "auto-round")

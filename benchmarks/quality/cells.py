@@ -30,7 +30,7 @@ from nearplane.errors import NearplaneError
 from nearplane.loading.dense_network import dense_network
 from nearplane.record.record_file import read_record
 from nearplane.system.safetensors_files import ShardReader
-from nearplane.verbs.evaluation import Evaluation
+from nearplane.verbs.evaluation_result import Evaluation
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks" / "peers"))

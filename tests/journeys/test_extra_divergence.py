@@ -37,6 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"grid": "nvfp4"}, 1e-3),
         ({"grid": "q4_k_m"}, 0.2),  # heads that are quantized, too, are not counted
         ({"rate": 2.5, "include_head": True}, 0.5),
+        ({"bits": 3, "correct": False}, 1e-3),
+        ({"grid": "int8", "correct": False, "activations": "int8"}, 1e-3),
+        ({"rate": 2.5, "correct": False, "include_embeddings": True}, 0.3),
     ],
 )
 def test_it_is_that_of_an_evaluation(options: dict[str, object], tolerance: float, model: Path, tmp_path: Path) -> None:
@@ -44,7 +47,10 @@ def test_it_is_that_of_an_evaluation(options: dict[str, object], tolerance: floa
     record = nearplane.quantize(model, tmp_path / "out", **options, **FAST)
     windows = calibration_windows(open_model(str(model)), record.recipe, None, Device.named("cpu"))
     assert windows.extra is not None
-    evaluation = nearplane.evaluate(tmp_path / "out", windows.extra, against=model)
+    evaluation = nearplane.evaluate(
+        tmp_path / "out", windows.extra, against=model, activations="activations" in options
+    )
+    evaluation = evaluation.computed or evaluation
     assert record.extra_kl == pytest.approx(evaluation.kl, rel=tolerance)
     assert record.extra_kl > 1e-4
 
@@ -56,9 +62,9 @@ def test_parts_of_any_size_give_the_same(model: Path, tmp_path: Path, monkeypatc
     assert parts.extra_kl == pytest.approx(whole.extra_kl, rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"correct": False}, {"solver": "round-to-nearest"}, {"samples": 1, "seqlen": 512}])
+@pytest.mark.parametrize("options", [{"solver": "round-to-nearest"}, {"samples": 1, "seqlen": 512}])
 def test_it_is_missing_where_nothing_can_be_compared(options: dict[str, object], model: Path, tmp_path: Path) -> None:
-    """One network, or no extra window: nothing about it is in the record."""
+    """No network runs, or there is no extra window: nothing about it is in the record."""
     text = tmp_path / "text.txt"
     text.write_text(CALIBRATION.read_text()[: 2_000 if "samples" in options else 100_000])
     record = nearplane.quantize(model, tmp_path / "out", bits=3, **FAST | {"calibration": str(text)} | options)
@@ -85,9 +91,10 @@ def test_a_stopped_run_has_the_same(model: Path, tmp_path: Path, monkeypatch: py
         assert nearplane.quantize(model, out, bits=3, **FAST).extra_kl == whole.extra_kl
 
 
-def test_tuning_measures_it_again(model: Path, tmp_path: Path) -> None:
-    """The record of the tuned checkpoint has the KL of the tuned network."""
-    solved = nearplane.quantize(model, tmp_path / "out", bits=3, **FAST)
+@pytest.mark.parametrize("correct", [True, False])
+def test_tuning_measures_it_again(correct: bool, model: Path, tmp_path: Path) -> None:
+    """The record of the tuned checkpoint has the KL of the tuned network, also where the original ran on these windows alone."""
+    solved = nearplane.quantize(model, tmp_path / "out", bits=3, correct=correct, **FAST)
     tuned = nearplane.tune(tmp_path / "out", tmp_path / "tuned", against=str(model), samples=60, steps=40)
     assert tuned.extra_kl is not None
     assert tuned.extra_kl != solved.extra_kl

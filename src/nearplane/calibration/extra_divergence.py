@@ -1,17 +1,20 @@
 """KL of the quantized network's predictions from the original's on the extra windows, from both streams behind the last block.
 
-Only the last norm and the head run, with the original's weights also where the head is quantized afterwards. The KL is the same on
-any number of ranks: windows are added in their order.
+Only the last norm and the head run, with the original's weights also where the head is quantized afterwards. Where targets are not
+corrected, the original's blocks run once on these windows. The KL is the same on any number of ranks: windows are added in their
+order.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import MutableSequence
 
 import torch
+from torch import Tensor
 
-from nearplane.calibration.activations import Stream
+from nearplane.calibration.activations import Stream, skeleton
 from nearplane.calibration.network_ends import readout
 from nearplane.models.kinds import continues_text
 from nearplane.models.model import Model
@@ -21,9 +24,8 @@ log = logging.getLogger("nearplane")
 
 
 def is_compared(model: Model, stream: Stream | None) -> bool:
-    """Return whether predictions on extra windows are compared: of networks that continue text, where both run."""
-    two = stream is not None and stream.original is not None and stream.dealt.extra_windows > 0
-    return two and continues_text(model.network)
+    """Return whether predictions on extra windows are compared: of networks that continue text, where there are such windows."""
+    return stream is not None and stream.dealt.extra_windows > 0 and continues_text(model.network)
 
 
 @torch.no_grad()
@@ -32,19 +34,22 @@ def extra_divergence(model: Model, stream: Stream, batches: list[torch.Tensor], 
 
     Args:
         model: The original model.
-        stream: Both streams behind the last block.
+        stream: The stream behind the last block, of both networks or of the quantized one alone.
         batches: (windows, seqlen) tokens of this rank's batches.
         dtype: Dtype of the computation.
 
     Returns:
         The divergence; None on ranks that follow, and if it is not finite.
     """
-    assert stream.original is not None, "targets that are corrected need both networks"
     dealt, place = stream.dealt, stream.quantized[0].device
+    originals: MutableSequence[Tensor] | dict[int, Tensor] | None = stream.original
+    if originals is None:
+        outputs = _outputs(model, batches[dealt.fitted :], place, dtype)
+        originals = dict(enumerate(outputs, dealt.fitted))
     sums: list[tuple[int, int, float]] = []  # window, tokens, KL of all together
     with readout(model, stream, device=place, dtype=dtype) as logits:
         for batch in range(dealt.fitted, len(batches)):
-            tokens, both = batches[batch], (stream.original[batch], stream.quantized[batch])
+            tokens, both = batches[batch], (originals[batch], stream.quantized[batch])
             for window in range(len(tokens)):
                 total = torch.zeros((), dtype=torch.float64, device=place)
                 last = tokens.shape[1] - 1
@@ -68,3 +73,18 @@ def extra_divergence(model: Model, stream: Stream, batches: list[torch.Tensor], 
         )
         return None
     return mean
+
+
+def _outputs(model: Model, batches: list[Tensor], place: torch.device, dtype: torch.dtype) -> MutableSequence[Tensor]:
+    """Return the outputs of the original's last block, which is read from disk once more with all others."""
+    if not batches:
+        return []  # other ranks have the extra windows
+    tuned, model.tuned = model.tuned, {}
+    try:
+        stream = skeleton(model, batches, device=place, dtype=dtype)
+        for block in model.in_turn(model.blocks, place):
+            with block.on(place, dtype, original=False):
+                stream.advance(block)
+    finally:
+        model.tuned = tuned
+    return stream.quantized

@@ -149,13 +149,15 @@ def forecast(
     samples = min(windows.count, max(FEWER, -(-ADVISED_TOKENS_PER_INPUT * widest // seqlen)))
     fewer = _work(model, replace(shapes, windows=samples, extra=extra_windows(samples, seqlen)))
     work = _work(model, shapes)
-    compared = shapes.extra * shapes.seqlen * shapes.streams if shapes.streams > 1 else 0
+    compared = 2 * LOGITS * shapes.hidden * shapes.vocabulary  # of a token, in both networks
+    if shapes.streams == 1:  # the original's blocks run afterwards
+        compared += sum(kind.count * kind.weights for kind in shapes.blocks)
     return Forecast(
         setting=bounds[0].setting,
         bytes=bounds[0].bytes,
         before=before,
         work=work,
-        after=LOGITS * compared * shapes.hidden * shapes.vocabulary,
+        after=shapes.extra * shapes.seqlen * compared,
         samples=samples,
         fewer=sum(fewer) / sum(work),
     )

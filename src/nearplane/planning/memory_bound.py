@@ -269,7 +269,7 @@ def _moments(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:
         "copying tensors that are not quantized", shapes.streams * states, shapes.streams * aside + shapes.ends
     )
     yield from _before_the_first_layer(shapes, setting)
-    if shapes.streams > 1 and shapes.extra and shapes.vocabulary:
+    if shapes.extra and shapes.vocabulary:
         head = shapes.number * (shapes.embeddings + shapes.hidden * shapes.vocabulary)
         logits = max(shapes.vocabulary, min(EXTRA_LOGITS, shapes.seqlen * shapes.vocabulary))
         compared = COMPARED_COPIES * SINGLE * logits

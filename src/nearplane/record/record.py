@@ -210,8 +210,8 @@ class RunRecord:
         windows, seqlen, tokens: Number of calibration windows, tokens per window, and their product.
         extra_windows: Number of extra windows of the same text, on which losses are measured but nothing is fitted.
         extra_kl: Mean KL(original || quantized) in nats over the tokens of the extra windows but the last of each; None, and
-            then not in the file, where targets are not corrected or there are no extra windows, and of older versions. The
-            head is that of the original, also where it is quantized.
+            then not in the file, where there are no extra windows, and of older versions, also where one did not correct
+            targets. The head is that of the original, also where it is quantized.
         sources: Texts of a mix; empty, and then not in the file, for a single text.
         original_bytes: Size of all tensors of the original model; 0, and then not in the file, of older versions.
         text: SHA-256 of all these windows: of the token ids as little-endian int64, then of their sound as float32, if

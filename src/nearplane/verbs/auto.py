@@ -43,7 +43,7 @@ from nearplane.system.sizes import bytes_in, size_text
 from nearplane.verbs.auto_request import AutoRequest
 from nearplane.verbs.card import card
 from nearplane.verbs.evaluate import evaluate
-from nearplane.verbs.evaluation import Evaluation
+from nearplane.verbs.evaluation_result import Evaluation
 from nearplane.verbs.quantize import quantize
 from nearplane.verbs.report import is_report, write_report
 from nearplane.verbs.suggest import Suggestion, suggest

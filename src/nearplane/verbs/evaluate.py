@@ -48,7 +48,7 @@ from nearplane.system.paths import refuse_tokenizer
 from nearplane.system.progress import Tracked, shown, silent
 from nearplane.system.ranks import Ranks
 from nearplane.verbs.evaluate_request import EvaluateRequest
-from nearplane.verbs.evaluation import Evaluation
+from nearplane.verbs.evaluation_result import Evaluation
 from nearplane.verbs.follow import agree, files_of, on_all_ranks
 
 SELF_SAMPLES, SELF_SEQLEN, SELF_SEED = (
