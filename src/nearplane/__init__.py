@@ -28,6 +28,7 @@ HOMES = {  # public names, as in the stub beside this file, which type checkers 
     "Calibration": "nearplane.recipe.recipe",
     "Recipe": "nearplane.recipe.recipe",
     "GridScheme": "nearplane.recipe.schemes",
+    "read_record": "nearplane.record.record_file",
     "auto": "nearplane.verbs.auto",
     "card": "nearplane.verbs.card",
     "compare": "nearplane.verbs.compare",

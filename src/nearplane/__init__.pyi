@@ -28,6 +28,7 @@ from nearplane.recipe.rate_scheme import RateScheme as RateScheme
 from nearplane.recipe.recipe import Calibration as Calibration
 from nearplane.recipe.recipe import Recipe as Recipe
 from nearplane.recipe.schemes import GridScheme as GridScheme
+from nearplane.record.record_file import read_record as read_record
 from nearplane.verbs.auto import auto as auto
 from nearplane.verbs.card import card as card
 from nearplane.verbs.compare import compare as compare

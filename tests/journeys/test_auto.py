@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in an empty folder, without the datasets package and without a GPU; return the folder."""
     monkeypatch.setenv("NEARPLANE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "lacking", lambda: "the datasets package is missing")
     monkeypatch.setattr(module, "_runtime_here", lambda: "llama.cpp")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nearplane
-from nearplane.planning.modes import ENERGY, MODES, Mode
+from nearplane.planning.modes import ENERGY, KL_OF_4_BITS, MODES, Mode
 from nearplane.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +38,17 @@ def test_a_loss_is_the_mean_over_models_of_what_was_measured(mode: Mode, rows: M
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     figures = tuple(float(f"{value:.2g}") for value in (mean, min(ratios), max(ratios)))
     assert (*figures, len(ratios)) == tuple(mode.loss)
+
+
+def test_what_4_bits_lose_is_the_mean_over_published_networks(rows: ModuleType) -> None:
+    """To two digits; the control, which has noise added to its weights, does not count."""
+    measured = rows.read(ROOT / "docs" / "results" / "real-models.jsonl")
+    of_4_bits = rows.where(measured, tool="nearplane", setting="4", samples=64)
+    means = []
+    for model in ("smollm2", "gemma3"):
+        of_model = [row["kl"] for row in rows.where(of_4_bits, model=model)]
+        means.append(sum(of_model) / len(of_model))
+    assert float(f"{sum(means) / len(means):.2g}") == KL_OF_4_BITS
 
 
 @pytest.mark.parametrize("name", ENERGY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from nearplane.errors import INSTALL, CalibrationError, first_line
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"  # to calibrate on where no text is named
 SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data set are drawn
+PATIENCE = 10  # seconds in which the hub must answer
+ITSELF = ", or let the network write the text: --calibration self"
 log = logging.getLogger(__name__)
 
 
@@ -27,10 +30,39 @@ def need_datasets(what_needs: str, option: str = "--calibration") -> None:
         CalibrationError: The package is missing.
     """
     if find_spec("datasets") is None:
-        itself = ", or let the network write the text: --calibration self" if option == "--calibration" else ""
+        itself = ITSELF if option == "--calibration" else ""
         raise CalibrationError(
             f"{what_needs} the datasets package. Run {INSTALL['datasets']}, or pass a .txt or .jsonl file with {option}{itself}."
         )
+
+
+def need_hub(text: str) -> None:
+    """Refuse a data set of the hub, which is read over the network, where that or the datasets package is missing.
+
+    Args:
+        text: Beginning of the sentence, which ends with the hub.
+
+    Raises:
+        CalibrationError: The package is missing, or the hub does not answer.
+    """
+    need_datasets(f"{text}, which needs")
+    if fault := lacking():
+        raise CalibrationError(f"{text}, but {fault}. Pass a .txt or .jsonl file with --calibration{ITSELF}.")
+
+
+@cache
+def lacking() -> str:
+    """Return what reading the hub's data sets lacks, asked once in a process; empty if nothing."""
+    if find_spec("datasets") is None:
+        return "the datasets package is missing"
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+    except Exception as error:  # the network raises anything
+        return f"the hub cannot be reached: {first_line(error)}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

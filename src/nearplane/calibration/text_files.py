@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from nearplane.calibration.hub_texts import CROPPED, TEST_TEXTS, TRAINING_TEXTS, NamedText, need_datasets
+from nearplane.calibration.hub_texts import CROPPED, TEST_TEXTS, TRAINING_TEXTS, NamedText, need_hub
 from nearplane.errors import CalibrationError, ModelError
 from nearplane.system.files import read_object
 from nearplane.system.paths import check_path, folder_named, is_gguf, refuse_unfinished
@@ -139,7 +139,7 @@ def text_files(source: str | Path, option: str = "--calibration") -> list[Path] 
     if not path.exists():
         set_name = option == "--calibration" and Path(str(source).partition(":")[0]).suffix not in SUFFIXES
         if set_name and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]*){0,2}", str(source)):
-            need_datasets(f"There is no file or folder {source}, and reading a data set of this name needs")
+            need_hub(f"There is no file or folder {source}, and a data set of this name is on the Hugging Face hub")
             return None
         others = (
             " or a folder of them"

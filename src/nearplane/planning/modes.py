@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+# nats per token of 4 bits on two networks of 135 and 270 million weights: mean of the rows of docs/results/real-models.jsonl
+KL_OF_4_BITS = 0.12
 Runtime = Literal["vllm", "transformers", "llama.cpp", "mlx", "nearplane"]
 
 
@@ -26,6 +28,11 @@ class Loss(NamedTuple):
     low: float
     high: float
     models: int
+
+    def nats(self) -> str:
+        """Return the KL to expect, in nats per token, if 4 bits lose `KL_OF_4_BITS`: larger networks mostly lose less."""
+        low, high = (f"{KL_OF_4_BITS * each:.1g}" for each in (self.low, self.high))
+        return f"about {low}" if low == high else f"{low} to {high}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

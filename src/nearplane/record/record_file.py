@@ -49,13 +49,14 @@ def _version_error(fields: dict[str, Any], where: str) -> FormatError:
     )
 
 
-def read_record(folder: Path) -> RunRecord:
-    """Read the record of the checkpoint in a folder.
+def read_record(out: str | Path) -> RunRecord:
+    """Read the record of the checkpoint in a folder, as `quantize` returned it.
 
     Raises:
         FormatError: The record is missing or cannot be read.
         ModelError: The folder holds an adapter, too.
     """
+    folder = Path(out)
     path = folder / RECORD
     if folder.is_file():
         raise FormatError(

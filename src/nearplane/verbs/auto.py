@@ -11,13 +11,13 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from platform import machine
 from typing import Any
 
 import torch
 
+from nearplane.calibration.hub_texts import lacking
 from nearplane.calibration.text_files import SELF
 from nearplane.calibration.windows import default_seqlen
 from nearplane.errors import FormatError, ModelError, RecipeError
@@ -147,7 +147,7 @@ def choose(request: AutoRequest) -> Choice:
         commands=_commands(request, out, options, texts, seqlen),
         lines=(
             f"way: {found.words}, {why}",
-            f"calibration: {about.tokens:,} tokens of {_called(text)}",
+            f"calibration: {about.tokens:,} tokens of {_called(text)}{f' ({lacking()})' * (text == SELF and bool(lacking()))}",
             f"this run: about {size_text(about.bytes)} of memory on {device}, {time}",
             f"result: {found.size}, in {out}",
             f"then: measured on {_called(texts)}, with a model card and a report",
@@ -296,7 +296,7 @@ def _way(request: AutoRequest) -> _Way:
         row, why = (usual or rows)[0], f"the usual way for {runtime}" if usual else f"which loses least for {runtime}"
     mode = next(mode for mode in MODES if mode.words == row.options)
     memory = f", {size_text(row.memory or 0)} in memory with {found.context:,} tokens" if found.cache else ""
-    size = f"{size_text(row.weights or 0)} of weights{memory}; KL about {row.loss.mean:.2g} times that of 4 bits"
+    size = f"{size_text(row.weights or 0)} of weights{memory}; expected KL {row.loss.nats()} nats per token"
     return _Way(options=mode.options, name=mode.name, words=row.options, why=why, size=size)
 
 
@@ -332,9 +332,9 @@ def _texts(request: AutoRequest, model: Model) -> tuple[str | None, str]:
     """Return the calibration text (None: the default of `quantize`) and the held-out text.
 
     Raises:
-        RecipeError: The datasets package is missing, and the network does not write text itself.
+        RecipeError: The hub cannot be read, and the network does not write text itself.
     """
-    hub, network = find_spec("datasets") is not None, model.network
+    hub, network = not lacking(), model.network
     text, held_out = request.calibration, request.text
     if (
         not continues_text(network)
@@ -356,9 +356,7 @@ def _called(text: str | None) -> str:
     if text is None:
         return "FineWeb-Edu from the Hugging Face hub"
     if text == SELF:
-        return "text that the network writes itself" + (
-            "" if find_spec("datasets") else " (the datasets package is missing)"
-        )
+        return "text that the network writes itself"
     return text
 
 

@@ -27,11 +27,11 @@ class AutoRequest:
         bits: Bits per weight, 2 to 8. Without memory, size and bits: the usual way of the runtime, which has about 4 bits.
         runtime: Program that shall run the model. Default: any for --memory and --size; else vllm where there is a GPU, mlx on
             Apple silicon, and llama.cpp elsewhere.
-        calibration: Calibration text, as quantize takes it. Default: FineWeb-Edu where the datasets package is installed, else
-            text that the network writes itself.
+        calibration: Calibration text, as quantize takes it. Default: FineWeb-Edu where the datasets package is installed and the
+            hub answers, else text that the network writes itself.
         samples, seqlen: Number of calibration windows, and tokens per window, as quantize takes them.
-        text: Held-out text to measure the result on. Default: wikitext2 where the datasets package is installed, else text that
-            the network writes itself, other than that to calibrate on.
+        text: Held-out text to measure the result on. Default: wikitext2 where calibration has FineWeb-Edu, else text that the
+            network writes itself, other than that to calibrate on.
         run_memory: Most memory that the run may take, for example 12GB. Default: what is free.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the model.

@@ -21,6 +21,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from nearplane.calibration.text_files import texts_of
+from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.errors import FormatError, NearplaneError, RecipeError
 from nearplane.formats.find_record import sound_record
 from nearplane.formats.journal_pages import run_inputs
@@ -111,6 +112,7 @@ def compare(request: CompareRequest) -> Iterator[Row]:
     Raises:
         RecipeError: A method cannot have these bits on a model; nothing was measured. With the first row: another
             comparison writes `keep`.
+        CalibrationError: A file has too few calibration tokens; nothing was measured.
         NearplaneError: A model or text cannot be read; earlier rows were yielded.
     """
     request.check()
@@ -121,8 +123,9 @@ def compare(request: CompareRequest) -> Iterator[Row]:
     calibration = request.calibration or Calibration()
     opened = {str(model): open_model(str(model), trust_remote_code=trust) for model in models}
     recipes = recipes_for(opened, request.methods, request.bits, calibration)
-    if request.prompt is not None:
-        for network in opened.values():
+    for name, network in opened.items():
+        _check_calibration(network, recipes[name], calibration, Device.named(request.device))
+        if request.prompt is not None:
             check_prompt(network, request.prompt)
     request = replace(request, calibration=calibration, seqlen=request.seqlen or calibration.seqlen)
     inputs: dict[str, Any] = {}
@@ -131,6 +134,14 @@ def compare(request: CompareRequest) -> Iterator[Row]:
         _earlier(Path(keep), inputs)
         check_writable(Path(keep))
     return _rows(opened, recipes, request, inputs)
+
+
+def _check_calibration(model: Model, recipes: Recipes, calibration: Calibration, device: Device) -> None:
+    """Refuse files with too few calibration tokens before a method that needs none has run."""
+    text = calibration.calibration
+    if text is not None and Path(text).exists():
+        for recipe in [recipe for recipe, _ in recipes.values() if recipe.scheme.calibrated][:1]:
+            check_tokens(model, recipe, calibration_windows(model, recipe, None, device))
 
 
 def _run_inputs(request: CompareRequest, folders: Mapping[str, Path]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ STYLES = {  # colour and marker of each curve; the palette of Okabe and Ito suit
     "nearplane-grid": ("#CC79A7", "P"),
     "nearplane": ("#0072B2", "o"),
 }
+MIN_BITS = 1.0  # width of the figure at least
 MAX_PERPLEXITY_RATIO = 2.5  # top of the figure, as a multiple of the original's perplexity
 
 
@@ -84,6 +85,9 @@ def _curves(axes: Axes, original: Row, curves: dict[Way, list[Row]]) -> None:
         width, label = 2.2 if way == "nearplane" else 1.3, _label(way, points, top)
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, linewidth=width, markersize=5, label=label)
     axes.margins(x=0.04)
+    left, right = axes.get_xlim()
+    if right - left < MIN_BITS:  # one number of bits was asked for
+        axes.set_xlim((left + right - MIN_BITS) / 2, (left + right + MIN_BITS) / 2)
     axes.set_xlabel("bits per quantized weight, every byte of the layers counted")
     axes.set_ylabel("perplexity")
     axes.set_title(Path(original.model).name, fontsize=11, loc="left")

@@ -99,7 +99,9 @@ def fixed_grid(bits: float, columns: Sequence[int]) -> tuple[int, int | None, st
         raise RecipeError(
             f"no fixed grid has {bits:g} bits: expected 2 to 8, plus 16 / group for groups of {', '.join(map(str, GROUPS))}."
         )
-    if group_size is None or all(n % group_size == 0 for n in columns):
+    if group_size is None:
+        return width, None, f"one step a row; {width}.125 bits are groups of 128"
+    if all(n % group_size == 0 for n in columns):
         return width, group_size, ""
     fitting = fitting_group(columns, group_size)
     unfit = next((n for n in columns if n % fitting), None)

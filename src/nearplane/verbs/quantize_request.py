@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from nearplane.calibration.hub_texts import need_datasets
+from nearplane.calibration.hub_texts import need_hub
 from nearplane.calibration.mix import check_shares
 from nearplane.calibration.text_files import check_named, texts_of
 from nearplane.errors import RecipeError
@@ -214,7 +214,7 @@ class QuantizeRequest:
             check_shares(texts, samples)  # else the model decides
         Unfinished(Path(self.out), overwrite=self.overwrite, sources=folders_in(self.model))
         if recipe.scheme.calibrated and recipe.calibration.calibration is None and not self.data():
-            need_datasets("Without --calibration the text is FineWeb-Edu from the Hugging Face hub, which needs")
+            need_hub("Without --calibration the text is FineWeb-Edu from the Hugging Face hub")
         return limits
 
 

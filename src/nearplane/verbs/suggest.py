@@ -7,10 +7,10 @@ from collections import Counter
 from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from nearplane.calibration.hub_texts import lacking
 from nearplane.calibration.text_files import SELF
 from nearplane.errors import RecipeError
 from nearplane.models.described import open_described
@@ -30,6 +30,7 @@ from nearplane.verbs.suggest_request import SuggestRequest
 
 DEFAULT_CONTEXT = 8192
 GOOD_LOSS = 1.05  # KL as a multiple of that of 4 bits
+SHORT = 8  # a context below an eighth of what was asked for is not advised
 NO_EXPERTS = "Experts in GPTQ are read by GPTQModel, but not by transformers alone."
 
 
@@ -187,7 +188,7 @@ class _Sizes:
     @property
     def text(self) -> str:
         """The option that names a text, where the default text cannot be read."""
-        if find_spec("datasets") is not None:
+        if not lacking():
             return ""
         return f" --calibration {SELF if continues_text(self.variants[False, False].network) else 'TEXT'}"
 
@@ -245,14 +246,15 @@ def _remedy(model: Model, rows: list[Suggestion], limit: int, context: int, cach
     enough = f"--memory {math.ceil(100 * needed / 1000**power) / 100:.2f}{SIZE_UNITS[power]}"
     shorter = _longest(model, limit - (needed - cache), context)
     smallest = f"the smallest, {least.options}, takes {size_text(least.memory or 0)}"
+    if cache:
+        smallest += f" ({size_text(cache)} of it for keys and values of {context:,} tokens)"
     if good is not least:
         smallest += (
             f" and loses {least.loss.mean / good.loss.mean:.2g} times as much as {good.options}, {size_text(needed)}"
         )
-    return (
-        f"Nothing fits in {size_text(limit)}: {smallest}. Use {enough}{f', --context {shorter}' if shorter else ''} or a smaller "
-        f"model."
-    )
+    if shorter * SHORT >= context:
+        enough += f", --context {shorter}"
+    return f"Nothing fits in {size_text(limit)}: {smallest}. Use {enough} or a smaller model."
 
 
 def _longest(model: Model, room: int, context: int) -> int:

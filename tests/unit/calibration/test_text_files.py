@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from nearplane.calibration import hub_texts
 from nearplane.calibration.text_files import (
     TEST_TEXTS,
     TRAINING_TEXTS,
@@ -67,6 +68,22 @@ def test_what_cannot_be_fetched_is_one_sentence_about_a_file_instead(
     ) as said:
         check_text(name, option)
     assert len(str(said.value).splitlines()) == 1
+
+
+def test_a_set_of_a_hub_that_does_not_answer_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one sentence with two other ways, also where the package that reads it is installed."""
+    monkeypatch.setattr(hub_texts, "find_spec", lambda name: name)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    hub_texts.lacking.cache_clear()
+    said = r"^There is no file or folder some/set, .*but the hub cannot be reached: .*refused"
+    try:
+        with pytest.raises(CalibrationError, match=said) as refused:
+            check_text("some/set")
+    finally:
+        hub_texts.lacking.cache_clear()
+    assert str(refused.value).endswith(
+        "Pass a .txt or .jsonl file with --calibration, or let the network write the text: --calibration self."
+    )
 
 
 @needs_datasets

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import nearplane
 from checkpoints import save_part_of_the_demo
-from nearplane import Calibration, FormatError, RecipeError
+from nearplane import Calibration, CalibrationError, FormatError, RecipeError
 from nearplane.cli import app as cli
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
 from nearplane.formats.stored import read_matrices
@@ -74,7 +74,8 @@ def test_a_row_whose_true_bits_differ_says_so(rows, small):
     assert all("asked for" not in row.note for row in rows[1:] if row.folder and row.asked == 3.125)
     _, row = nearplane.compare(small, [3], text=HELD_OUT, calibration=TOKENS, methods=["rtn-mse"], samples=1)
     assert row.rate > 3.02
-    assert row.note == f"{row.rate:.3f} bits per weight, 3 asked for"
+    assert row.note.startswith("one step a row; 3.125 bits are groups of 128")
+    assert row.note.endswith(f"{row.rate:.3f} bits per weight, 3 asked for")
 
 
 @pytest.mark.parametrize(
@@ -285,34 +286,33 @@ def test_the_command_prints_the_rows(small, monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("form", ["table", "json"])
 def test_a_method_that_fails_says_why_and_the_others_are_printed(small, monkeypatch, capsys, tmp_path, form):
-    """The text is too short to calibrate on; rounding to nearest needs none."""
-    (tmp_path / "short.txt").write_text("to be or not to be " * 20)
-    words = [
-        "nearplane",
-        "compare",
-        small,
-        "--bits",
-        3.125,
-        "--text",
-        HELD_OUT,
-        "--eval-samples",
-        2,
-        "--eval-seqlen",
-        64,
-    ]
-    words += ["--methods", "gptq-mse", "rtn-mse", "--calibration", tmp_path / "short.txt", "--seqlen", 32]
+    """A kept checkpoint was changed since it was made."""
+    words = ["nearplane", "compare", small, "--bits", 3.125, "--text", HELD_OUT, "--eval-samples", 2]
+    words += ["--eval-seqlen", 64, "--keep", tmp_path / "kept", "--methods", "rtn-mse"]
+    printed(monkeypatch, capsys, words)
+    out = tmp_path / "kept" / "small" / "rtn-mse-3.125"
+    (out / "model.safetensors").write_bytes((out / "model.safetensors").read_bytes()[:-1])
     monkeypatch.setenv("COLUMNS", "60")  # too narrow for the whole table
-    out, err = printed(monkeypatch, capsys, words + ["--json"] * (form == "json"), expected=1)
+    out, err = printed(monkeypatch, capsys, [*words, "rtn-huffman", *["--json"] * (form == "json")], expected=1)
     assert err.endswith("nearplane: 1 of 3 rows could not be measured; their notes say why.\n")
     if form == "json":
         failed, measured = json.loads(out)[1:]
         assert failed["perplexity"] is None
         assert measured["perplexity"] is not None
-        assert "calibration tokens are" in failed["note"]
+        assert "and repeat the command" in failed["note"]
     else:
-        (note,) = (line for line in out.splitlines() if line.startswith("small, gptq-mse at 3.125 bits: "))
-        assert "calibration tokens are" in note
-        assert "rtn-mse" in out
+        (note,) = (line for line in out.splitlines() if line.startswith("small, rtn-mse at 3.125 bits: "))
+        assert "and repeat the command" in note
+        assert "rtn-huffman" in out
+
+
+def test_a_text_that_is_too_short_to_calibrate_on_is_refused_before_any_method_runs(small, tmp_path):
+    """Also before rounding to nearest, which needs none."""
+    (tmp_path / "short.txt").write_text("to be or not to be " * 20)
+    calibration = Calibration(calibration=str(tmp_path / "short.txt"), seqlen=32)
+    methods = ["rtn-mse", "gptq-mse"]
+    with pytest.raises(CalibrationError, match="calibration tokens are"):
+        nearplane.compare(small, [3.125], text=HELD_OUT, calibration=calibration, methods=methods)
 
 
 def test_places_that_cannot_be_written_are_refused_before_the_work(small, tmp_path):

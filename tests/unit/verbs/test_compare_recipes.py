@@ -31,7 +31,7 @@ def test_groups_are_the_largest_that_divide_every_layer(bits, columns, expected)
     width, group_size, note = fixed_grid(bits, columns)
     assert (width, group_size) == expected
     asked = None if bits == width else 16 / (bits - width)
-    assert (note == "") == (group_size == asked)
+    assert (note == "") == (group_size is not None and group_size == asked)
 
 
 @pytest.mark.parametrize("bits", [1.5, 9, 9.125, 2.7, 3.1, 3.0078125, math.nextafter(3.125, 4)])
