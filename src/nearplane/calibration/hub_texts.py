@@ -55,8 +55,7 @@ def lacking() -> str:
     """Return what reading the hub's data sets lacks, asked once in a process; empty if nothing."""
     if find_spec("datasets") is None:
         return "the datasets package is missing"
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=PATIENCE)
