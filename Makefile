@@ -10,6 +10,7 @@ VLLM ?= build/vllm
 ORT ?= build/ort
 OPENVINO ?= build/openvino
 CTRANSLATE2 ?= build/ctranslate2
+LLAMA_SERVER ?= build/llama-server
 LOWEST ?= build/lowest
 RELEASE ?= build/release
 ASSETS ?= ../shared/assets
@@ -24,8 +25,8 @@ KERNELS := $(shell find src/nearplane/lattice src/nearplane/coding src/nearplane
 $(TESTS): export NUMBA_CACHE_DIR ?= $(CURDIR)/build/numba/$(shell cat $(KERNELS) | cksum | tr ' ' -)
 export OMP_WAIT_POLICY ?= PASSIVE   # threads that wait do not spin: on a busy machine that is several times faster
 
-.PHONY: demo docs dist $(TESTS) test-llama test-mlx test-eval test-vllm test-ort test-openvino test-ctranslate2 bench \
-	bench-check bench-peers bench-tables bench-real bench-gguf fingerprint clean
+.PHONY: demo docs dist $(TESTS) test-llama test-mlx test-eval test-vllm test-ort test-openvino test-ctranslate2 test-llama-server \
+	bench bench-check bench-peers bench-tables bench-real bench-gguf fingerprint clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/nearplane demo
@@ -88,9 +89,9 @@ test-eval: $(EVAL)/.installed   # tasks of lm-eval from local files, beside its 
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests/support $(EVAL)/bin/python -m pytest tests/journeys/test_tasks.py
 
 # Servers whose packages exclude ours: nearplane is not installed beside them, and .venv writes the folders that they load
-test-vllm test-ort test-openvino test-ctranslate2: export NEARPLANE_PYTHON := $(CURDIR)/$(VENV)/bin/python
-test-vllm test-ort test-openvino test-ctranslate2: export PYTHONPATH := tests/support
-test-vllm test-ort test-openvino test-ctranslate2: export OMP_NUM_THREADS ?= 1
+test-vllm test-ort test-openvino test-ctranslate2 test-llama-server: export NEARPLANE_PYTHON := $(CURDIR)/$(VENV)/bin/python
+test-vllm test-ort test-openvino test-ctranslate2 test-llama-server: export PYTHONPATH := tests/support
+test-vllm test-ort test-openvino test-ctranslate2 test-llama-server: export OMP_NUM_THREADS ?= 1
 
 test-vllm: $(VENV)/.tested-with $(VLLM)/.installed   # vLLM on the CPU, offline and served; with build/models/smollm2 if it is there
 	$(VLLM)/bin/python -m pytest tests/journeys/test_vllm.py tests/journeys/test_vllm_serve.py -m nightly
@@ -100,6 +101,9 @@ test-ort: $(VENV)/.tested-with $(ORT)/.installed   # ONNX Runtime GenAI: its bui
 
 test-openvino: $(VENV)/.tested-with $(OPENVINO)/.installed   # GGUF files in OpenVINO GenAI
 	$(OPENVINO)/bin/python -m pytest tests/journeys/test_openvino.py -m nightly
+
+test-llama-server: $(VENV)/.tested-with $(LLAMA_SERVER)/.installed   # GGUF files in llama.cpp's server; with build/models/smollm2
+	$(LLAMA_SERVER)/bin/python -m pytest tests/journeys/test_llama_server.py -m nightly
 
 test-ctranslate2: $(VENV)/.tested-with $(CTRANSLATE2)/.installed   # folders in AWQ in the converter of CTranslate2
 	$(CTRANSLATE2)/bin/python -m pytest tests/journeys/test_ctranslate2.py -m nightly
@@ -179,8 +183,9 @@ $(VLLM)/.installed:
 
 $(ORT)/.installed: PINS = onnxruntime-genai==0.18.0 onnxruntime==1.32.0 onnx==1.23.2 onnx-ir==1.1.0 transformers==5.24.0
 $(OPENVINO)/.installed: PINS = openvino-genai==2026.4.1.0
+$(LLAMA_SERVER)/.installed: PINS = xllamacpp==2026.10.11549 openai transformers==5.24.0
 $(CTRANSLATE2)/.installed: PINS = ctranslate2==4.8.5 transformers==5.24.0 gptqmodel==7.6.0 optimum==2.3.0 numpy==2.2.6 accelerate
-$(ORT)/.installed $(OPENVINO)/.installed $(CTRANSLATE2)/.installed:
+$(ORT)/.installed $(OPENVINO)/.installed $(CTRANSLATE2)/.installed $(LLAMA_SERVER)/.installed:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet "$(TORCH)"
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet $(PINS) safetensors pytest hypothesis "$(TORCH)"

@@ -61,11 +61,12 @@ def _of_codes(record: RunRecord) -> str:
 def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
     """Yield the commands that measure the loss of the whole model, show every layer, and use the checkpoint."""
     folder = typed(out)
+    rounded = "" if record.recipe.activations == "none" else " --activations"
+    command = f"nearplane evaluate {folder} --against {typed(record.source)}{rounded} --text TEXT"
     if record.tokens:
-        original = typed(record.source)
-        rounded = "" if record.recipe.activations == "none" else " --activations"
-        command = f"nearplane evaluate {folder} --against {original}{rounded} --text TEXT"
         yield f"predictions on another text: {command}"
+    else:  # it may be a network of images
+        yield f"predictions were not compared with the original's; of a network of text they are by {command}"
     yield f"figures of every layer: nearplane inspect {folder}"
     yield f"use it: {', or '.join(each.phrase for each in uses(record, Named.of(out)))}"
 
