@@ -29,7 +29,7 @@ from nearplane.models.model import Model
 from nearplane.models.pretrained import tokens_before
 from nearplane.recipe.recipe import FirstToken
 from nearplane.system.device import Device
-from nearplane.system.progress import Progress, counted
+from nearplane.system.progress import Progress, Tracked, in_steps
 from nearplane.system.sizes import size_text
 
 BATCH = 32  # texts that are written together; always all of them, so that more windows begin with the same ones
@@ -131,7 +131,8 @@ def self_written(
     _check_room(model, dtype, device)
     log.info(f"the network writes {batches * BATCH * length:,} tokens of text (self)")
     ids: list[int] = []
-    with _whole(model, device, dtype) as whole, counted(progress, "writing text", batches * length) as done:
+    tracked = Tracked(range(batches * length), "writing text", batches * length)
+    with _whole(model, device, dtype) as whole, in_steps(progress, tracked) as done:
         for batch in range(batches):
             generator = torch.Generator().manual_seed((seed * SPREAD + batch) % 2**32)  # torch takes no more bits
             texts = _texts(model, tokenizer, before, generator)

@@ -27,7 +27,7 @@ from nearplane.system.device import repeatable_backward
 from nearplane.system.matmul_choice import Library
 from nearplane.system.matmul_library import library_in_use, using_library
 from nearplane.system.memory import release
-from nearplane.system.progress import Progress, counted, silent
+from nearplane.system.progress import Progress, Tracked, in_steps, silent
 from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 MAX_TOKENS, MIN_TOKENS = 16384, 2048
@@ -108,9 +108,11 @@ def sensitivity(
     # sums over tokens of squared gradients: of each batch where ranks add them in the order of batches, else of all in one
     apart, every_batch = divided and ranks.world > 1, dict[str, Tensor]()
     sums = [{} if apart else every_batch for _ in batches]
+    label, total = TOGETHER if together else ALONE, 2 * len(blocks)
+    tracked = Tracked(range(total), label, total, work=_work(blocks), short=False)
     with (
         closing(StatesOnDisk()) as block_inputs,  # of all blocks, batch by batch
-        counted(progress, TOGETHER if together else ALONE, 2 * len(blocks), work=_work(blocks), short=False) as passed,
+        in_steps(progress, tracked) as passed,
         torch.no_grad(),
     ):
         last_states = stream.quantized[: len(batches)]

@@ -38,7 +38,7 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.record.record import LayerRecord, RunRecord, versions
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library, recorded_library
-from nearplane.system.progress import Progress, counted, peak_memory, phase, working_time
+from nearplane.system.progress import Progress, Tracked, in_steps, peak_memory, phase, working_time
 from nearplane.system.sizes import Limits
 
 
@@ -317,9 +317,16 @@ def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]
         if planned is None:
             planned = _planned(job, container, record, prediction.setting.keep)
         run = Run(job, container, journal, record, planned, prediction)
-        total, blocks, earlier = len(model.layers), model.layers_by_block, len(run.layers)
-        work, after, progress = prediction.work, prediction.after, job.options.progress
-        with counted(progress, "quantizing", total, blocks=blocks, work=work, after=after, there=earlier) as run.count:
+        tracked = Tracked(
+            range(len(model.layers)),
+            "quantizing",
+            len(model.layers),
+            blocks=model.layers_by_block,
+            work=prediction.work,
+            after=prediction.after,
+            there=len(run.layers),
+        )
+        with in_steps(job.options.progress, tracked) as run.count:
             yield run
 
 

@@ -59,7 +59,7 @@ class Tracked:
         short: bool = True,
     ) -> None:
         self.label, self.total = label, total
-        self._items, self._there, self._short = items, there, short
+        self._items, self.there, self._short = items, there, short
         self._ends = list(accumulate(blocks))
         self._worked = list(accumulate(work or blocks or repeat(1, total), initial=0.0))  # before each block, or item
         self._done, self._began, self._after = 0, monotonic(), after
@@ -79,11 +79,11 @@ class Tracked:
         for done, item in enumerate(self._items, 1):
             yield item  # the consumer is done with it when it asks for the next one
             self._done, now = done, monotonic()
-            if done > self._there and (done in block_ends or not block_ends):
+            if done > self.there and (done in block_ends or not block_ends):
                 self._finished[2:] = [(working_time(), self._work(done))]
             ended = done == self.total and (self._short or last_line > began)
             interval = MIN_INTERVAL if done in block_ends else MAX_INTERVAL
-            if done > self._there and (ended or now - last_line >= interval):
+            if done > self.there and (ended or now - last_line >= interval):
                 last_line = now
                 log.info("%s: %s", self.label, self.line(ended=True))
 
@@ -173,25 +173,14 @@ def shown(progress: Progress, items: Iterable[Any], label: str, total: int) -> I
 
 
 @contextmanager
-def counted(
-    progress: Progress,
-    label: str,
-    total: int,
-    *,
-    blocks: Sequence[int] = (),
-    work: Sequence[float] = (),
-    after: float = 0.0,
-    there: int = 0,
-    short: bool = True,
-) -> Iterator[Callable[[int], None]]:
+def in_steps(progress: Progress, tracked: Tracked) -> Iterator[Callable[[int], None]]:
     """Show the progress of a loop that does several items at a time; yields a function of the number of items done.
 
     Args:
         progress: Display that wraps an iterator; the next item is taken as soon as one is done.
-        label, total, blocks, work, after, there, short: Arguments of `Tracked`; items done before count as done.
+        tracked: The items, of which those that are `there` count as done.
     """
-    tracked = Tracked(range(total), label, total, blocks=blocks, work=work, after=after, there=there, short=short)
-    items = iter(progress(tracked, label, total))
+    items = iter(progress(tracked, tracked.label, tracked.total))
     next(items, None)  # the first item is in progress
 
     def done(count: int) -> None:
@@ -199,7 +188,7 @@ def counted(
             next(items, None)
 
     try:
-        done(there)
+        done(tracked.there)
         yield done
     finally:
         if isinstance(items, Generator):

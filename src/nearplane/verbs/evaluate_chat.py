@@ -31,7 +31,7 @@ from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import exact_float32
 from nearplane.system.paths import refuse_tokenizer
-from nearplane.system.progress import counted as shown_count
+from nearplane.system.progress import Tracked, in_steps
 from nearplane.system.sizes import counted, size_text
 from nearplane.system.time_limit import time_limit
 from nearplane.verbs.chat_request import ChatRequest
@@ -242,7 +242,7 @@ class _Chatting:
             as_model_error("The models do not run on these conversations"),
             exact_float32(),
             torch.inference_mode(),
-            shown_count(self.request.progress, "chatting", total) as done,
+            in_steps(self.request.progress, Tracked(range(total), "chatting", total)) as done,
         ):
             for number, row in enumerate(rows):
                 for turn, answer in enumerate(self._answered(row, number), 1):

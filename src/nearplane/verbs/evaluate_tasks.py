@@ -31,7 +31,7 @@ from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import exact_float32
 from nearplane.system.paths import name_of, refuse_tokenizer
-from nearplane.system.progress import counted, silent
+from nearplane.system.progress import Tracked, in_steps, silent
 from nearplane.verbs.evaluate import load_dense
 from nearplane.verbs.evaluate_request import TasksRequest
 
@@ -172,7 +172,7 @@ class _Answered:
         """Count a request."""
         if self._done is None:  # all requests are built before the first answer
             total = sum(request.repeats for task in self._chosen["tasks"].values() for request in task.instances)
-            self._done = self._stack.enter_context(counted(silent, "answering", total))
+            self._done = self._stack.enter_context(in_steps(silent, Tracked(range(total), "answering", total)))
         self._done(1)
 
 

@@ -30,7 +30,7 @@ from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.device import Device, dtype_name, without_number
 from nearplane.system.paths import RECORD
-from nearplane.system.progress import Progress, counted
+from nearplane.system.progress import Progress, Tracked, in_steps
 from nearplane.system.sizes import Limits
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.tuning.loop import mean_kl
@@ -131,9 +131,10 @@ def along_both_networks(
     moments = moments_of_embeddings(model, saved.plan.recipe.scheme, windows.fitted, saved.device)
     setting = _setting(saved, windows)
     along = Along[Measured]()
+    tracked = Tracked(range(len(entries)), "measuring", len(entries), blocks=model.layers_by_block)
     with (
         walk(model, saved.plan.recipe, windows, setting, moments=moments) as stages,
-        counted(progress, "measuring", len(entries), blocks=model.layers_by_block) as count,
+        in_steps(progress, tracked) as count,
     ):
         for stage in stages:
             measured = [measure(stage, number, entries[layer.name]) for number, layer in enumerate(stage.layers)]
