@@ -159,8 +159,9 @@ def test_experts_in_gptq_are_not_suggested_for_transformers(models: dict[str, Pa
         "None of these 3 ways is possible for this model: Experts in GPTQ are read by GPTQModel"
     )
     rows = {row.options: row for row in nearplane.suggest(models["experts"], "1GB").rows}
-    assert rows["--bits 3 --no-symmetric --format gptq_v2"].refused.startswith("Experts in GPTQ")
+    assert rows["--bits 3 --no-symmetric --format gptq_v2"].runtimes == ("gptqmodel",)
     assert (rows["--bits 3"].fits, rows["--bits 3"].runtimes) == (True, ("vllm",))
+    assert nearplane.suggest(models["experts"], "1GB", runtime="gptqmodel").fitting
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_experts_in_gptq_are_not_suggested_for_transformers(models: dict[str, Pa
         ({"memory": "lots"}, "--memory is 'lots'; expected a number of bytes"),
         ({"memory": "8GB", "context": 0}, "context is 0; expected a whole number, at least 1"),
         ({"memory": "8GB", "context": 2048}, r"--context is 2,048, but the maximum length of .* is 1,024 tokens"),
-        ({"memory": "8GB", "runtime": "ollama"}, "runtime is 'ollama'; expected one of vllm, transformers"),
+        ({"memory": "8GB", "runtime": "ollama"}, "runtime is 'ollama'; expected one of vllm, sglang, transformers"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], said: str, models: dict[str, Path]) -> None:

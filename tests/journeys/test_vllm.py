@@ -22,10 +22,15 @@ from written_folders import TOKENS, Written, needs_project, written
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM")
 pytestmark = [pytest.mark.nightly, needs_project]
+ASYMMETRIC: dict[str, Any] = {"symmetric": False, "runtime": "vllm"}
 PACKED: dict[
     str, tuple[dict[str, Any], str]
 ] = {  # options by form, and vLLM's dtype: its gptq and awq take 16 bits alone
     **{f"compressed-tensors, {bits} bits": ({"bits": bits}, "float32") for bits in range(2, 9)},
+    **{
+        f"compressed-tensors, {bits} bits, zero points": (ASYMMETRIC | {"bits": bits}, "float32")
+        for bits in range(2, 9)
+    },
     "compressed-tensors, int8": ({"grid": "int8"}, "float32"),
     "compressed-tensors, mixed": ({"layers": {"down_proj": {"bits": 8}}, "ignore": ["layers.0."]}, "float32"),
     "gptq, 4 bits": ({"format": "gptq"}, "float16"),

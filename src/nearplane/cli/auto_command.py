@@ -10,7 +10,7 @@ from typing import Annotated
 from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Switch
 from nearplane.cli.printing import opening, say
 from nearplane.errors import RecipeError
-from nearplane.planning.modes import Runtime  # noqa: F401  cyclopts reads the type of the field
+from nearplane.recipe.runtimes import Runtime  # noqa: F401  cyclopts reads the type of the field
 from nearplane.system.progress import Progress
 from nearplane.system.progress_bar import bar
 from nearplane.verbs.auto_request import AutoRequest

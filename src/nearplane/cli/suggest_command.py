@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from nearplane.cli.flags import Flat, Switch
 from nearplane.cli.printing import as_json, opening, say, table
 from nearplane.cli.streams import say_error
-from nearplane.planning.modes import Runtime  # noqa: F401  cyclopts reads the type of the field
+from nearplane.recipe.runtimes import Runtime  # noqa: F401  cyclopts reads the type of the field
 from nearplane.system.sizes import size_text
 from nearplane.verbs.suggest_request import SuggestRequest
 

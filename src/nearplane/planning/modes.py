@@ -8,11 +8,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
+
+from nearplane.recipe.runtimes import Runtime
 
 # nats per token of 4 bits on two networks of 135 and 270 million weights: mean of the rows of docs/results/real-models.jsonl
 KL_OF_4_BITS = 0.12
-Runtime = Literal["vllm", "transformers", "llama.cpp", "mlx", "nearplane"]
 
 
 class Loss(NamedTuple):
@@ -75,7 +76,11 @@ ENERGY = {
 }  # fmt: skip
 MLX = {"group_size": 64, "format": "mlx"}
 GPTQ = {"symmetric": False, "format": "gptq_v2"}
-BY_GPTQ: tuple[Runtime, ...] = ("transformers",)  # of 2 and 3 bits; vLLM 0.32 has GPTQ of 4 and 8 bits symmetric alone
+SERVERS: tuple[Runtime, ...] = ("vllm", "sglang")
+BY_GPTQ: tuple[Runtime, ...] = (
+    "transformers",
+    "gptqmodel",
+)  # of 2 and 3 bits; vLLM 0.32 has GPTQ of 4 and 8 bits symmetric alone
 
 
 def flags(options: Mapping[str, Any]) -> str:
@@ -88,11 +93,11 @@ def flags(options: Mapping[str, Any]) -> str:
 
 
 MODES = (
-    Mode(setting="int8", options={"grid": "int8"}, runtimes=("vllm",), loss=Loss(0.0051, 0.0048, 0.0057, 3)),
-    Mode(setting="fp8", options={"grid": "fp8"}, runtimes=("vllm",), loss=Loss(0.062, 0.055, 0.075, 3)),
+    Mode(setting="int8", options={"grid": "int8"}, runtimes=SERVERS, loss=Loss(0.0051, 0.0048, 0.0057, 3)),
+    Mode(setting="fp8", options={"grid": "fp8"}, runtimes=SERVERS, loss=Loss(0.062, 0.055, 0.075, 3)),
     Mode(setting="nvfp4", options={"grid": "nvfp4"}, runtimes=("vllm",), loss=Loss(0.64, 0.55, 0.82, 3)),
-    Mode(setting="4", options={"bits": 4}, runtimes=("vllm",), loss=Loss(1.0, 1.0, 1.0, 4)),
-    Mode(setting="4", options={"bits": 4, "format": "gptq"}, runtimes=("transformers",), loss=Loss(1.0, 1.0, 1.0, 4)),
+    Mode(setting="4", options={"bits": 4}, runtimes=SERVERS, loss=Loss(1.0, 1.0, 1.0, 4)),
+    Mode(setting="4", options={"bits": 4, "format": "gptq"}, runtimes=BY_GPTQ, loss=Loss(1.0, 1.0, 1.0, 4)),
     Mode(setting="3-symmetric", options={"bits": 3}, runtimes=("vllm",), loss=Loss(4.1, 3.8, 4.5, 3)),
     Mode(setting="2-symmetric", options={"bits": 2}, runtimes=("vllm",), loss=Loss(21, 18, 26, 3)),
     Mode(setting="3", options={"bits": 3, **GPTQ}, runtimes=BY_GPTQ, loss=Loss(3.5, 3.4, 3.6, 4)),

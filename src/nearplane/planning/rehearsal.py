@@ -70,8 +70,8 @@ def check_loads(model: Model, plan: Plan, configure: Configure) -> None:
     """
     recipe = plan.recipe
     check_readers(model, plan)
-    if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat):
-        return  # transformers has no reader of this format
+    if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat) or not recipe.files.by_transformers:
+        return  # transformers has no reader of this format, or need not read it
     layers = model.layers
     if recipe.files.plain_readers and any(layer.routed for layer in layers):
         log.warning(
@@ -115,8 +115,13 @@ def check_readers(model: Model, plan: Plan) -> None:
             f"with {', '.join(files.model_types)}. Use another --format."
         )
     _refuse_unlike_experts(model, plan)
-    if files.plain_readers and any(layer.routed for layer in model.layers):
+    if "GPTQModel" in files.readers and any(layer.routed for layer in model.layers):
         check_experts(model)
+    if files.readers == files.plain_readers and any(layer.routed for layer in model.layers):
+        raise RecipeError(
+            f"{files.readers[0]} does not load experts from {plan.recipe.format}. Use --runtime gptqmodel or vllm, or --format "
+            f"compressed-tensors."
+        )
 
 
 def _refuse_unlike_experts(model: Model, plan: Plan) -> None:

@@ -153,6 +153,7 @@ def check_request(model: Model, plan: Plan) -> None:
     layers = model.layers
     for layer in layers:
         format = plan.layers[layer.name].number_format
+        recipe.files.check(layer.name, format)
         if format.group is not None and layer.shape[1] % format.group:
             fits = gcd(*(each.shape[1] for each in layers))
             usual = fits & -fits  # the largest power of 2 that divides it
@@ -170,10 +171,13 @@ def check_request(model: Model, plan: Plan) -> None:
     check_budget(model, plan)
     for difference, modules in _inconsistent_fusions(model, plan).items():
         others = f" and of {len(modules) - 1} more" if len(modules) > 1 else ""
-        logger.warning(
+        sentence = (
             f"{difference} of {modules[0]}{others} have different grids. vLLM and SGLang fuse these and cannot load the "
             f"checkpoint. Quantize all of them alike, or leave all of them out with --ignore."
         )
+        if recipe.runtime is not None:
+            raise RecipeError(sentence)
+        logger.warning(sentence)
 
 
 def _check_left_out(model: Model, recipe: Recipe) -> None:

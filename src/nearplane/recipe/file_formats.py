@@ -18,6 +18,7 @@ Format = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "mlx", "gguf", 
 GPTQ_BITS = (2, 3, 4, 8)
 GPTQ_BITS_IN_VLLM = (4, 8)  # symmetric; of its version 0.32
 AWQ_BITS = 4
+SERVERS = frozenset({"vLLM", "SGLang"})
 MLX_BITS = (2, 3, 4, 5, 6, 8)
 MLX_GROUP_SIZES = (32, 64, 128)
 MLX_MODEL_TYPES = (  # model types that mlx_lm 0.32.2 loads and computes as transformers does, see tests/journeys/test_mlx.py
@@ -34,18 +35,25 @@ GGUF_INTEGERS = {
 }
 
 
-def _compressed_tensors(format: NumberFormat) -> str | None:
+def unstorable_in_compressed_tensors(format: NumberFormat) -> str | None:
+    """Return why no program reads weights in compressed-tensors; None if one does."""
     if format.levels is not None and format not in COMPRESSED_TENSORS_FLOATS:
         held = ", ".join(each.name for each in COMPRESSED_TENSORS_FLOATS)
         return f"compressed-tensors stores integers of 2 to 8 bits and {held}, not {format.name}. Use one of these with --grid."
-    if not format.symmetric:
-        return (
-            "asymmetric weights in compressed-tensors do not load in transformers 5.23 and 5.24, which expect their packed zero "
-            "points in another shape. Use --format gptq_v2, or symmetric weights."
-        )
     if format.bits not in COMPRESSED_TENSORS_BITS:
         return f"compressed-tensors stores integers of 2 to 8 bits, not {format.bits}."
+    if format.minimum:
+        return f"compressed-tensors stores zero points, but no minima as {format.name} has. Use --format mlx."
     return None
+
+
+def _compressed_tensors(format: NumberFormat) -> str | None:
+    if not format.symmetric and format.levels is None and not format.minimum:
+        return (
+            "asymmetric weights in compressed-tensors do not load in transformers 5.23 and 5.24, which expect their packed zero "
+            "points in another shape. Use --runtime vllm, which loads them, --format gptq_v2, or symmetric weights."
+        )
+    return unstorable_in_compressed_tensors(format)
 
 
 def _compressed_tensors_in_vllm(format: NumberFormat) -> str | None:
@@ -151,7 +159,12 @@ class FileFormat:
     @property
     def fuses(self) -> bool:
         """Whether a reader fuses layers of a module, which must then have one number format."""
-        return "vLLM" in self.readers
+        return not SERVERS.isdisjoint(self.readers)
+
+    @property
+    def by_transformers(self) -> bool:
+        """Whether the readers are transformers and what builds on it: not only servers, which have loaders of their own."""
+        return not {*self.readers} <= SERVERS | {"nearplane"}
 
     def check(self, name: str, format: NumberFormat) -> None:
         """Refuse a number format that no layer of a file can have; `name` is the layer, or several, in the error.

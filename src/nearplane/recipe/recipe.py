@@ -15,10 +15,11 @@ from typing import Any, Literal
 from nearplane.errors import RecipeError
 from nearplane.number_formats import InputRounding
 from nearplane.recipe.block_scheme import BlockScheme
-from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
+from nearplane.recipe.file_formats import FileFormat, Format
 from nearplane.recipe.layer_scheme import LayerScheme, check_pattern, layer_schemes
 from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.refusals import check_activations, check_like
+from nearplane.recipe.runtimes import Runtime, files_for, usual_format
 from nearplane.recipe.scheme import Activations, Allocation, names_of
 from nearplane.recipe.schemes import AnyScheme, GridScheme, scheme_of
 from nearplane.recipe.spellings import translated_options
@@ -73,8 +74,8 @@ class Recipe:
         calibration: The calibration text and its windows.
         layers: Different schemes for layers that match a pattern; the first match counts.
         format: Format of the checkpoint. Default: nearplane with a rate or size, gguf with a grid of llama.cpp, else
-            compressed-tensors.
-        activations, ignore, max_loss, tune, pre, like: See `quantize`.
+            compressed-tensors, or what the runtime reads.
+        runtime, activations, ignore, max_loss, tune, pre, like: See `quantize`.
         allocate: Distribution of bits over layers. uniform: the same for all. slope: more for layers where a pass
             before the quantization measures a larger effect. Default: slope with a fraction of bits or measured types of
             llama.cpp, and for entropy-coded weights if calibrated.
@@ -84,6 +85,7 @@ class Recipe:
     calibration: Calibration = field(default_factory=Calibration)
     layers: tuple[LayerScheme, ...] = ()
     format: Format | None = None
+    runtime: Runtime | None = None
     activations: Activations = "none"
     ignore: tuple[str, ...] = ()
     allocate: Allocation | None = None
@@ -99,9 +101,11 @@ class Recipe:
         check_fields(self, *(each.name for each in fields(self) if each.name != "max_loss"))
         if self.format is None:
             minimum = getattr(self.scheme, "minimum", False)
-            object.__setattr__(self, "format", "mlx" if minimum else self.scheme.FORMATS[0])
+            usual: Format = "mlx" if minimum else self.scheme.FORMATS[0]
+            object.__setattr__(self, "format", usual_format(self.runtime) or usual)
         if self.format not in self.scheme.FORMATS:
             raise RecipeError(self.scheme.unfit(str(self.format)))
+        files_for(self.format, self.runtime)  # refused if the runtime does not read it
         for each in self.layers:
             each.check(self.scheme)
         self._check_minima()
@@ -123,8 +127,8 @@ class Recipe:
 
     @property
     def files(self) -> FileFormat:
-        """Properties of the format of the files."""
-        return FILE_FORMATS[self.format]
+        """Properties of the format of the files, as all its usual readers or the runtime see it."""
+        return files_for(self.format, self.runtime, rounds_inputs=self.activations != "none")
 
     def _check_minima(self) -> None:
         """Refuse minima in formats other than MLX and grids without minima in MLX, and likewise embeddings and head.
@@ -205,6 +209,8 @@ class Recipe:
         options = translated_options(spellings, known)
         layers = options.pop("layers", None)
         flat = {name: options.pop(name) for name in fields_of_run & options.keys()}
+        if flat.get("format") is None and (usual := usual_format(flat.get("runtime"))) is not None:
+            flat["format"] = usual
         tokens = {name: options.pop(name) for name in names_of(Calibration) & options.keys()}
         other = () if layers is None else layer_schemes(layers, options, known, flat.get("format"))
         scheme = scheme_of(into=flat.get("format"), spread=flat.get("allocate"), **options)

@@ -21,7 +21,17 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.record.evaluation_table import evaluation_tables
 from nearplane.record.record import RunRecord
 from nearplane.record.uses import Named, pipeline_tag, uses, uses_of_dense
-from nearplane.record.words import by_source, calibrated, degenerate, divergence, exceeding, few_tokens, left, losses
+from nearplane.record.words import (
+    by_source,
+    calibrated,
+    degenerate,
+    divergence,
+    exceeding,
+    few_tokens,
+    for_one_program,
+    left,
+    losses,
+)
 from nearplane.system.sizes import counted, size_text
 
 TAKEN = ("license", "license_name", "license_link", "language", "datasets", "tags")  # from the original's card
@@ -204,6 +214,9 @@ def _used(record: RunRecord, origin: Origin, dense: str | None) -> Iterator[str]
     yield f"`{FOLDER}` stands for the folder of this card, or for its id on the hub."
     named = Named(FOLDER, origin.config, origin.chat)
     ways = uses_of_dense(named) if dense else uses(record, named)
+    if dense is None and (lines := [*for_one_program(record)]):
+        yield ""
+        yield from _bullets(lines)
     for way in ways:
         yield from ("", f"**{way.program}**{way.needs and f' (needs {way.needs})'}:", "", f"```{way.language}")
         yield from (*way.code.splitlines(), "```")

@@ -28,7 +28,7 @@ LEFT_OUT: dict[str, object] = {
     "sources": (), "extra_kl": None, "original_bytes": 0, "card": 0, "compute_dtype": "auto",
 }  # fmt: skip
 LEFT_OUT_OF_LAYERS: dict[str, object] = {"degenerate": "", "extra_by_source": (), "extra_own_loss": None}
-LEFT_OUT_OF_RECIPE: dict[str, object] = {"activations": "none", "like": None}
+LEFT_OUT_OF_RECIPE: dict[str, object] = {"activations": "none", "like": None, "runtime": None}
 LEFT_OUT_OF_CALIBRATION: dict[str, object] = {"first_token": "none"}
 
 

@@ -13,7 +13,7 @@ from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
 from nearplane.record.record import RunRecord
-from nearplane.record.words import by_source, degenerate, exceeding, few_tokens, left, overfitted
+from nearplane.record.words import by_source, degenerate, exceeding, few_tokens, for_one_program, left, overfitted
 from nearplane.system.sizes import bytes_in, counted
 
 
@@ -35,7 +35,17 @@ def unusual(record: RunRecord) -> Iterator[str]:
 def usual(record: RunRecord) -> Iterator[str]:
     """Yield sentences on what is as it must be for such a model and format, but not as everybody expects."""
     if record.layers:
-        sentences = (_types, _activations, _smaller_groups, _wide_steps, by_source, _experts, _stored, left)
+        sentences = (
+            for_one_program,
+            _types,
+            _activations,
+            _smaller_groups,
+            _wide_steps,
+            by_source,
+            _experts,
+            _stored,
+            left,
+        )
         yield from chain.from_iterable(each(record) for each in sentences)
 
 

@@ -81,7 +81,8 @@ def uses(record: RunRecord, it: Named) -> list[Use]:
     files, experts = record.recipe.files, any(layer.blended is not None for layer in record.layers)
     random = files.plain_readers if experts else ()  # readers that would leave experts random
     readers = (reader for reader in files.readers if reader not in random)
-    return [use for reader in readers for use in USES[reader](record, it)]
+    found = [use for reader in readers for use in USES[reader](record, it)]
+    return found if files.by_transformers or files.readers == ("nearplane",) else [*found, _decoded(it.folder)]
 
 
 def uses_of_dense(it: Named) -> list[Use]:
@@ -109,6 +110,12 @@ def _in_vllm(record: RunRecord, it: Named) -> Iterator[Use]:
     needs = [record.recipe.files.by_vllm(layer.number_format) for layer in record.layers]
     if is_served(it.config) and None not in needs:
         yield _served(it.folder, max(filter(None, needs), default=""))
+
+
+def _in_sglang(record: RunRecord, it: Named) -> Iterator[Use]:
+    if is_served(it.config):
+        command = f"python3 -m sglang.launch_server --model-path {typed(it.folder)}"
+        yield Use(program="SGLang", phrase=command, code=command, language="sh")
 
 
 def _in_transformers(record: RunRecord, it: Named) -> Iterator[Use]:
@@ -158,6 +165,7 @@ def _in_nearplane(record: RunRecord, it: Named) -> Iterator[Use]:
 
 USES: dict[str, Callable[[RunRecord, Named], Iterator[Use]]] = {  # by the reader's name
     "vLLM": _in_vllm,
+    "SGLang": _in_sglang,
     "transformers": _in_transformers,
     "GPTQModel": _in_gptqmodel,
     "llama.cpp": _in_llama_cpp,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from nearplane.errors import first_few
+from nearplane.recipe.runtimes import files_for
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT, USEFUL_TOKENS_PER_INPUT
 from nearplane.record.record import RunRecord
 from nearplane.system.sizes import counted
@@ -27,6 +28,15 @@ def calibrated(record: RunRecord) -> str:
         return "not calibrated: losses are computed as if all inputs of a layer were independent"
     measured = f", measured on {counted(record.extra_windows, 'extra window')}" if record.extra_windows else ""
     return f"calibrated on {record.tokens:,} tokens ({counted(record.windows, 'window')} of {record.seqlen}){measured}"
+
+
+def for_one_program(record: RunRecord) -> Iterator[str]:
+    """Yield a sentence if the files are for one program, and the usual readers of their format do not load them."""
+    recipe = record.recipe
+    usual = files_for(recipe.format, None)
+    faults = (fault for layer in record.layers if (fault := usual.fault(layer.number_format)) is not None)
+    if recipe.runtime is not None and (fault := next(faults, None)) is not None:
+        yield f"for {recipe.files.readers[0]} and nearplane.load alone: {fault.partition('. ')[0]}"
 
 
 def in_words(record: RunRecord) -> str:

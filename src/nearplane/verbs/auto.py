@@ -26,9 +26,10 @@ from nearplane.models.kinds import InputKind, continues_text, input_kind
 from nearplane.models.model import Model
 from nearplane.planning.estimate import estimated
 from nearplane.planning.forecast import LONG
-from nearplane.planning.modes import MODES, Mode, Runtime, flags
+from nearplane.planning.modes import MODES, Mode, flags
 from nearplane.planning.request import check_request, resolved
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.runtimes import Runtime
 from nearplane.record.evaluation_table import read_evaluation
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import read_record

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nearplane.calibration.text_files import check_named
 from nearplane.errors import RecipeError
-from nearplane.planning.modes import Runtime
+from nearplane.recipe.runtimes import Runtime
 from nearplane.system.arguments import whole
 from nearplane.system.progress import Progress
 from nearplane.system.progress_bar import bar

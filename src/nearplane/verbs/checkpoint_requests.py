@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from nearplane.calibration.text_files import check_named
 from nearplane.errors import ModelError, RecipeError
-from nearplane.recipe.file_formats import FILE_FORMATS
+from nearplane.recipe.file_formats import FILE_FORMATS, Format
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.runtimes import Runtime, files_for
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import read_record
 from nearplane.system.arguments import ComputeDtype, whole, within
@@ -78,6 +79,8 @@ class ExportRequest:
         format: safetensors decodes all weights, for any program. Others hold the same integers: compressed-tensors and gptq if
             symmetric, gptq_v2, awq at 4 bits, mlx, gguf at 4, 5 and 8 symmetric bits in groups that are multiples of 32, and at
             4 asymmetric bits in multiples of 256.
+        runtime: Program that must load the result, as quantize takes it: with vllm, compressed-tensors holds zero points, too.
+            Default: the usual readers of the format.
         dtype: Dtype of all weights, only with safetensors. Default: bfloat16 for decoded weights, and every other tensor keeps
             its own.
         trust_remote_code: Run model code that comes with the checkpoint, and copy it.
@@ -87,6 +90,7 @@ class ExportRequest:
     out: str | Path
     _: KW_ONLY
     format: str = DENSE
+    runtime: Runtime | None = None
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     trust_remote_code: bool = False
 
@@ -95,6 +99,13 @@ class ExportRequest:
         known = [DENSE, *(name for name, files in FILE_FORMATS.items() if name is not None and not files.entropy_coded)]
         if self.format not in known:
             raise RecipeError(f"--format is {self.format!r}, which export does not write; expected {', '.join(known)}.")
+        if self.runtime is not None and self.format == DENSE:
+            raise RecipeError(
+                f"--runtime {self.runtime} is for quantized weights, but safetensors decodes them, for any program. Leave it out, "
+                f"or add --format."
+            )
+        if self.format != DENSE:
+            files_for(cast(Format, self.format), self.runtime)  # refused if the runtime does not read it
         if self.dtype is not None and self.format != DENSE:
             raise RecipeError(
                 f"--dtype {self.dtype} is for decoded weights, but --format {self.format} keeps their integers. Leave it out."

@@ -71,7 +71,7 @@ def export(request: ExportRequest) -> int:
             )
         raise RecipeError(f"{source} is not quantized: its weights are dense already. Copy the folder instead.")
     if request.format != DENSE:
-        return move_integers(source, out, request.format, trust_remote_code=trust_remote_code)
+        return move_integers(source, out, request.format, request.runtime, trust_remote_code=trust_remote_code)
     stored, place = Stored(source), Unfinished(out, sources=[source])
     kept = set(stored.rest()) if request.dtype is None else set()
     dtype = request.dtype or "bfloat16"

@@ -35,10 +35,11 @@ from nearplane.planning.request import check_request, quantization_config
 from nearplane.planning.run import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.block_scheme import BlockScheme, Ends
-from nearplane.recipe.file_formats import FILE_FORMATS, Format
+from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.layer_scheme import LayerScheme
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.runtimes import Runtime, files_for
 from nearplane.recipe.scheme import Scheme, options_of
 from nearplane.recipe.schemes import AnyScheme, GridScheme
 from nearplane.record.record import RunRecord
@@ -64,8 +65,13 @@ class Trial:
     size: int
 
 
-def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bool) -> int:
+def move_integers(
+    source: Path, out: Path, format: str, runtime: Runtime | None = None, *, trust_remote_code: bool
+) -> int:
     """Write the checkpoint in `source` in another format, with equal values; return the bytes of its weight files.
+
+    Args:
+        source, out, format, runtime, trust_remote_code: See `export`.
 
     Raises:
         RecipeError: The format cannot hold a layer exactly, or its readers would not load the checkpoint.
@@ -76,9 +82,10 @@ def move_integers(source: Path, out: Path, format: str, *, trust_remote_code: bo
         raise RecipeError(f"{source} has the format {format} already. Copy the folder, or choose another --format.")
     model = _opened(source, stored, trust_remote_code=trust_remote_code)
     record = record_of(source, "The new folder has no run record: %s")
-    trial = _tried(source, stored, model, format)
+    files = files_for(cast(Format, format), runtime)
+    trial = _tried(source, stored, model, format, files)
     model.dtype = trial.dtype  # that of steps, where they have the model's
-    recipe = _recipe(record, model, format, trial.formats)
+    recipe = _recipe(record, model, format, trial.formats, runtime)
     if record is not None and recipe.scheme.rows_compensate != record.recipe.scheme.rows_compensate:
         log.warning(
             "The new folder has no run record: a recipe with blocks of llama.cpp cannot say whether rows compensated "
@@ -154,7 +161,7 @@ def _opened(source: Path, stored: Stored, *, trust_remote_code: bool) -> Model:
     return model
 
 
-def _tried(source: Path, stored: Stored, model: Model, format: str) -> Trial:
+def _tried(source: Path, stored: Stored, model: Model, format: str, files: FileFormat) -> Trial:
     """Pack every layer as the new format would, without writing it.
 
     Steps are stored in the dtype that the format gives them in this model, or else in float16 or float32 if that holds all.
@@ -170,6 +177,7 @@ def _tried(source: Path, stored: Stored, model: Model, format: str) -> Trial:
         name = layer.written(model.weights)
         try:
             held = _held(stored, name, layers)
+            files.check(name, held.format)
             layers.check(name, layer.shape, layer.kind, held.format)
             for fault in held.matrix.grid.differences_from(held.format, held.matrix.codes):
                 raise FormatError(f"{name}: {fault}.")
@@ -217,7 +225,9 @@ def _held(stored: Stored, name: str, layers: LayerFormat) -> Held:
     return held
 
 
-def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mapping[str, NumberFormat]) -> Recipe:
+def _recipe(
+    record: RunRecord | None, model: Model, format: str, formats: Mapping[str, NumberFormat], runtime: Runtime | None
+) -> Recipe:
     """Return the recipe of the record for the new format; without a record, one with the number formats alone."""
     if record is None:
         ignore = tuple(f"^{re.escape(name)}$" for name in model.ignored)
@@ -225,7 +235,7 @@ def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mappin
     else:
         base = record.recipe
         if format in base.scheme.FORMATS and all(formats[each.name] == each.number_format for each in record.layers):
-            return replace(base, format=format, pre=None, like=None)
+            return replace(base, format=format, runtime=runtime, pre=None, like=None)
     blocks = FILE_FORMATS[format].block_types and any(
         isinstance(each, BlockType) and not (each.single and each.symmetric and each.levels is None)
         for each in formats.values()
@@ -248,7 +258,10 @@ def _recipe(record: RunRecord | None, model: Model, format: str, formats: Mappin
     layers = tuple(
         LayerScheme(pattern=f"^{re.escape(name)}$", scheme=each) for name, each in others.items() if each != scheme
     )
-    return replace(base, scheme=scheme, layers=layers, format=cast(Format, format), allocate=None, pre=None, like=None)
+    target = cast(Format, format)
+    return replace(
+        base, scheme=scheme, layers=layers, format=target, runtime=runtime, allocate=None, pre=None, like=None
+    )
 
 
 def _dtype_of_embeddings(model: Model) -> str:

@@ -16,6 +16,7 @@ from nearplane.recipe.block_scheme import Ends
 from nearplane.recipe.file_formats import Format
 from nearplane.recipe.rate_scheme import Rows
 from nearplane.recipe.recipe import FirstToken, Rare, Recipe, Tune
+from nearplane.recipe.runtimes import Runtime
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES, Activations, Allocation, Order, Solver
 from nearplane.recipe.schemes import Scale
 from nearplane.recipe.spellings import SPELLINGS
@@ -62,6 +63,8 @@ class QuantizeRequest:
         format: File format of the checkpoint.
             compressed-tensors (the default) is for vLLM and transformers; gptq, gptq_v2, awq and mlx are for readers of these.
             nearplane is entropy-coded (default with --rate or --size), gguf is for llama.cpp (default with --grid q4_k_m).
+        runtime: Program that must load the result: what it does not load is refused, and what only it loads is allowed, such as
+            zero points in compressed-tensors with vllm. Default: the usual readers of the format.
         activations: Numbers to which runtimes round the inputs of quantized layers: int8 (with --grid int8), fp8 (with
             --grid fp8) or fp4 (with --grid nvfp4 or mxfp4). The solve then takes this rounding into account. Default: none.
         size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used
@@ -132,6 +135,7 @@ class QuantizeRequest:
     grid: str | None = OPEN
     embeddings: Ends = OPEN
     format: Format | None = OPEN
+    runtime: Runtime | None = OPEN
     activations: Activations = OPEN
     size: str | None = OPEN
     rate: float | None = OPEN

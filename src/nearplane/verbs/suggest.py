@@ -18,11 +18,12 @@ from nearplane.models.kinds import continues_text
 from nearplane.models.model import Model
 from nearplane.planning.cache_size import cache_bytes
 from nearplane.planning.folder_size import tensor_bytes
-from nearplane.planning.modes import ENERGY, MODES, Loss, Mode, Runtime
+from nearplane.planning.modes import ENERGY, MODES, Loss, Mode
 from nearplane.planning.rehearsal import check_readers
 from nearplane.planning.request import check_request, resolved, types_of_blocks
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.runtimes import Runtime
 from nearplane.record.uses import typed
 from nearplane.system.arguments import takes
 from nearplane.system.sizes import SIZE_UNITS, size_text

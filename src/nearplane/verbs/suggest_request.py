@@ -6,7 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from nearplane.calibration.text_files import check_named
-from nearplane.planning.modes import Runtime
+from nearplane.recipe.runtimes import Runtime
 from nearplane.system.arguments import whole
 from nearplane.system.sizes import bytes_in
 

@@ -9,6 +9,7 @@ from nearplane.formats.compressed_tensors.compressed_tensors_format import PACKI
 from nearplane.formats.table import FORMATS
 from nearplane.number_formats import BY_NAME, integers
 from nearplane.recipe.file_formats import COMPRESSED_TENSORS_FLOATS, FILE_FORMATS, Format
+from nearplane.recipe.runtimes import files_for
 
 NUMBER_FORMATS = [
     *(each for name, each in BY_NAME.items() if name != "coded"),
@@ -24,7 +25,7 @@ NUMBER_FORMATS = [
 
 @pytest.mark.parametrize("into", get_args(Format))
 def test_a_layer_that_suits_every_format_is_refused_exactly_where_the_table_has_a_fault(into):
-    """The shape is a multiple of all blocks, groups and tiles, so that only the number format decides."""
+    """The shape is a multiple of all blocks, groups and tiles, so that only the number format decides, and no runtime."""
     if into == "nearplane":
         assert not any(map(FILE_FORMATS[into].fault, NUMBER_FORMATS))
         return
@@ -34,7 +35,8 @@ def test_a_layer_that_suits_every_format_is_refused_exactly_where_the_table_has_
             FORMATS[into].layers.check("a", (256, 512), "Linear", format)
         except RecipeError as error:
             refused[format] = str(error)
-    faults = {format: fault for format in NUMBER_FORMATS if (fault := FILE_FORMATS[into].fault(format)) is not None}
+    fault_of = files_for(into, "vllm").fault if into == "compressed-tensors" else FILE_FORMATS[into].fault
+    faults = {format: fault for format in NUMBER_FORMATS if (fault := fault_of(format)) is not None}
     assert refused == {format: f"a: {fault}" for format, fault in faults.items()}
     assert 0 < len(refused) < len(NUMBER_FORMATS)
 

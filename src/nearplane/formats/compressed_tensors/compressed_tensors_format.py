@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nearplane.errors import FormatError
+from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.compressed_tensors.fp4_packed import MXFP4Packed, NVFP4Packed
 from nearplane.formats.compressed_tensors.fp8_packed import FP8BlockPacked, FP8Packed, MXFP8Packed
 from nearplane.formats.compressed_tensors.int8_packed import Int8Packed
@@ -24,7 +24,7 @@ from nearplane.formats.integers import expect, object_of, of_kind
 from nearplane.formats.layer_format import INPUT_SCALE, GridFormat, Quantized, matches
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.number_formats import InputRounding, NumberFormat
-from nearplane.recipe.file_formats import FILE_FORMATS
+from nearplane.recipe.file_formats import unstorable_in_compressed_tensors
 
 MIXED_FORMAT = "mixed-precision"  # `format` of a config whose layers have several packings
 WITH_INPUTS = Int8Packed()  # of integers whose inputs are rounded, too
@@ -65,16 +65,21 @@ class CompressedTensors(GridFormat):
         return replace(self, rounds_inputs=any(isinstance(g, Mapping) and g.get("input_activations") for g in groups))
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
-        """Refuse layers that no packing stores or that transformers does not load."""
-        FILE_FORMATS["compressed-tensors"].check(name, format)
+        """Refuse layers that no packing stores or that no program loads; see `recipe/runtimes.py` for what a certain one loads."""
+        if (fault := unstorable_in_compressed_tensors(format)) is not None:
+            raise RecipeError(f"{name}: {fault}")
         packing_of(format).check(name, shape, kind, format)
 
     def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:
-        """Return whether all packings of the config decode to the network's dtype, and inputs are not rounded."""
+        """Return whether all packings of the config decode to the network's dtype, without zero points or rounded inputs."""
         if self.configured(config).rounds_inputs:
             return False
-        groups = object_of("compressed-tensors: config_groups", config.get("config_groups")).values()
-        formats = [config.get("format"), *(group.get("format") for group in groups if isinstance(group, Mapping))]
+        every = object_of("compressed-tensors: config_groups", config.get("config_groups")).values()
+        groups = [group for group in every if isinstance(group, Mapping)]
+        weights = [each for group in groups if isinstance(each := group.get("weights"), Mapping)]
+        if any(each.get("symmetric") is False for each in weights):
+            return False
+        formats = [config.get("format"), *(group.get("format") for group in groups)]
         return all(each.DECODED in (None, dtype) for each in PACKINGS if each.FORMAT in formats)
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:

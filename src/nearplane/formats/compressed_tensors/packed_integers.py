@@ -4,25 +4,28 @@
     NAME.weight_scale   (out, groups)           model's  groups of neighbours; 1 group if group_size is None
     NAME.weight_shape   (2,)                    int64    out, in
 
-`NAME.weight_zero_point` (ceil(out*bits/32), groups) int32, packed along the outputs, and `NAME.weight_g_idx` (in,) are
-read but never written.
+Asymmetric layers, which transformers does not load, have `NAME.weight_zero_point` (ceil(out*bits/32), groups) int32, a dense
+bit stream along the outputs. `NAME.weight_g_idx` (in,) is read but never written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nearplane.coding.packed_words import pack, unpack, words_of
-from nearplane.errors import FormatError
+from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.compressed_tensors.packing import SCALES, Packing, refuse_unknown
 from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, of_kind
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import NumberFormat, integers
 from nearplane.recipe.file_formats import COMPRESSED_TENSORS_BITS
+
+WORD = 32  # bits
 
 
 class PackQuantized(Packing):
@@ -51,25 +54,41 @@ class PackQuantized(Packing):
         return integers(int(weights["num_bits"]), group_size, symmetric=symmetric)
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors of a symmetric layer."""
+        """Return the tensors of one layer."""
         stored = Integers.of(name, matrix, dtype)
-        if not stored.format.symmetric:
-            raise FormatError(f"{name} is asymmetric; nearplane writes compressed-tensors for symmetric matrices only.")
-        return {
-            f"{name}.weight_packed": pack(stored.codes, stored.format.bits),
+        bits = stored.format.bits
+        tensors = {
+            f"{name}.weight_packed": pack(stored.codes, bits),
             f"{name}.weight_scale": stored.scale.contiguous(),
             f"{name}.weight_shape": torch.tensor(matrix.codes.shape, dtype=torch.int64),
         }
+        if not stored.format.symmetric:
+            tensors[f"{name}.weight_zero_point"] = pack(stored.zeros.T.contiguous(), bits).T.contiguous()
+        return tensors
+
+    def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
+        """Refuse also outputs of which whole words hold no zero points, as vLLM joins those of several layers."""
+        super().check(name, shape, kind, format)
+        rows = WORD // gcd(WORD, format.bits)
+        if not format.symmetric and shape[0] % rows:
+            raise RecipeError(
+                f"{name} has {shape[0]} outputs, but zero points of {format.bits} bits are packed for multiples of {rows}. Use "
+                f"symmetric weights, or leave the layer unquantized with --ignore."
+            )
 
     def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer without contents."""
         out, columns = shape
         groups = format.groups(columns)
-        return {
+        tensors = {
             f"{name}.weight_packed": torch.empty(out, words_of(columns, format.bits), dtype=torch.int32, device="meta"),
             f"{name}.weight_scale": torch.empty(out, groups, dtype=self.scale_dtype(dtype), device="meta"),
             f"{name}.weight_shape": torch.empty(2, dtype=torch.int64, device="meta"),
         }
+        if not format.symmetric:
+            packed = torch.empty(words_of(out, format.bits), groups, dtype=torch.int32, device="meta")
+            tensors[f"{name}.weight_zero_point"] = packed
+        return tensors
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return (out, in) from `weight_shape`."""

@@ -16,14 +16,12 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, LlamaFor
 
 import nearplane
 from checkpoints import config_of_grids, random_matrix, write_folder
-from nearplane.coding.packed_words import pack
 from nearplane.errors import FormatError, RecipeError
-from nearplane.formats.compressed_tensors.compressed_tensors_format import FORMAT, CompressedTensors
-from nearplane.formats.compressed_tensors.packed_integers import PackQuantized
-from nearplane.formats.integers import Integers
+from nearplane.formats.compressed_tensors.compressed_tensors_format import FORMAT
 from nearplane.formats.stored import read_dense
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import MXFP4, NumberFormat, integers
+from nearplane.recipe.runtimes import files_for
 from nearplane.system.paths import RECORD
 from nightly import daily_of_several
 
@@ -123,26 +121,14 @@ def assert_loads_as_decoded(out: Path, folder: Path, dtype: torch.dtype, **optio
     assert not torch.equal(found, untouched)
 
 
-def with_zero_points(name: str, matrix: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What compressed-tensors itself writes for an asymmetric layer."""
-    stored = Integers.of(name, matrix, dtype)
-    return {
-        f"{name}.weight_packed": pack(stored.codes, stored.format.bits),
-        f"{name}.weight_scale": stored.scale.contiguous(),
-        f"{name}.weight_shape": torch.tensor(matrix.codes.shape),
-        f"{name}.weight_zero_point": pack(stored.zeros.T, stored.format.bits).T.contiguous(),
-    }
-
-
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (3, None)])
-def test_asymmetric_files_are_read_and_the_reason_not_to_write_them_holds(
-    tmp_path: Path, source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, bits: int, group_size: int | None
+def test_asymmetric_files_are_for_servers_and_the_reason_not_to_write_them_for_transformers_holds(
+    tmp_path: Path, source: Callable[..., Path], bits: int, group_size: int | None
 ) -> None:
     """The plain load fails on the shape of zero-points; the dequantizing load agrees with our reading of them."""
+    usual = files_for("compressed-tensors", None)
     with pytest.raises(RecipeError, match=rf"\b{re.escape(transformers.__version__.rpartition('.')[0])}\b"):
-        check(symmetric=False)
-    monkeypatch.setattr(CompressedTensors, "check", lambda *args, **options: None)
-    monkeypatch.setattr(PackQuantized, "pack", lambda self, *args: with_zero_points(*args))
+        usual.check("a", integers(bits, group_size, symmetric=False))
     folder, out = source(torch.bfloat16), tmp_path / "out"
     write_folder(out, folder, "compressed-tensors", bits=bits, group_size=group_size, symmetric=False)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
@@ -154,7 +140,7 @@ def test_asymmetric_files_are_read_and_the_reason_not_to_write_them_holds(
 @pytest.mark.parametrize(
     ("changes", "reason", "way_out"),
     [
-        ({"symmetric": False}, "transformers 5.23 and 5.24", "--format gptq_v2"),
+        ({"symmetric": False, "shape": (100, 352)}, "100 outputs", "symmetric weights"),
         ({"kind": "Conv1D"}, "is a Conv1D", "--format gptq "),
         ({"kind": "Conv2d"}, "is a Conv2d", "--ignore"),
         ({"bits": 9}, "not 9", "2 to 8"),

@@ -16,6 +16,7 @@ from checkpoints import config_of_grids, random_matrix
 from nearplane.errors import FormatError
 from nearplane.formats.compressed_tensors.compressed_tensors_format import FORMAT
 from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.number_formats import integers
 
 layout = FORMAT.layers
 
@@ -79,9 +80,20 @@ def test_integers_outside_their_range_are_never_packed() -> None:
     shifted = replace(matrix, grid=replace(matrix.grid, zero=matrix.grid.zero + 1))
     with pytest.raises(FormatError, match="symmetric grid with zero points up to"):
         layout.pack("a", shifted, torch.float16)
-    asymmetric = random_matrix(4, 64, bits=4, group_size=32, symmetric=False)
-    with pytest.raises(FormatError, match="asymmetric"):
-        layout.pack("a", asymmetric, torch.float16)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_zero_points_are_packed_along_the_outputs(bits: int) -> None:
+    """In a dense stream, from which the same matrix is read."""
+    matrix = random_matrix(32, 64, bits=bits, group_size=32, symmetric=False)
+    tensors = layout.pack("a", matrix, torch.float16)
+    assert tensors["a.weight_zero_point"].shape == (bits, 2)
+    format = integers(bits, 32, symmetric=False)
+    empty = layout.empty("a", (32, 64), format, torch.float16)
+    assert {name: each.shape for name, each in empty.items()} == {name: each.shape for name, each in tensors.items()}
+    again = layout.unpack("a", tensors, format)
+    assert torch.equal(again.codes, matrix.codes)
+    assert torch.equal(again.decode(), matrix.decode())
 
 
 @pytest.mark.parametrize("scale", [1 + 2**-12, 1e6, float("nan"), float("inf"), 2**-26])

@@ -1,0 +1,91 @@
+"""Runs for one program: what it alone loads is written, read, verified and moved, and says so; what it does not load is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import nearplane
+from checkpoints import save_part_of_the_demo
+from families import LLAMA, MOE, config_of, random_model
+from nearplane.demo import CALIBRATION
+from nearplane.errors import RecipeError
+from nearplane.formats.stored import read_matrices
+from nearplane.record.record_file import read_record
+from nearplane.record.summary import summary
+
+FAST = {"calibration": str(CALIBRATION), "samples": 16, "seqlen": 64, "device": "cpu"}
+TOKENS = torch.arange(3, 51)[None]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a part of the demo's model."""
+    return save_part_of_the_demo(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture(scope="module")
+def asymmetric(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint with zero points in compressed-tensors."""
+    out = tmp_path_factory.mktemp("outs") / "asymmetric"
+    nearplane.quantize(model, out, bits=3, group_size=32, symmetric=False, runtime="vllm", **FAST)
+    return out
+
+
+def test_zero_points_are_written_for_vllm_read_by_us_and_verified(asymmetric: Path, model: Path) -> None:
+    """transformers stops with an error, as the summary and the card say."""
+    config = json.loads((asymmetric / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["symmetric"] is False
+    loaded = nearplane.load(asymmetric, dtype="float32")
+    dense = nearplane.load(asymmetric, dtype="float32", packed=False)
+    assert torch.allclose(loaded(TOKENS).logits, dense(TOKENS).logits, atol=1e-4)
+    assert nearplane.verify(asymmetric, against=str(model)).faults == ()
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        AutoModelForCausalLM.from_pretrained(asymmetric)
+    lines = list(summary(read_record(asymmetric), asymmetric))
+    assert any(line.startswith("for vLLM and nearplane.load alone: asymmetric weights") for line in lines)
+    assert f"vllm serve {asymmetric}" in lines[-1]
+    assert "from_pretrained" not in lines[-1]
+    card = (asymmetric / "README.md").read_text()
+    assert "For vLLM and nearplane.load alone" in card
+
+
+def test_the_codes_move_between_formats_that_hold_them(asymmetric: Path, tmp_path: Path) -> None:
+    """To gptq_v2 and back, with a record that says for whom the files are."""
+    nearplane.export(asymmetric, tmp_path / "gptq", format="gptq_v2")
+    assert read_record(tmp_path / "gptq").recipe.runtime is None
+    with pytest.raises(RecipeError, match="asymmetric weights in compressed-tensors do not load"):
+        nearplane.export(tmp_path / "gptq", tmp_path / "back", format="compressed-tensors")
+    nearplane.export(tmp_path / "gptq", tmp_path / "back", format="compressed-tensors", runtime="sglang")
+    assert read_record(tmp_path / "back").recipe.runtime == "sglang"
+    first, again = (dict(read_matrices(folder)) for folder in (asymmetric, tmp_path / "back"))
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name].decode(), again[name].decode()) for name in first)
+
+
+def test_tuning_keeps_the_runtime(asymmetric: Path, model: Path, tmp_path: Path) -> None:
+    nearplane.tune(asymmetric, tmp_path / "tuned", against=str(model), samples=60, steps=40)
+    assert read_record(tmp_path / "tuned").recipe.runtime == "vllm"
+    assert nearplane.verify(tmp_path / "tuned", against=str(model)).faults == ()
+
+
+def test_layers_that_a_server_fuses_are_alike_or_refused(model: Path, tmp_path: Path) -> None:
+    """Without a runtime it is a warning."""
+    with pytest.raises(RecipeError, match=r"have different grids\. vLLM and SGLang fuse these"):
+        nearplane.quantize(model, tmp_path / "out", bits=4, runtime="vllm", layers={"q_proj": {"bits": 8}}, **FAST)
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_have_zero_points_for_vllm_and_none_in_gptq_for_transformers(tmp_path: Path) -> None:
+    config = config_of("mixtral", **LLAMA | MOE | dict(tie_word_embeddings=False))
+    random_model(config).to(torch.bfloat16).save_pretrained(tmp_path / "experts")
+    rounded = dict(bits=4, group_size=32, solver="round-to-nearest")
+    nearplane.quantize(tmp_path / "experts", tmp_path / "out", symmetric=False, runtime="vllm", **rounded)
+    network = nearplane.load(tmp_path / "out", dtype="float32", packed=False)
+    assert torch.isfinite(network(TOKENS % 90).logits).all()
+    with pytest.raises(RecipeError, match="transformers does not load experts from gptq"):
+        nearplane.quantize(tmp_path / "experts", tmp_path / "no", format="gptq", runtime="transformers", **rounded)

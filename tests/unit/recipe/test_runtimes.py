@@ -1,0 +1,82 @@
+"""What a named program reads: the usual format, refusals that name others, and weights that only some load."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from nearplane.errors import RecipeError
+from nearplane.recipe.file_formats import FILE_FORMATS, Format
+from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.runtimes import RUNTIMES, Runtime, files_for
+
+
+@pytest.mark.parametrize(
+    ("runtime", "format"),
+    [
+        ("vllm", "compressed-tensors"),
+        ("sglang", "compressed-tensors"),
+        ("transformers", "compressed-tensors"),
+        ("gptqmodel", "gptq"),
+        ("llama.cpp", "gguf"),
+        ("mlx", "mlx"),
+        ("nearplane", "compressed-tensors"),
+    ],
+)
+def test_a_runtime_has_a_usual_format(runtime: Runtime, format: Format) -> None:
+    recipe = Recipe.from_spellings(bits=4, group_size=32, runtime=runtime)
+    assert (recipe.format, recipe.runtime) == (format, runtime)
+    assert recipe.files.readers == (RUNTIMES[runtime][0],)
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_every_runtime_is_in_the_table_and_every_format_has_one() -> None:
+    assert set(RUNTIMES) == set(get_args(Runtime))
+    for format in get_args(Format):
+        readers = {name for name, formats in RUNTIMES.values() if format in formats}
+        assert set(FILE_FORMATS[format].readers) <= readers
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"runtime": "mlx", "format": "gptq"},
+            "mlx_lm does not read the format gptq, but mlx.*--runtime vllm or sglang or",
+        ),
+        ({"runtime": "llama.cpp", "rate": 3.0}, "--format gguf"),
+        ({"runtime": "vllm", "rate": 3.0}, "vLLM does not read the format nearplane, but compressed-tensors, gptq"),
+        ({"runtime": "ollama"}, "runtime is 'ollama'; expected"),
+    ],
+)
+def test_what_a_program_does_not_read_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        Recipe.from_spellings(**options)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_zero_points_in_compressed_tensors_are_for_servers(bits: int) -> None:
+    """transformers does not load them, and so nobody gets them who did not say so."""
+    for runtime, allowed in (
+        ("vllm", True),
+        ("sglang", True),
+        ("nearplane", True),
+        ("transformers", False),
+        (None, False),
+    ):
+        recipe = Recipe.from_spellings(bits=bits, group_size=128, symmetric=False, runtime=runtime)
+        fault = recipe.files.fault(recipe.scheme.number_format)
+        assert (fault is None) == allowed, runtime
+
+
+def test_servers_load_less_of_gptq_than_gptqmodel() -> None:
+    three = Recipe.from_spellings(bits=3, format="gptq", group_size=128).scheme.number_format
+    assert files_for("gptq", "gptqmodel").fault(three) is None
+    assert "4 and 8 bits symmetric" in str(files_for("gptq", "vllm").fault(three))
+
+
+def test_weights_in_nvfp4_are_for_sglang_with_rounded_inputs_alone() -> None:
+    plain, rounded = (Recipe.from_spellings(grid="nvfp4", runtime="sglang", activations=how) for how in ("none", "fp4"))
+    assert "--activations fp4" in str(plain.files.fault(plain.scheme.number_format))
+    assert rounded.files.fault(rounded.scheme.number_format) is None
