@@ -16,7 +16,6 @@ from nearplane.number_formats import FP8, FP8_BLOCK, MXFP4, MXFP8, NVFP4, TYPES,
 Format = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "mlx", "gguf", "nearplane"]
 
 GPTQ_BITS = (2, 3, 4, 8)
-GPTQ_BITS_IN_VLLM = (4, 8)  # symmetric; of its version 0.32
 AWQ_BITS = 4
 SERVERS = frozenset({"vLLM", "SGLang"})
 MLX_BITS = (2, 3, 4, 5, 6, 8)
@@ -54,16 +53,6 @@ def _compressed_tensors(format: NumberFormat) -> str | None:
             "points in another shape. Use --runtime vllm, which loads them, --format gptq_v2, or symmetric weights."
         )
     return unstorable_in_compressed_tensors(format)
-
-
-def _compressed_tensors_in_vllm(format: NumberFormat) -> str | None:
-    """Return what vLLM needs: 0.32 has all these grids in its source, and read 3 bits in a run."""
-    return "" if format.name.startswith(("int4", "int8", "fp8", "nvfp4")) else "a newer vLLM, which loads such grids"
-
-
-def _gptq_in_vllm(format: NumberFormat) -> str | None:
-    """Return what vLLM needs: 0.32 refused asymmetric weights in a run, and by its source all but 4 and 8 bits."""
-    return "" if format.symmetric and format.bits in GPTQ_BITS_IN_VLLM else None
 
 
 def _gptq_v2(format: NumberFormat) -> str | None:
@@ -130,8 +119,6 @@ class FileFormat:
         entropy_coded: Whether layers are entropy-coded, as in no other format.
         library: The hub's name of the library that loads the format, for the model card.
         needs: Packages that this library needs besides itself.
-        by_vllm: Function from a number format to what vLLM needs to load such files: nothing (""), or a newer one than 0.9
-            (May 2025); None: it does not load them.
         rounds_inputs: Whether files can ask runtimes to round the inputs of layers.
         bits: Widths of integers from which --allocate slope chooses, narrowest first; empty: it cannot.
         fault: Function from a number format to the reason why files cannot hold it in any layer; None: they can.
@@ -151,7 +138,6 @@ class FileFormat:
     entropy_coded: bool = False
     library: str = "transformers"
     needs: str = ""
-    by_vllm: Callable[[NumberFormat], str | None] = lambda _: None
     rounds_inputs: bool = False
     bits: tuple[int, ...] = ()
     fault: Callable[[NumberFormat], str | None] = lambda _: None
@@ -180,7 +166,6 @@ GPTQ = FileFormat(
     readers=("vLLM", "transformers", "GPTQModel"),
     plain_readers=("transformers",),
     needs="gptqmodel and optimum",
-    by_vllm=_gptq_in_vllm,
     bits=GPTQ_BITS,
     fault=_gptq,
 )
@@ -192,7 +177,6 @@ FILE_FORMATS: dict[str | None, FileFormat] = {
         steps_of_model=True,
         rounds_inputs=True,
         needs="compressed-tensors",
-        by_vllm=_compressed_tensors_in_vllm,
         bits=COMPRESSED_TENSORS_BITS,
         fault=_compressed_tensors,
     ),
@@ -201,7 +185,6 @@ FILE_FORMATS: dict[str | None, FileFormat] = {
     "awq": FileFormat(
         readers=("vLLM", "transformers"),
         needs="gptqmodel and accelerate",
-        by_vllm=lambda _: "",
         bits=(AWQ_BITS,),
         fault=_awq,
     ),

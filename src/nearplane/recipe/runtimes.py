@@ -14,12 +14,12 @@ from nearplane.errors import RecipeError
 from nearplane.number_formats import NVFP4, NumberFormat
 from nearplane.recipe.file_formats import (
     FILE_FORMATS,
-    GPTQ_BITS_IN_VLLM,
     FileFormat,
     Format,
     unstorable_in_compressed_tensors,
 )
 
+GPTQ_BITS_OF_SERVERS = (4, 8)  # symmetric; of vLLM 0.32
 Runtime = Literal["vllm", "sglang", "transformers", "gptqmodel", "llama.cpp", "mlx", "nearplane"]
 # from a number format, and whether inputs are rounded, to the reason why a program does not load such weights; None: it does
 Fault = Callable[[NumberFormat, bool], str | None]
@@ -36,7 +36,7 @@ def _stored_for_sglang(format: NumberFormat, rounds_inputs: bool) -> str | None:
 
 
 def _gptq_for_servers(format: NumberFormat, _: bool) -> str | None:
-    if format.symmetric and format.bits in GPTQ_BITS_IN_VLLM:
+    if format.symmetric and format.bits in GPTQ_BITS_OF_SERVERS:
         return None
     return (
         f"vLLM and SGLang load GPTQ of 4 and 8 bits symmetric, not {format.name}. Use --format compressed-tensors, of which they "
@@ -61,6 +61,18 @@ RUNTIMES: Mapping[Runtime, tuple[str, Mapping[Format, Fault]]] = {
     "mlx": ("mlx_lm", {"mlx": _usual("mlx")}),
     "nearplane": ("nearplane", {**EVERY, "compressed-tensors": _stored}),
 }
+
+
+def needed_of_vllm(files: Format | None, format: NumberFormat) -> str | None:
+    """Return what vLLM needs to load such weights: nothing (""), or a newer one than 0.9 (May 2025); None: it does not load them.
+
+    Version 0.32 has all grids of compressed-tensors in its source, read 2 to 8 bits in a run, and refused asymmetric GPTQ in one.
+    """
+    fault = RUNTIMES["vllm"][1].get(files) if files is not None else None
+    if fault is None or fault(format, False) is not None:
+        return None
+    known = files != "compressed-tensors" or format.name.startswith(("int4", "int8", "fp8", "nvfp4"))
+    return "" if known else "a newer vLLM, which loads such grids"
 
 
 def usual_format(runtime: object) -> Format | None:
