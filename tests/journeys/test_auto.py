@@ -49,6 +49,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({}, {"grid": "q4_k_m"}, "small-q4_k_m"),
         ({"runtime": "vllm"}, {"bits": 4}, "small-int4"),
         ({"runtime": "vllm", "bits": 3}, {"bits": 3}, "small-int3"),
+        ({"runtime": "sglang"}, {"bits": 4}, "small-int4"),
+        ({"runtime": "gptqmodel"}, {"bits": 4, "format": "gptq"}, "small-int4-gptq"),
         ({"runtime": "nearplane", "bits": 3}, {"rate": 3.0}, "small-rate3"),
         ({"bits": 5}, {"grid": "q5_k_m"}, "small-q5_k_m"),
         ({"memory": "10MB", "runtime": "mlx"}, {"bits": 8, "group_size": 64, "format": "mlx"}, "small-mlx8"),

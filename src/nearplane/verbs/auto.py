@@ -378,9 +378,7 @@ def _commands(request: AutoRequest, out: Path, options: Mapping[str, Any], text:
 
 def _serving(record: RunRecord, out: Path, runtime: Runtime | None) -> str:
     """Return the command or call that uses a checkpoint, for the runtime that was asked for if there is one."""
-    found = uses(record, Named.of(out))
-    names = {"vllm": "vLLM", "mlx": "mlx_lm"}
-    ordered = sorted(found, key=lambda use: use.program != names.get(str(runtime), runtime))
-    if not ordered:
+    found = uses(replace(record, recipe=replace(record.recipe, runtime=runtime)), Named.of(out))
+    if not found:
         raise ModelError(f"{out}: no program is known that reads it.")
-    return ordered[0].phrase
+    return found[0].phrase
