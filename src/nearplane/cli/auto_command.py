@@ -58,6 +58,7 @@ def auto(request: Annotated[AutoFlags, Flat], *, yes: Switch = False, dry_run: S
     say(
         [
             "",
+            *str(done.record).split("\n"),
             *str(done.evaluation).split("\n"),
             "",
             f"checkpoint: {done.out}; report: {done.report}",

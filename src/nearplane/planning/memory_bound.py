@@ -100,6 +100,7 @@ class Shapes:
         streams: 2 with a correction, else 1.
         beam: Candidates per row.
         descents: Number of passes of coordinate descent over the codes of a layer.
+        searched: Time of what a solve does beside products, as a number of such passes.
         probe: Work of the probe before the first layer; None: no probe.
         backward: Tokens of the backward pass; 0: no backward pass.
         rounded: Whether the quantized network rounds the inputs of its layers.
@@ -119,6 +120,7 @@ class Shapes:
     streams: int = 2
     beam: int = 1
     descents: int = 0
+    searched: float = 0.0
     probe: Extent | None = None
     backward: int = 0
     rounded: bool = False
@@ -250,7 +252,9 @@ def of_a_block(shapes: Shapes, kind: Blocks) -> float:
     for group in kind.groups:
         n = group.inputs
         total += tokens * n * n * (0.5 + split)  # moments
-        each = 2 * split + shapes.beam / 2 + shapes.descents + 1  # target, sweep, descent, certificate
+        each = (
+            2 * split + shapes.beam / 2 + shapes.descents + 1 + shapes.searched
+        )  # target, sweep, descents, certificate
         total += group.experts * (n**3 / 6 * (1 + 2 * split) + each * n * group.weights)
     return total
 

@@ -19,13 +19,12 @@ import torch
 
 from nearplane.calibration.hub_texts import lacking
 from nearplane.calibration.text_files import SELF
-from nearplane.calibration.windows import default_seqlen
+from nearplane.calibration.windows import default_seqlen, samples_of
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.models.described import open_described
 from nearplane.models.kinds import InputKind, continues_text, input_kind
 from nearplane.models.model import Model
 from nearplane.planning.estimate import estimated
-from nearplane.planning.forecast import LONG
 from nearplane.planning.modes import MODES, Mode, flags
 from nearplane.planning.request import check_request, resolved
 from nearplane.recipe.recipe import Recipe
@@ -34,6 +33,7 @@ from nearplane.record.evaluation_table import read_evaluation
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import read_record
 from nearplane.record.uses import Named, typed, uses
+from nearplane.record.words import shortage
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.files import write_whole
@@ -51,6 +51,7 @@ from nearplane.verbs.suggest import Suggestion, suggest
 
 SAMPLES, SEQLEN = 16, 512  # of the held-out text
 FEWER = {"samples": 64, "seqlen": 512}
+PATIENT = 600.0  # seconds from which it is said how a run gets shorter
 ANY = "1000TB"  # memory in which all fits
 USUAL = (  # where nothing is asked: what most people run in each program
     "--bits 4", "--bits 4 --format gptq", "--grid q4_k_m", "--bits 4 --group-size 64 --format mlx", "--rate 3.125",
@@ -135,11 +136,14 @@ def choose(request: AutoRequest) -> Choice:
     device = Device.named(request.device)
     about = estimated(described, plan, device)
     time = "the first block tells the time" if about.seconds is None else f"at least {duration(about.seconds)}"
-    if about.seconds is not None and about.seconds > LONG and request.samples is None:
+    if about.seconds is not None and about.seconds > PATIENT and request.samples is None:
         few = estimated(described, resolved(described, Recipe.from_spellings(**options | FEWER)), device)
         words = " ".join(f"--{option} {value}" for option, value in FEWER.items())
         time += f" ({words}: at least {duration(few.seconds or 0)}, and it loses more)"
     seqlen = min(SEQLEN, default_seqlen(described, plan.recipe.calibration))
+    widest = max(described.layers, key=lambda layer: layer.shape[1])
+    each, count = default_seqlen(described, plan.recipe.calibration), samples_of(described, plan.recipe.calibration)
+    too_few = shortage(count, each, count, widest.name, widest.shape[1])
     return Choice(
         out=out,
         options=options,
@@ -148,7 +152,8 @@ def choose(request: AutoRequest) -> Choice:
         commands=_commands(request, out, options, texts, seqlen),
         lines=(
             f"way: {found.words}, {why}",
-            f"calibration: {about.tokens:,} tokens of {_called(text)}{f' ({lacking()})' * (text == SELF and bool(lacking()))}",
+            f"calibration: {about.tokens:,} tokens of {_called(text)}{f' ({lacking()})' * (text == SELF and bool(lacking()))}"
+            f"{f'. {too_few}' if too_few else ''}",
             f"this run: about {size_text(about.bytes)} of memory on {device}, {time}",
             f"result: {found.size}, in {out}",
             f"then: measured on {_called(texts)}, with a model card and a report",
@@ -298,6 +303,7 @@ def _way(request: AutoRequest) -> _Way:
     mode = next(mode for mode in MODES if mode.words == row.options)
     memory = f", {size_text(row.memory or 0)} in memory with {found.context:,} tokens" if found.cache else ""
     size = f"{size_text(row.weights or 0)} of weights{memory}; expected KL {row.loss.nats()} nats per token"
+    size += f" ({row.note})" if row.note else ""
     return _Way(options=mode.options, name=mode.name, words=row.options, why=why, size=size)
 
 

@@ -29,7 +29,8 @@ class AutoRequest:
             Apple silicon, and llama.cpp elsewhere.
         calibration: Calibration text, as quantize takes it. Default: FineWeb-Edu where the datasets package is installed and the
             hub answers, else text that the network writes itself.
-        samples, seqlen: Number of calibration windows, and tokens per window, as quantize takes them.
+        samples: Number of calibration windows. Default: as in quantize.
+        seqlen: Tokens per window. Default: as in quantize.
         text: Held-out text to measure the result on. Default: wikitext2 where calibration has FineWeb-Edu, else text that the
             network writes itself, other than that to calibrate on.
         run_memory: Most memory that the run may take, for example 12GB. Default: what is free.
