@@ -20,6 +20,7 @@ from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.errors import ModelError, RecipeError
 from nearplane.record.record_file import read_record
 from nearplane.verbs import auto as module
+from nearplane.verbs import suggest as suggesting
 from nearplane.verbs.auto import choose
 from nearplane.verbs.auto_request import AutoRequest
 
@@ -36,7 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in an empty folder, without the datasets package and without a GPU; return the folder."""
     monkeypatch.setenv("NEARPLANE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "lacking", lambda: "the datasets package is missing")
+    for each in (module, suggesting):
+        monkeypatch.setattr(each, "lacking", lambda: "the datasets package is missing")
     monkeypatch.setattr(module, "_runtime_here", lambda: "llama.cpp")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -15,6 +15,10 @@ from families import LLAMA, MOE, config_of, random_model
 from nearplane.demo import CALIBRATION
 from nearplane.errors import RecipeError
 from nearplane.formats.stored import read_matrices
+from nearplane.models.model import open_model
+from nearplane.planning.plan import usable_widths
+from nearplane.planning.request import check_request, resolved
+from nearplane.recipe.recipe import Recipe
 from nearplane.record.record_file import read_record
 from nearplane.record.summary import summary
 
@@ -47,11 +51,14 @@ def test_zero_points_are_written_for_vllm_read_by_us_and_verified(asymmetric: Pa
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         AutoModelForCausalLM.from_pretrained(asymmetric)
     lines = list(summary(read_record(asymmetric), asymmetric))
-    assert any(line.startswith("for vLLM and nearplane.load alone: asymmetric weights") for line in lines)
+    assert any(
+        line.startswith("made for vllm: asymmetric weights in compressed-tensors do not load in transformers")
+        for line in lines
+    )
     assert f"vllm serve {asymmetric}" in lines[-1]
     assert "from_pretrained" not in lines[-1]
     card = (asymmetric / "README.md").read_text()
-    assert "For vLLM and nearplane.load alone" in card
+    assert "Made for vllm: asymmetric weights" in card
 
 
 def test_the_codes_move_between_formats_that_hold_them(asymmetric: Path, tmp_path: Path) -> None:
@@ -60,8 +67,8 @@ def test_the_codes_move_between_formats_that_hold_them(asymmetric: Path, tmp_pat
     assert read_record(tmp_path / "gptq").recipe.runtime is None
     with pytest.raises(RecipeError, match="asymmetric weights in compressed-tensors do not load"):
         nearplane.export(tmp_path / "gptq", tmp_path / "back", format="compressed-tensors")
-    nearplane.export(tmp_path / "gptq", tmp_path / "back", format="compressed-tensors", runtime="sglang")
-    assert read_record(tmp_path / "back").recipe.runtime == "sglang"
+    nearplane.export(tmp_path / "gptq", tmp_path / "back", format="compressed-tensors", runtime="nearplane")
+    assert read_record(tmp_path / "back").recipe.runtime == "nearplane"
     first, again = (dict(read_matrices(folder)) for folder in (asymmetric, tmp_path / "back"))
     assert first.keys() == again.keys()
     assert all(torch.equal(first[name].decode(), again[name].decode()) for name in first)
@@ -78,6 +85,16 @@ def test_layers_that_a_server_fuses_are_alike_or_refused(model: Path, tmp_path: 
     with pytest.raises(RecipeError, match=r"have different grids\. vLLM and SGLang fuse these"):
         nearplane.quantize(model, tmp_path / "out", bits=4, runtime="vllm", layers={"q_proj": {"bits": 8}}, **FAST)
     assert not (tmp_path / "out").exists()
+
+
+def test_widths_that_are_chosen_by_measuring_are_those_of_the_runtime(model: Path) -> None:
+    """A fraction of bits needs only widths that the format has on both sides of it."""
+    opened = open_model(str(model))
+    for runtime, expected in ((None, [2, 3, 4, 8]), ("vllm", [4, 8])):
+        recipe = Recipe.from_spellings(bits=4.5, group_size=32, format="gptq", runtime=runtime)
+        plan = resolved(opened, recipe)
+        check_request(opened, plan)
+        assert usable_widths(opened, plan.recipe) == expected
 
 
 def test_experts_have_zero_points_for_vllm_and_none_in_gptq_for_transformers(tmp_path: Path) -> None:

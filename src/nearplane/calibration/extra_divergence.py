@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nearplane.calibration.activations import Stream, skeleton
 from nearplane.calibration.network_ends import readout
+from nearplane.calibration.states_on_disk import Keep
 from nearplane.models.kinds import continues_text
 from nearplane.models.model import Model
 
@@ -29,7 +30,9 @@ def is_compared(model: Model, stream: Stream | None) -> bool:
 
 
 @torch.no_grad()
-def extra_divergence(model: Model, stream: Stream, batches: list[torch.Tensor], dtype: torch.dtype) -> float | None:
+def extra_divergence(
+    model: Model, stream: Stream, batches: list[torch.Tensor], dtype: torch.dtype, keep: Keep
+) -> float | None:
     """Return the mean KL(original || quantized) in nats over all tokens of the extra windows but the last of each.
 
     Args:
@@ -37,6 +40,7 @@ def extra_divergence(model: Model, stream: Stream, batches: list[torch.Tensor], 
         stream: The stream behind the last block, of both networks or of the quantized one alone.
         batches: (windows, seqlen) tokens of this rank's batches.
         dtype: Dtype of the computation.
+        keep: Function that makes lists of hidden states.
 
     Returns:
         The divergence; None on ranks that follow, and if it is not finite.
@@ -44,7 +48,7 @@ def extra_divergence(model: Model, stream: Stream, batches: list[torch.Tensor], 
     dealt, place = stream.dealt, stream.quantized[0].device
     originals: MutableSequence[Tensor] | dict[int, Tensor] | None = stream.original
     if originals is None:
-        outputs = _outputs(model, batches[dealt.fitted :], place, dtype)
+        outputs = _outputs(model, batches[dealt.fitted :], place, dtype, keep)
         originals = dict(enumerate(outputs, dealt.fitted))
     sums: list[tuple[int, int, float]] = []  # window, tokens, KL of all together
     with readout(model, stream, device=place, dtype=dtype) as logits:
@@ -75,13 +79,15 @@ def extra_divergence(model: Model, stream: Stream, batches: list[torch.Tensor], 
     return mean
 
 
-def _outputs(model: Model, batches: list[Tensor], place: torch.device, dtype: torch.dtype) -> MutableSequence[Tensor]:
+def _outputs(
+    model: Model, batches: list[Tensor], place: torch.device, dtype: torch.dtype, keep: Keep
+) -> MutableSequence[Tensor]:
     """Return the outputs of the original's last block, which is read from disk once more with all others."""
     if not batches:
         return []  # other ranks have the extra windows
     tuned, model.tuned = model.tuned, {}
     try:
-        stream = skeleton(model, batches, device=place, dtype=dtype)
+        stream = skeleton(model, batches, device=place, dtype=dtype, keep=keep)
         for block in model.in_turn(model.blocks, place):
             with block.on(place, dtype, original=False):
                 stream.advance(block)

@@ -139,7 +139,9 @@ def text_files(source: str | Path, option: str = "--calibration") -> list[Path] 
     if not path.exists():
         set_name = option == "--calibration" and Path(str(source).partition(":")[0]).suffix not in SUFFIXES
         if set_name and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]*){0,2}", str(source)):
-            need_hub(f"There is no file or folder {source}, and a data set of this name is on the Hugging Face hub")
+            need_hub(
+                f"There is no file or folder {source}, and a data set of this name would be read from the Hugging Face hub"
+            )
             return None
         others = (
             " or a folder of them"

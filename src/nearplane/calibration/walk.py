@@ -267,7 +267,7 @@ class _Walk:
             end = self._end(unquantized, blocks=index + 1, stream=stream if onward else None)
             if ends and stream is not None:
                 release_all()  # the head takes as much as the C library keeps of the last block
-                end.divergence = extra_divergence(model, stream, self._dealt()[0], dtype)
+                end.divergence = extra_divergence(model, stream, self._dealt()[0], dtype, self.setting.keep)
             yield end
         unquantized = model.unquantized()
         if model.head is not None:

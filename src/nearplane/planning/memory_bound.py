@@ -282,6 +282,14 @@ def _moments(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:
             shapes.streams * states + head + compared,
             shapes.streams * aside,
         )
+    if shapes.streams == 1 and shapes.extra and shapes.vocabulary:
+        block = max(shapes.number * kind.weights + setting.batch * kind.most_alive for kind in shapes.blocks)
+        read = 0 if setting.device.on_cpu else READ_BLOCKS * shapes.number * max(kind.weights for kind in shapes.blocks)
+        yield Moment(
+            "running the original on the extra windows",
+            states + shapes.extra * shapes.state + max(block, embedding),
+            aside + shapes.extra * shapes.state + read,
+        )
     for kind in shapes.blocks:
         moved = shapes.streams * aside
         if not setting.device.on_cpu:

@@ -187,8 +187,9 @@ def check_budget(model: Model, settled: Plan) -> None:
 
 
 def check_layers(model: Model, recipe: Recipe, formats: Mapping[str, NumberFormat]) -> None:
-    """Raise RecipeError if a layer cannot be stored in its number format."""
+    """Raise RecipeError if a layer cannot be stored in its number format, or the readers do not load it."""
     for layer in model.layers:
+        recipe.files.check(layer.name, formats[layer.name])
         FORMATS[str(recipe.format)].layers.check(layer.name, layer.shape, layer.kind, formats[layer.name])
 
 

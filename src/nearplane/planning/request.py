@@ -153,7 +153,6 @@ def check_request(model: Model, plan: Plan) -> None:
     layers = model.layers
     for layer in layers:
         format = plan.layers[layer.name].number_format
-        recipe.files.check(layer.name, format)
         if format.group is not None and layer.shape[1] % format.group:
             fits = gcd(*(each.shape[1] for each in layers))
             usual = fits & -fits  # the largest power of 2 that divides it

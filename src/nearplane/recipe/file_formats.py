@@ -149,8 +149,8 @@ class FileFormat:
 
     @property
     def by_transformers(self) -> bool:
-        """Whether the readers are transformers and what builds on it: not only servers, which have loaders of their own."""
-        return not {*self.readers} <= SERVERS | {"nearplane"}
+        """Whether transformers, or GPTQModel which builds on it, is among the readers."""
+        return not {"transformers", "GPTQModel"}.isdisjoint(self.readers)
 
     def check(self, name: str, format: NumberFormat) -> None:
         """Refuse a number format that no layer of a file can have; `name` is the layer, or several, in the error.

@@ -19,7 +19,7 @@ from nearplane.recipe.file_formats import (
     unstorable_in_compressed_tensors,
 )
 
-GPTQ_BITS_OF_SERVERS = (4, 8)  # symmetric; of vLLM 0.32
+BITS_OF_SERVERS = (4, 8)  # symmetric: in GPTQ of vLLM 0.32, in compressed-tensors of SGLang
 Runtime = Literal["vllm", "sglang", "transformers", "gptqmodel", "llama.cpp", "mlx", "nearplane"]
 # from a number format, and whether inputs are rounded, to the reason why a program does not load such weights; None: it does
 Fault = Callable[[NumberFormat, bool], str | None]
@@ -30,17 +30,22 @@ def _stored(format: NumberFormat, _: bool) -> str | None:
 
 
 def _stored_for_sglang(format: NumberFormat, rounds_inputs: bool) -> str | None:
+    """Return what SGLang refuses, by its source: other integers than 4 and 8 bits symmetric, and nvfp4 of weights alone."""
     if format == NVFP4 and not rounds_inputs:  # its pull request 10851 was closed
         return "SGLang loads nvfp4 with rounded inputs alone. Use --activations fp4, or --runtime vllm."
+    if format.levels is None and not (format.symmetric and format.bits in BITS_OF_SERVERS):
+        return (
+            f"SGLang loads integers of 4 and 8 bits symmetric, not {format.name}. Use one of these, or --runtime vllm."
+        )
     return unstorable_in_compressed_tensors(format)
 
 
 def _gptq_for_servers(format: NumberFormat, _: bool) -> str | None:
-    if format.symmetric and format.bits in GPTQ_BITS_OF_SERVERS:
+    if format.symmetric and format.bits in BITS_OF_SERVERS:
         return None
     return (
-        f"vLLM and SGLang load GPTQ of 4 and 8 bits symmetric, not {format.name}. Use --format compressed-tensors, of which they "
-        f"load 2 to 8 bits, also asymmetric."
+        f"vLLM and SGLang load GPTQ of 4 and 8 bits symmetric, not {format.name}. Use --format compressed-tensors, of which vLLM "
+        f"loads 2 to 8 bits, also asymmetric."
     )
 
 

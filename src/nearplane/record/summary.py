@@ -66,7 +66,7 @@ def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
     if record.tokens:
         yield f"predictions on another text: {command}"
     else:  # it may be a network of images
-        yield f"predictions were not compared with the original's; of a network of text they are by {command}"
+        yield f"predictions were not compared with the original's; for a language model this does it: {command}"
     yield f"figures of every layer: nearplane inspect {folder}"
     yield f"use it: {', or '.join(each.phrase for each in uses(record, Named.of(out)))}"
 

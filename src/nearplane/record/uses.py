@@ -82,8 +82,8 @@ def uses(record: RunRecord, it: Named) -> list[Use]:
     files, experts = record.recipe.files, any(layer.blended is not None for layer in record.layers)
     random = files.plain_readers if experts else ()  # readers that would leave experts random
     readers = (reader for reader in files.readers if reader not in random)
-    found = [use for reader in readers for use in USES[reader](record, it)]
-    return found if files.by_transformers or files.readers == ("nearplane",) else [*found, _decoded(it.folder)]
+    ways = [use for reader in readers for use in USES[reader](record, it)]
+    return [*ways, _decoded(it.folder)] if files.fuses and not files.by_transformers else ways
 
 
 def uses_of_dense(it: Named) -> list[Use]:
@@ -148,12 +148,8 @@ def _decoded(folder: str) -> Use:
 
 def _in_nearplane(record: RunRecord, it: Named) -> Iterator[Use]:
     yield _decoded(it.folder)
-    yield Use(
-        program="transformers",
-        phrase="transformers after nearplane.register() (without that call transformers stops with an error)",
-        code=f"import nearplane\n\nnearplane.register()\n{_loading(_quoted(it.folder), it)}",
-        needs="nearplane",
-    )
+    if record.recipe.files.entropy_coded:
+        yield _registered(it)
     command = f"nearplane export {typed(it.folder)} DENSE"
     yield Use(
         program="other programs",
@@ -161,6 +157,15 @@ def _in_nearplane(record: RunRecord, it: Named) -> Iterator[Use]:
         code=command,
         language="sh",
         needs="the weights decoded first",
+    )
+
+
+def _registered(it: Named) -> Use:
+    return Use(
+        program="transformers",
+        phrase="transformers after nearplane.register() (without that call transformers stops with an error)",
+        code=f"import nearplane\n\nnearplane.register()\n{_loading(_quoted(it.folder), it)}",
+        needs="nearplane",
     )
 
 

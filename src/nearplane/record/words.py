@@ -31,12 +31,12 @@ def calibrated(record: RunRecord) -> str:
 
 
 def for_one_program(record: RunRecord) -> Iterator[str]:
-    """Yield a sentence if the files are for one program, and the usual readers of their format do not load them."""
+    """Yield a sentence if the files are for one program, and not all usual readers of their format load them."""
     recipe = record.recipe
     usual = files_for(recipe.format, None)
     faults = (fault for layer in record.layers if (fault := usual.fault(layer.number_format)) is not None)
     if recipe.runtime is not None and (fault := next(faults, None)) is not None:
-        yield f"for {recipe.files.readers[0]} and nearplane.load alone: {fault.partition('. ')[0]}"
+        yield f"made for {recipe.runtime}: {fault.partition('. ')[0]}"
 
 
 def in_words(record: RunRecord) -> str:

@@ -113,7 +113,7 @@ def compare(request: CompareRequest) -> Iterator[Row]:
         RecipeError: A method cannot have these bits on a model; nothing was measured. With the first row: another
             comparison writes `keep`.
         CalibrationError: A file has too few calibration tokens; nothing was measured.
-        NearplaneError: A model or text cannot be read; earlier rows were yielded.
+        NearplaneError: A model or text cannot be read.
     """
     request.check()
     models, keep, trust = request.several, request.keep, request.trust_remote_code
