@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in an empty folder, without the datasets package and without a GPU; return the folder."""
     monkeypatch.setenv("NEARPLANE_CACHE", str(tmp_path / "cache"))
     for each in (module, suggesting):
-        monkeypatch.setattr(each, "lacking", lambda: "the datasets package is missing")
+        monkeypatch.setattr(each, "hub_fault", lambda: "the datasets package is missing")
     monkeypatch.setattr(module, "_runtime_here", lambda: "llama.cpp")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

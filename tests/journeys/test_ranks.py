@@ -44,6 +44,7 @@ WAYS = {
     "inputs in 4 bits": dict(grid="nvfp4", activations="fp4"),
     "experts at a rate": dict(rate=3.0),
     "a stage at a time": dict(**GRID, true_sequential=False),
+    "one network": dict(**GRID, correct=False),
     "rounded to nearest": dict(**GRID, solver="round-to-nearest"),
 }
 TEXT = dict(samples=14, seqlen=32, device="cpu")
@@ -111,7 +112,11 @@ def quantizing(models, way, out, text):
 
 
 CASES = [(way, world) for way in WAYS for world in (2, 3, 4)]
-SHORT = [("experts", 2), ("rate, embeddings and head", 2)]  # ("grid", 2) is the run whose exchanges are counted
+SHORT = [
+    ("experts", 2),
+    ("rate, embeddings and head", 2),
+    ("one network", 2),
+]  # ("grid", 2) is the run whose exchanges are counted
 
 
 @pytest.mark.parametrize("case", daily(CASES, SHORT), ids=str)

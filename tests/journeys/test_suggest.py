@@ -220,7 +220,7 @@ def test_nothing_that_fits_is_a_failure(models: dict[str, Path], capsys: pytest.
 
 def test_the_commands_run_as_printed(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the datasets package is missing, the network writes the calibration text; the folder is named after both."""
-    monkeypatch.setattr(module, "lacking", lambda: "the datasets package is missing")
+    monkeypatch.setattr(module, "hub_fault", lambda: "the datasets package is missing")
     monkeypatch.setenv("NEARPLANE_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     (row,) = [row for row in nearplane.suggest(models["tied"], "1GB").rows if row.options == "--bits 4"]

@@ -14,8 +14,8 @@ from nearplane.errors import INSTALL, CalibrationError, first_line
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu:sample-10BT:train"  # to calibrate on where no text is named
 SHUFFLED_ROWS = 10_000  # size of the buffer from which rows of a streamed data set are drawn
-PATIENCE = 10  # seconds in which the hub must answer
-ITSELF = ", or let the network write the text: --calibration self"
+TIMEOUT = 10  # seconds in which the hub must answer
+OR_SELF = ", or let the network write the text: --calibration self"
 log = logging.getLogger(__name__)
 
 
@@ -30,7 +30,7 @@ def need_datasets(what_needs: str, option: str = "--calibration") -> None:
         CalibrationError: The package is missing.
     """
     if find_spec("datasets") is None:
-        itself = ITSELF if option == "--calibration" else ""
+        itself = OR_SELF if option == "--calibration" else ""
         raise CalibrationError(
             f"{what_needs} the datasets package. Run {INSTALL['datasets']}, or pass a .txt or .jsonl file with {option}{itself}."
         )
@@ -46,19 +46,19 @@ def need_hub(text: str) -> None:
         CalibrationError: The package is missing, or the hub does not answer.
     """
     need_datasets(f"{text}, which needs")
-    if fault := lacking():
-        raise CalibrationError(f"{text}, but {fault}. Pass a .txt or .jsonl file with --calibration{ITSELF}.")
+    if fault := hub_fault():
+        raise CalibrationError(f"{text}, but {fault}. Pass a .txt or .jsonl file with --calibration{OR_SELF}.")
 
 
 @cache
-def lacking() -> str:
-    """Return what reading the hub's data sets lacks, asked once in a process; empty if nothing."""
+def hub_fault() -> str:
+    """Return why data sets of the hub cannot be read, asked once in a process; empty if they can."""
     if find_spec("datasets") is None:
         return "the datasets package is missing"
     from huggingface_hub import constants, get_session
 
     try:
-        get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+        get_session().head(constants.ENDPOINT, timeout=TIMEOUT)
     except Exception as error:  # the network raises anything
         return f"the hub cannot be reached: {first_line(error)}"
     return ""

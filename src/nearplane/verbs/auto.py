@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nearplane.calibration.hub_texts import lacking
+from nearplane.calibration.hub_texts import hub_fault
 from nearplane.calibration.text_files import SELF
 from nearplane.calibration.windows import default_seqlen, samples_of
 from nearplane.errors import FormatError, ModelError, RecipeError
@@ -51,7 +51,7 @@ from nearplane.verbs.suggest import Suggestion, suggest
 
 SAMPLES, SEQLEN = 16, 512  # of the held-out text
 FEWER = {"samples": 64, "seqlen": 512}
-PATIENT = 600.0  # seconds from which it is said how a run gets shorter
+LONG_RUN = 600.0  # seconds from which it is said how a run gets shorter
 ANY = "1000TB"  # memory in which all fits
 USUAL = (  # where nothing is asked: what most people run in each program
     "--bits 4", "--bits 4 --format gptq", "--grid q4_k_m", "--bits 4 --group-size 64 --format mlx", "--rate 3.125",
@@ -136,14 +136,19 @@ def choose(request: AutoRequest) -> Choice:
     device = Device.named(request.device)
     about = estimated(described, plan, device)
     time = "the first block tells the time" if about.seconds is None else f"at least {duration(about.seconds)}"
-    if about.seconds is not None and about.seconds > PATIENT and request.samples is None:
+    if about.seconds is not None and about.seconds > LONG_RUN and request.samples is None:
         few = estimated(described, resolved(described, Recipe.from_spellings(**options | FEWER)), device)
         words = " ".join(f"--{option} {value}" for option, value in FEWER.items())
         time += f" ({words}: at least {duration(few.seconds or 0)}, and it loses more)"
-    seqlen = min(SEQLEN, default_seqlen(described, plan.recipe.calibration))
+    calibration = plan.recipe.calibration
+    length, count = default_seqlen(described, calibration), samples_of(described, calibration)
+    tokens = f"{about.tokens:,} tokens of {_called(text)}"
+    if text == SELF and (fault := hub_fault()):
+        tokens += f" ({fault})"
     widest = max(described.layers, key=lambda layer: layer.shape[1])
-    each, count = default_seqlen(described, plan.recipe.calibration), samples_of(described, plan.recipe.calibration)
-    too_few = shortage(count, each, count, widest.name, widest.shape[1])
+    if (too_few := shortage(count, length, count, widest.name, widest.shape[1])) is not None:
+        tokens += f". {too_few}"
+    seqlen = min(SEQLEN, length)
     return Choice(
         out=out,
         options=options,
@@ -152,8 +157,7 @@ def choose(request: AutoRequest) -> Choice:
         commands=_commands(request, out, options, texts, seqlen),
         lines=(
             f"way: {found.words}, {why}",
-            f"calibration: {about.tokens:,} tokens of {_called(text)}{f' ({lacking()})' * (text == SELF and bool(lacking()))}"
-            f"{f'. {too_few}' if too_few else ''}",
+            f"calibration: {tokens}",
             f"this run: about {size_text(about.bytes)} of memory on {device}, {time}",
             f"result: {found.size}, in {out}",
             f"then: measured on {_called(texts)}, with a model card and a report",
@@ -341,7 +345,7 @@ def _texts(request: AutoRequest, model: Model) -> tuple[str | None, str]:
     Raises:
         RecipeError: The hub cannot be read, and the network does not write text itself.
     """
-    hub, network = not lacking(), model.network
+    hub, network = not hub_fault(), model.network
     text, held_out = request.calibration, request.text
     if (
         not continues_text(network)

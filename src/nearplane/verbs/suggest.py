@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nearplane.calibration.hub_texts import lacking
+from nearplane.calibration.hub_texts import hub_fault
 from nearplane.calibration.text_files import SELF
 from nearplane.errors import RecipeError
 from nearplane.models.described import open_described
@@ -189,7 +189,7 @@ class _Sizes:
     @property
     def text(self) -> str:
         """The option that names a text, where the default text cannot be read."""
-        if not lacking():
+        if not hub_fault():
             return ""
         return f" --calibration {SELF if continues_text(self.variants[False, False].network) else 'TEXT'}"
 

@@ -74,13 +74,13 @@ def test_a_set_of_a_hub_that_does_not_answer_is_refused_at_once(monkeypatch: pyt
     """In one sentence with two other ways, also where the package that reads it is installed."""
     monkeypatch.setattr(hub_texts, "find_spec", lambda name: name)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    hub_texts.lacking.cache_clear()
+    hub_texts.hub_fault.cache_clear()
     said = r"^There is no file or folder some/set, .*but the hub cannot be reached: .*refused"
     try:
         with pytest.raises(CalibrationError, match=said) as refused:
             check_text("some/set")
     finally:
-        hub_texts.lacking.cache_clear()
+        hub_texts.hub_fault.cache_clear()
     assert str(refused.value).endswith(
         "Pass a .txt or .jsonl file with --calibration, or let the network write the text: --calibration self."
     )
