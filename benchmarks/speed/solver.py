@@ -5,6 +5,8 @@
 One thread, one run, in turns; times are medians of that thread's CPU time, so that ratios hold on a busy machine.
 Textbook GPTQ is Cholesky, inverse, Cholesky and a loop over columns with lazy blocks of 128 (Frantar et al., 2022),
 in float32 and on the same grid. Fitting the grid is not part of the time.
+
+The last table is of whole solves, with all defaults and steps that are searched: what other number formats take beside integers.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,9 +24,12 @@ from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.solvers import nearest_plane
+from nearplane.matrix.quantize_matrix import quantize_matrix, quantize_matrix_to_rate
 from nearplane.number_formats import integers
+from nearplane.recipe.recipe import Recipe
 
 DAMP = 0.01
+FORMATS = ("int4-g64", "mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block")
 GRIDS = {"symmetric, a step a row": (True, None), "asymmetric, groups of 128": (False, 128)}
 
 
@@ -50,6 +56,27 @@ def main() -> None:
             steps = Steps(format=integers(4, size, symmetric=symmetric), search="minmax", storage=torch.float16)
             cells = compare_solves(W, H, steps.grid(W), factors, arguments.repeats)
             print(f"| {rows} | {name} | {cells} |", flush=True)
+    compare_formats(H, torch.randn(512, len(H), generator=generator) / len(H) ** 0.5, arguments.repeats)
+
+
+def compare_formats(H: Tensor, W: Tensor, repeats: int) -> None:
+    """Print how much longer than with integers a weight takes in other number formats, in microseconds and multiplications."""
+    schemes = {name: Recipe.from_spellings(grid=name).scheme for name in FORMATS}
+    rate = Recipe.from_spellings(rate=3.125).scheme
+    exact, A = H.double(), torch.randn_like(H)
+    times = medians(repeats, {
+        "product": lambda: A @ A,
+        **{name: partial(quantize_matrix, W, exact, scheme) for name, scheme in schemes.items()},
+        "coded": lambda: quantize_matrix_to_rate(W, exact, rate, 3.125),
+    })  # fmt: skip
+    multiplication = times.pop("product") / len(H) ** 3
+    least = times.pop(FORMATS[0])
+    print(
+        f"\n| format, {len(W)} x {len(H)} | microseconds a weight more than {FORMATS[0]} | multiplications |\n|---|---|---|"
+    )
+    for name, seconds in times.items():
+        more = (seconds - least) / W.numel()
+        print(f"| {name} | {1e6 * more:.2f} | {more / multiplication:,.0f} |", flush=True)
 
 
 def compare_factors(H: Tensor, repeats: int) -> dict[str, float]:

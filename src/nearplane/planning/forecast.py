@@ -34,10 +34,9 @@ from nearplane.planning.memory_bound import Blocks, Bound, Group, Place, Shapes,
 from nearplane.planning.memory_limits import choose, settings, too_small
 from nearplane.planning.plan import expected_work
 from nearplane.planning.request import rehearse
-from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.scheme import Solver
-from nearplane.recipe.schemes import AnyScheme, GridScheme
+from nearplane.recipe.schemes import GridScheme
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT
 from nearplane.system.device import Device
 from nearplane.system.memory import release_all, resident
@@ -53,9 +52,9 @@ NO_BOUND = (
     "cannot be used: the memory of this run cannot be predicted, because its first window does not reach all layers, it takes "
     "images or sound, or nothing is calibrated. Leave out"
 )
-# least time of a solve beside its products, in passes over a layer: of entropy-coded weights, of those on levels and of those in
-# blocks of llama.cpp. On SmolLM2 with 64 windows 390, 490 and 96 CPU seconds were more than with integers, at 1.9 a pass.
-CODED, ON_LEVELS, IN_BLOCKS = 120.0, 150.0, 30.0
+# least time of searching steps and codes, in multiplications for each weight: what these take longer than integers in
+# benchmarks/speed/solver.py; of other formats it is small
+SEARCHED = {"fp8": 250e3, "fp8-block": 250e3, "mxfp8": 100e3, "nvfp4": 70e3, "mxfp4": 50e3, "coded": 25e3}
 LOGITS = 2.0  # times the multiplications of a head that logits and their comparison take: 2 to 2.5 on SmolLM2
 LONG = 3600.0  # seconds from which it is said how a run gets shorter
 FEWER = 64  # windows of such a run at least
@@ -291,7 +290,7 @@ def shapes_with(model: Model, plan: Plan, windows: Windows, blocks: Sequence[Blo
         streams=2 if scheme.correct else 1,
         beam=scheme.beam or 1,
         descents=scheme.descents,
-        searched=_searched(scheme),
+        searched=SEARCHED.get(scheme.number_format.name, 0.0) if scheme.calibrated else 0.0,
         probe=probe,
         backward=backward,
         rounded=recipe.activations != "none",
@@ -299,17 +298,6 @@ def shapes_with(model: Model, plan: Plan, windows: Windows, blocks: Sequence[Blo
         heads=getattr(model.config.get_text_config(), "num_attention_heads", 0),
         ranks=device.ranks.world,
     )
-
-
-def _searched(scheme: AnyScheme) -> float:
-    """Return the time that searching codes and steps takes at least, in passes over a layer."""
-    if not scheme.calibrated:
-        return 0.0
-    if scheme.entropy_coded:
-        return CODED
-    if isinstance(scheme, BlockScheme):
-        return IN_BLOCKS
-    return 0.0 if scheme.number_format.levels is None else ON_LEVELS
 
 
 @cache

@@ -100,7 +100,7 @@ class Shapes:
         streams: 2 with a correction, else 1.
         beam: Candidates per row.
         descents: Number of passes of coordinate descent over the codes of a layer.
-        searched: Time of what a solve does beside products, as a number of such passes.
+        searched: Time of searching steps and codes beside the products, as a number of multiplications for each weight.
         probe: Work of the probe before the first layer; None: no probe.
         backward: Tokens of the backward pass; 0: no backward pass.
         rounded: Whether the quantized network rounds the inputs of its layers.
@@ -252,10 +252,8 @@ def of_a_block(shapes: Shapes, kind: Blocks) -> float:
     for group in kind.groups:
         n = group.inputs
         total += tokens * n * n * (0.5 + split)  # moments
-        each = (
-            2 * split + shapes.beam / 2 + shapes.descents + 1 + shapes.searched
-        )  # target, sweep, descents, certificate
-        total += group.experts * (n**3 / 6 * (1 + 2 * split) + each * n * group.weights)
+        each = 2 * split + shapes.beam / 2 + shapes.descents + 1  # target, sweep, descent, certificate
+        total += group.experts * (n**3 / 6 * (1 + 2 * split) + (each * n + shapes.searched) * group.weights)
     return total
 
 

@@ -54,6 +54,12 @@ def test_the_bound_does_not_grow_with_depth_and_the_multiplications_do() -> None
     assert multiplications(deep) == pytest.approx(10 * multiplications(SHAPES))
 
 
+def test_searching_steps_takes_time_for_each_weight_however_wide_its_layer_is() -> None:
+    weights = sum(out * columns for group in GROUPS for out, columns in group.layers)
+    searched = replace(SHAPES, searched=1000.0)
+    assert multiplications(searched) - multiplications(SHAPES) == pytest.approx(4 * 1000 * weights)
+
+
 def test_the_slack_is_over_what_is_resident_and_what_lives() -> None:
     with_libraries, without = bound(SHAPES, FREE, 500 * MB), bound(SHAPES, FREE, 0)
     assert with_libraries.bytes - without.bytes == pytest.approx(ALLOCATOR_FACTOR * 500 * MB, abs=1)
