@@ -10,6 +10,8 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 
+import torch
+
 from nearplane.cli import app as cli
 
 
@@ -92,6 +94,9 @@ def _be(run: Callable[[], object], out: int, err: int) -> None:
         os.dup2(out, 1)
         os.dup2(err, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        # a fork has no thread of torch's pool; two threads that first compute at a time would both make a new one ("Invalid
+        # thread pool!" in torch 2.13)
+        torch.set_num_threads(torch.get_num_threads())
         run()
         code = 0
     except SystemExit as ended:
