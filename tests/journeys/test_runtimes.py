@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from nearplane.record.summary import summary
 
 FAST = {"calibration": str(CALIBRATION), "samples": 16, "seqlen": 64, "device": "cpu"}
 TOKENS = torch.arange(3, 51)[None]
+ROWS = torch.randint(3, 90, (16, 48), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +108,87 @@ def test_experts_have_zero_points_for_vllm_and_none_in_gptq_for_transformers(tmp
     assert torch.isfinite(network(TOKENS % 90).logits).all()
     with pytest.raises(RecipeError, match="transformers does not load experts from gptq"):
         nearplane.quantize(tmp_path / "experts", tmp_path / "no", format="gptq", runtime="transformers", **rounded)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small model with experts."""
+    folder = tmp_path_factory.mktemp("models") / "experts"
+    config = config_of("mixtral", **LLAMA | MOE | dict(tie_word_embeddings=False))
+    random_model(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+MIXED = {
+    "grid": "nvfp4",
+    "activations": "fp4",
+    "runtime": "vllm",
+    "layers": {"self_attn": {"grid": "fp8", "activations": "fp8"}},
+}
+
+
+@pytest.fixture(scope="module")
+def mixed(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint with experts in NVFP4 and attention in FP8, both with rounded inputs."""
+    out = tmp_path_factory.mktemp("outs") / "mixed"
+    nearplane.quantize(mixture, out, calibration=ROWS, **MIXED)
+    return out
+
+
+def test_experts_in_nvfp4_beside_attention_in_fp8_are_written_for_vllm(mixed: Path) -> None:
+    """Each kind of layer rounds its inputs in its own way, of which config, record, summary and card say the same."""
+    groups = json.loads((mixed / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    by_format = {group["format"]: group for group in groups}
+    assert by_format.keys() == {"nvfp4-pack-quantized", "float-quantized"}
+    assert {name: group["input_activations"]["num_bits"] for name, group in by_format.items()} == {
+        "nvfp4-pack-quantized": 4, "float-quantized": 8
+    }  # fmt: skip
+    assert all(name.startswith("model.layers.") for name in by_format["float-quantized"]["targets"])
+    record = read_record(mixed)
+    assert record.recipe.inputs_of("model.layers.0.self_attn.q_proj").name == "fp8"
+    assert record.recipe.inputs_of("model.layers.0.mlp.experts.0.w1").name == "fp4"
+    text = "\n".join(summary(record, mixed))
+    assert "runtimes round the inputs of those in fp8 to fp8 and of those in nvfp4 to fp4" in text
+    assert "made for vllm: transformers 5.23 and 5.24 decode experts in NVFP4 without their global scale" in text
+    assert (
+        "of those in fp8 are rounded to fp8 and of those in nvfp4 are rounded to fp4"
+        in (mixed / "README.md").read_text()
+    )
+
+
+def test_the_network_rounds_as_each_layer_says_and_verify_finds_what_was_changed(
+    mixed: Path, mixture: Path, tmp_path: Path
+) -> None:
+    alone, computed = (nearplane.load(mixed, dtype="float32", activations=rounds) for rounds in (False, True))
+    assert not torch.equal(alone(TOKENS % 90).logits, computed(TOKENS % 90).logits)
+    assert nearplane.verify(mixed, against=str(mixture), calibration=ROWS).faults == ()
+    shutil.copytree(mixed, tmp_path / "changed")
+    path = tmp_path / "changed" / "config.json"
+    config = json.loads(path.read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        if group["format"] == "float-quantized":
+            group["input_activations"] = None
+    path.write_text(json.dumps(config))
+    faults = nearplane.verify(tmp_path / "changed").faults
+    assert any(
+        each.what == "its inputs are not rounded in config.json, and rounded to fp8 in the record" for each in faults
+    )
+
+
+def test_experts_whose_grids_differ_between_blocks_have_patterns_of_a_block(mixture: Path, tmp_path: Path) -> None:
+    """vLLM takes a grid for every block, transformers one for all."""
+    options = dict(bits=4, group_size=32, solver="round-to-nearest", layers={r"layers\.1\..*experts": {"bits": 8}})
+    with pytest.raises(RecipeError, match="one grid for the experts of all blocks"):
+        nearplane.quantize(mixture, tmp_path / "no", **options)
+    nearplane.quantize(mixture, tmp_path / "out", runtime="vllm", **options)
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    eight = next(group for group in groups.values() if group["weights"]["num_bits"] == 8)
+    assert r"re:^model\.layers\.1\.block_sparse_moe\.experts\.[0-9]+\.w2$" in eight["targets"]
+    assert nearplane.verify(tmp_path / "out").faults == ()
+
+
+def test_layers_with_the_same_input_round_it_alike(model: Path, tmp_path: Path) -> None:
+    layers = {"q_proj": {"activations": "none"}}
+    with pytest.raises(RecipeError, match=r"q_proj and .* have the same input, which programs would round for one"):
+        nearplane.quantize(model, tmp_path / "out", grid="fp8", activations="fp8", layers=layers, **FAST)
+    assert not (tmp_path / "out").exists()

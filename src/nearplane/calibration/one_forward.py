@@ -30,7 +30,7 @@ from nearplane.calibration.stages import FirstLook, first_look, rows_of
 from nearplane.calibration.states_on_disk import Keep, StatesOnDisk
 from nearplane.calibration.states_on_host import StatesOnHost
 from nearplane.errors import CalibrationError
-from nearplane.models.experts import by_expert
+from nearplane.models.experts import Routed, by_expert
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block
 from nearplane.system.device import Device
@@ -288,7 +288,8 @@ class BlockForward:
         ends = self._whole and stage == self._stages - 1
         if rounding is not None and rounding.measures(group):
             fitted = self._quantized[: self.stream.dealt.fitted]
-            peak = max(float(self._paused(each, stage).x.abs().max()) for each in fitted)
+            inputs = (self._paused(each, stage).x for each in fitted)
+            peak = max(x.peak if isinstance(x, Routed) else float(x.abs().max()) for x in inputs)
             rounding.measured(group, max(self.stream.dealt.ranks.gather(peak)))
         for batch, forward in enumerate(self._quantized):
             original = None

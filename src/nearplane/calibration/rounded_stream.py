@@ -6,9 +6,9 @@ global scale is measured at the stage of its layers, over the calibration window
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 
 from torch import Tensor
 
@@ -19,27 +19,32 @@ from nearplane.number_formats import E2M1, InputRounding
 
 
 class RoundedStream:
-    """Rounding of the inputs of all quantized layers.
+    """Rounding of the inputs of quantized layers.
 
     Args:
-        how: The numbers to which inputs are rounded.
+        how: Function from the name of a layer to the numbers to which its inputs are rounded; None: they are not.
 
     Attributes:
         scales: {layer name: global scale of its inputs}, as far as they are measured; empty if they have none.
     """
 
-    def __init__(self, how: InputRounding) -> None:
-        self.how, self.scales = how, dict[str, float]()
+    def __init__(self, how: Callable[[str], InputRounding | None]) -> None:
+        self.how, self.scales = cache(how), dict[str, float]()
 
     def rounded(self, name: str, x: Tensor) -> Tensor:
         """Return inputs (..., in) of a layer as the runtime multiplies them; unchanged before their scale is measured."""
-        if self.how.global_scale and name not in self.scales:
+        how = self.how(name)
+        if how is None or self._lacks_scale(name):
             return x
-        return rounded(x, self.how, self.scales.get(name))
+        return rounded(x, how, self.scales.get(name))
 
     def measures(self, group: Iterable[Layer]) -> bool:
         """Return whether layers that share an input still need a global scale."""
-        return self.how.global_scale and any(layer.name not in self.scales for layer in group)
+        return any(self._lacks_scale(layer.name) for layer in group)
+
+    def _lacks_scale(self, name: str) -> bool:
+        how = self.how(name)
+        return how is not None and how.global_scale and name not in self.scales
 
     def measured(self, group: Iterable[Layer], peak: float) -> None:
         """Set the global scale of layers that share an input, which has this largest magnitude."""

@@ -77,7 +77,9 @@ class Seen:
 
     @property
     def peak(self) -> float:
-        """Largest magnitude of the rows."""
+        """Largest magnitude of the rows; of experts, of those of all that are seen."""
+        if self.routed is not None:
+            return self.routed.peak
         return max((float(rows.abs().max()) for rows in self.rows if rows.numel()), default=0.0)
 
     @property

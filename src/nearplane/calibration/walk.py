@@ -289,8 +289,7 @@ class _Walk:
         batches, dealt = self._dealt()
         stream = skeleton(self.model, batches, device=place, dtype=dtype, embeddings=embeddings, keep=keep)
         stream.dealt = dealt
-        how = self.recipe.input_rounding
-        stream.rounding = None if how is None else RoundedStream(how)
+        stream.rounding = RoundedStream(self.recipe.inputs_of) if self.recipe.rounded else None
         stream.original = (stream.original or keep(stream.quantized)) if self.recipe.scheme.correct else None
         return stream
 

@@ -66,7 +66,7 @@ class Quantized:
         layers: The number format of every quantized layer, by its name in the checkpoint.
         embeddings: Type of embeddings and head in a GGUF; None: unchanged.
         pre: Name of the pre-tokenizer in a GGUF; None: derived from the tokenizer's structure.
-        activations: Numbers to which runtimes round the inputs of quantized layers; "none": they do not.
+        rounded: Names of the quantized layers whose inputs runtimes round, in the network and in the files.
         version: Version of nearplane.
     """
 
@@ -79,7 +79,7 @@ class Quantized:
     layers: Mapping[str, NumberFormat] = field(default_factory=dict)
     embeddings: str | None = None
     pre: str | None = None
-    activations: str = "none"
+    rounded: Collection[str] = ()
     version: str
 
 

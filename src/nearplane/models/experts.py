@@ -84,6 +84,11 @@ class Routed:
         return replace(self, x=rows, token=token, expert=number, ends=tuple(accumulate(counts)), apart=True)
 
     @property
+    def peak(self) -> float:
+        """Largest magnitude of the rows."""
+        return float(self.x.abs().max()) if self.x.numel() else 0.0
+
+    @property
     def sizes(self) -> tuple[int, int]:
         """Bytes of `x`, and bytes of one row per pair."""
         return self.x.nbytes, self.ends[-1] * self.x.shape[1] * self.x.itemsize

@@ -293,7 +293,7 @@ def shapes_with(model: Model, plan: Plan, windows: Windows, blocks: Sequence[Blo
         searched=SEARCHED.get(scheme.number_format.name, 0.0) if scheme.calibrated else 0.0,
         probe=probe,
         backward=backward,
-        rounded=recipe.activations != "none",
+        rounded=bool(recipe.rounded),
         number=device.compute_dtype(model.dtype).itemsize,
         heads=getattr(model.config.get_text_config(), "num_attention_heads", 0),
         ranks=device.ranks.world,

@@ -20,6 +20,7 @@ from nearplane.number_formats import NumberFormat, integers, number_format
 from nearplane.planning.measured_bits import measured_rates, measured_types, measured_widths, probes_rates
 from nearplane.planning.probe import Extent, extent, probe
 from nearplane.planning.size_budget import Choice, budget_of
+from nearplane.recipe.file_formats import Weights
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme
@@ -189,7 +190,8 @@ def check_budget(model: Model, settled: Plan) -> None:
 def check_layers(model: Model, recipe: Recipe, formats: Mapping[str, NumberFormat]) -> None:
     """Raise RecipeError if a layer cannot be stored in its number format, or the readers do not load it."""
     for layer in model.layers:
-        recipe.files.check(layer.name, formats[layer.name])
+        weights = Weights(formats[layer.name], recipe.inputs_of(layer.name) is not None, layer.routed)
+        recipe.files.check(layer.name, weights)
         FORMATS[str(recipe.format)].layers.check(layer.name, layer.shape, layer.kind, formats[layer.name])
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from math import gcd
 from pathlib import Path
 from typing import Any
 
-from nearplane.calibration.stages import FirstLook, try_blocks
+from nearplane.calibration.stages import FirstLook, blocks_by_kind, try_blocks
 from nearplane.calibration.windows import Windows, samples_of
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.mixes import role_of, type_of
@@ -34,6 +35,7 @@ from nearplane.recipe.scheme import is_integer
 from nearplane.record.record import RunRecord
 from nearplane.system.device import Device
 from nearplane.system.paths import path_in
+from nearplane.system.patterns import has_match
 
 logger = logging.getLogger("nearplane")
 FUSED_BY_VLLM = {  # layers of one module that it loads as one, besides those of `FUSED_NAMES`
@@ -134,6 +136,7 @@ def check_request(model: Model, plan: Plan) -> None:
     recipe = plan.recipe
     refuse_unmatched(model, recipe.ignore)
     refuse_unmatched(model, [each.pattern for each in recipe.layers], "--layer")
+    _warn_of_shared_experts(model, recipe)
     refuse_unsupported(model)
     if not has_head(model.network) and not recipe.files.any_network:
         raise RecipeError(
@@ -179,6 +182,21 @@ def check_request(model: Model, plan: Plan) -> None:
         logger.warning(sentence)
 
 
+def _warn_of_shared_experts(model: Model, recipe: Recipe) -> None:
+    """Log a warning for a pattern that matches routed experts, and layers beside them that every token passes."""
+    for pattern in dict.fromkeys(each.pattern for each in recipe.layers):
+        matched = [layer for layer in model.layers if has_match(pattern, layer.name)]
+        shared = [layer.name for layer in matched if not layer.routed and "expert" in layer.name]
+        if shared and len(shared) < len(matched) and any(layer.routed for layer in matched):
+            logger.warning(
+                "--layer %r is found in the names of experts, and also in %s, which every token passes. Use %r to mean the "
+                "former alone.",
+                pattern,
+                shared[0],
+                r"\.experts\.",
+            )
+
+
 def _check_left_out(model: Model, recipe: Recipe) -> None:
     """Refuse tensors that transformers leaves out, and with which llama.cpp and MLX would compute, or not load the file.
 
@@ -203,7 +221,10 @@ def _inconsistent_fusions(model: Model, plan: Plan) -> dict[str, list[str]]:
     """Return the modules whose layers runtimes fuse although their grids differ or some are unquantized, by the difference."""
     if not plan.recipe.files.fuses:
         return {}
-    grids = {name: format.name for name, format in plan.formats.items()}
+    grids = {
+        name: layer.number_format.name + (f" with {layer.inputs.name} inputs" if layer.inputs is not None else "")
+        for name, layer in plan.layers.items()
+    }
     fused: dict[tuple[str, str], dict[str, dict[str, None]]] = {}  # grids of each part, by module and fused layer
     for name in dict.fromkeys([*grids, *model.ignored, *(name for name, _ in model.skipped)]):
         path, _, last = name.rpartition(".")
@@ -234,17 +255,41 @@ def rehearse(model: Model, plan: Plan, windows: Windows, device: Device) -> dict
         logger.warning(
             "Only GPTQModel, vLLM and SGLang read GPTQ checkpoints whose layers have different grids; transformers alone does not."
         )
+    _refuse_unlike_inputs(model, plan, looks)
     check_loads(model, plan, partial(quantization_config, model, plan))
     return looks
+
+
+def _refuse_unlike_inputs(model: Model, plan: Plan, looks: Mapping[str, FirstLook]) -> None:
+    """Refuse layers that share an input which runtimes round for some of them alone: its second moments are summed once.
+
+    Raises:
+        RecipeError: There are such layers; the message names two.
+    """
+    if not plan.recipe.rounded:
+        return
+    for first, *others in blocks_by_kind(model):
+        for group, block in product(looks[first.name].groups if first.name in looks else (), (first, *others)):
+            names = [f"{block.name}{layer.name.removeprefix(first.name)}" for layer in group]
+            found = {plan.layers[name].inputs: name for name in names}
+            if len(found) > 1:
+                one, other = list(found.values())[:2]
+                raise RecipeError(
+                    f"{one} and {other} have the same input, which programs would round for one and not for the other, or "
+                    f"differently. Give both the same --grid and activations with --layer."
+                )
 
 
 def quantization_config(model: Model, plan: Plan, layers: Sequence[Layer] | None = None) -> dict[str, Any]:
     """Return the entries of config.json for quantized weights; `layers` are the quantized ones, by default all."""
     recipe, layers = plan.recipe, model.layers if layers is None else layers
     grids = {layer.name: plan.layers[layer.name].number_format for layer in layers}
+    rounded = {layer.name for layer in layers if plan.layers[layer.name].inputs is not None}
     own_grids: dict[str, NumberFormat] = {}
-    if len(set(grids.values())) > 1 or recipe.allocate == "slope":  # under both names of a layer
+    kinds = {(grid, name in rounded) for name, grid in grids.items()}
+    if len(kinds) > 1 or recipe.allocate == "slope":  # under both names of a layer
         own_grids = grids | {layer.written(model.weights): grids[layer.name] for layer in layers}
+    rounded |= {layer.written(model.weights) for layer in layers if layer.name in rounded}
     network = Quantized(
         scheme=recipe.scheme,
         quantized=[layer.name for layer in layers],
@@ -257,7 +302,7 @@ def quantization_config(model: Model, plan: Plan, layers: Sequence[Layer] | None
         },
         embeddings=recipe.scheme.dense_ends,
         pre=recipe.pre,
-        activations=recipe.activations,
+        rounded=rounded,
         version=version("nearplane"),
     )
     return FORMATS[str(recipe.format)].layers.describe(network)

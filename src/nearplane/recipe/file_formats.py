@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from nearplane.errors import RecipeError
 from nearplane.number_formats import FP8, FP8_BLOCK, MXFP4, MXFP8, NVFP4, TYPES, NumberFormat, integers
@@ -34,6 +34,23 @@ GGUF_INTEGERS = {
 }
 
 
+class Weights(NamedTuple):
+    """Weights of a layer as a program meets them in a file.
+
+    Args:
+        format: Their number format.
+        rounded: Whether the program is to round the layer's inputs, too.
+        expert: Whether the layer is a matrix of an expert.
+    """
+
+    format: NumberFormat
+    rounded: bool = False
+    expert: bool = False
+
+
+Fault = Callable[[Weights], str | None]  # the reason why a program does not load such weights; None: it does
+
+
 def unstorable_in_compressed_tensors(format: NumberFormat) -> str | None:
     """Return why no program reads weights in compressed-tensors; None if one does."""
     if format.levels is not None and format not in COMPRESSED_TENSORS_FLOATS:
@@ -46,7 +63,13 @@ def unstorable_in_compressed_tensors(format: NumberFormat) -> str | None:
     return None
 
 
-def _compressed_tensors(format: NumberFormat) -> str | None:
+def _compressed_tensors(weights: Weights) -> str | None:
+    format = weights.format
+    if weights.expert and format == NVFP4:
+        return (
+            "transformers 5.23 and 5.24 decode experts in NVFP4 without their global scale. Use --runtime vllm, which loads them, "
+            "--grid mxfp4, or leave experts unquantized with --ignore 'experts'."
+        )
     if not format.symmetric and format.levels is None and not format.minimum:
         return (
             "asymmetric weights in compressed-tensors do not load in transformers 5.23 and 5.24, which expect their packed zero "
@@ -55,7 +78,8 @@ def _compressed_tensors(format: NumberFormat) -> str | None:
     return unstorable_in_compressed_tensors(format)
 
 
-def _gptq_v2(format: NumberFormat) -> str | None:
+def _gptq_v2(weights: Weights) -> str | None:
+    format = weights.format
     if format.levels is not None:
         return f"GPTQ stores integers, not {format.name}. Use --bits instead of --grid."
     if format.bits not in GPTQ_BITS:
@@ -63,8 +87,8 @@ def _gptq_v2(format: NumberFormat) -> str | None:
     return None
 
 
-def _gptq(format: NumberFormat) -> str | None:
-    if (fault := _gptq_v2(format)) is None and not format.symmetric:
+def _gptq(weights: Weights) -> str | None:
+    if (fault := _gptq_v2(weights)) is None and not weights.format.symmetric:
         fault = (
             "asymmetric weights are ambiguous in version 1 of GPTQ, which stores zero points less 1, and gptqmodel refuses them. "
             "Use --format gptq_v2."
@@ -72,7 +96,8 @@ def _gptq(format: NumberFormat) -> str | None:
     return fault
 
 
-def _awq(format: NumberFormat) -> str | None:
+def _awq(weights: Weights) -> str | None:
+    format = weights.format
     if format != integers(AWQ_BITS, format.group, symmetric=False):
         return (
             f"AWQ stores 4 bits with zero points, not {format.name}. Use --bits 4 --no-symmetric, or another --format."
@@ -80,7 +105,8 @@ def _awq(format: NumberFormat) -> str | None:
     return None
 
 
-def _mlx(format: NumberFormat) -> str | None:
+def _mlx(weights: Weights) -> str | None:
+    format = weights.format
     if not format.minimum or format.bits not in MLX_BITS or format.group not in MLX_GROUP_SIZES:
         return (
             f"MLX stores {', '.join(map(str, MLX_BITS))} bits in groups of {', '.join(map(str, MLX_GROUP_SIZES))}, not "
@@ -89,7 +115,8 @@ def _mlx(format: NumberFormat) -> str | None:
     return None
 
 
-def _gguf(format: NumberFormat) -> str | None:
+def _gguf(weights: Weights) -> str | None:
+    format = weights.format
     if format.name not in TYPES and format not in GGUF_INTEGERS:
         grid = f"{format.bits} bits in {'' if format.symmetric else 'a'}symmetric groups of {format.group or 'a row'}"
         plain = ", ".join(str(each.bits) for each in GGUF_INTEGERS)
@@ -121,7 +148,7 @@ class FileFormat:
         needs: Packages that this library needs besides itself.
         rounds_inputs: Whether files can ask runtimes to round the inputs of layers.
         bits: Widths of integers from which --allocate slope chooses, narrowest first; empty: it cannot.
-        fault: Function from a number format to the reason why files cannot hold it in any layer; None: they can.
+        fault: Function from weights to the reason why readers do not load them in any layer; None: they do.
     """
 
     any_network: bool = False
@@ -140,7 +167,7 @@ class FileFormat:
     needs: str = ""
     rounds_inputs: bool = False
     bits: tuple[int, ...] = ()
-    fault: Callable[[NumberFormat], str | None] = lambda _: None
+    fault: Fault = lambda _: None
 
     @property
     def fuses(self) -> bool:
@@ -152,13 +179,13 @@ class FileFormat:
         """Whether transformers, or GPTQModel which builds on it, is among the readers."""
         return not {"transformers", "GPTQModel"}.isdisjoint(self.readers)
 
-    def check(self, name: str, format: NumberFormat) -> None:
-        """Refuse a number format that no layer of a file can have; `name` is the layer, or several, in the error.
+    def check(self, name: str, weights: Weights) -> None:
+        """Refuse weights that the readers do not load; `name` is the layer, or several, in the error.
 
         Raises:
-            RecipeError: Files of this format do not hold it.
+            RecipeError: They do not; the message says what they load.
         """
-        if (fault := self.fault(format)) is not None:
+        if (fault := self.fault(weights)) is not None:
             raise RecipeError(f"{name}: {fault}")
 
 

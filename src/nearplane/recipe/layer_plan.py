@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nearplane.number_formats import NumberFormat
+from nearplane.number_formats import InputRounding, NumberFormat
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import AnyScheme
 
@@ -23,6 +23,7 @@ class LayerPlan:
     Args:
         scheme: Options of its solver, with its own bits, groups or type of blocks.
         measured: Whether its number format is chosen by measuring.
+        inputs: How runtimes round its inputs; None: they do not.
         rate: Bits per weight with every byte counted; None on fixed grids.
         max_loss: Upper limit of the relative loss of entropy-coded weights; None: no limit.
         sensitivity: (out,) sensitivity of the network to errors of each output; None: equal.
@@ -31,6 +32,7 @@ class LayerPlan:
 
     scheme: AnyScheme
     measured: bool = False
+    inputs: InputRounding | None = None
     rate: float | None = None
     max_loss: float | None = None
     sensitivity: Numbers | None = None
@@ -66,7 +68,9 @@ class Plan:
         """
         schemes = {name: recipe.scheme_of(name) for name in names}
         layers = {
-            name: LayerPlan(scheme=scheme, measured=scheme.measured, max_loss=recipe.max_loss)
+            name: LayerPlan(
+                scheme=scheme, measured=scheme.measured, inputs=recipe.inputs_of(name), max_loss=recipe.max_loss
+            )
             for name, scheme in schemes.items()
         }
         return cls(recipe=recipe, layers=layers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nearplane.errors import RecipeError
-from nearplane.recipe.scheme import spelled_out
+from nearplane.recipe.scheme import Activations, spelled_out
 from nearplane.recipe.schemes import AnyScheme, scheme_of
 from nearplane.recipe.spellings import translated_options
 from nearplane.system.arguments import check_fields, described
@@ -21,14 +21,16 @@ class LayerScheme:
     Args:
         pattern: Regular expression; the scheme is for layers whose full name it matches anywhere (`re.search`).
         scheme: A scheme of the same kind as the recipe's.
+        activations: Numbers to which runtimes round the inputs of these layers; None: as those of the other layers.
     """
 
     pattern: str
     scheme: AnyScheme
+    activations: Activations | None = None
 
     def __post_init__(self) -> None:
         check_pattern("layers", self.pattern)
-        check_fields(self, "scheme")
+        check_fields(self, "scheme", "activations")
 
     def check(self, others: AnyScheme) -> None:
         """Refuse a scheme that cannot be combined with the scheme of the other layers.
@@ -115,7 +117,10 @@ def layer_schemes(
             f"layers is {str(layers)[:60]!r}; expected a dict from patterns to options: {{'down_proj': {{'bits': 4}}}}. Only "
             f"Recipe() takes LayerScheme objects."
         )
-    merged = {
-        pattern: merged_options(options, translated_options(changes, known)) for pattern, changes in layers.items()
-    }
-    return tuple(LayerScheme(pattern=pattern, scheme=scheme_of(into=into, **each)) for pattern, each in merged.items())
+    schemes: list[LayerScheme] = []
+    for pattern, changes in layers.items():
+        own = translated_options(changes, known)
+        rounded = own.pop("activations", None)
+        scheme = scheme_of(into=into, **merged_options(options, own))
+        schemes.append(LayerScheme(pattern=pattern, scheme=scheme, activations=rounded))
+    return tuple(schemes)

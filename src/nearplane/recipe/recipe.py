@@ -122,13 +122,13 @@ class Recipe:
         self.scheme.check_allocation(self.allocate, self.files)
         for pattern in self.ignore:
             check_pattern("ignore", pattern)
-        if self.activations != "none":
-            check_activations(self.activations, self.schemes, self.format, self.allocate)
+        for scheme, activations in self.rounded:
+            check_activations(activations, scheme, self.format, self.allocate)
 
     @property
     def files(self) -> FileFormat:
         """Properties of the format of the files, as all its usual readers or the runtime see it."""
-        return files_for(self.format, self.runtime, rounds_inputs=self.activations != "none")
+        return files_for(self.format, self.runtime)
 
     def _check_minima(self) -> None:
         """Refuse minima in formats other than MLX and grids without minima in MLX, and likewise embeddings and head.
@@ -153,9 +153,16 @@ class Recipe:
             )
 
     @property
-    def input_rounding(self) -> InputRounding | None:
-        """How runtimes round the inputs of all quantized layers; None if they do not."""
-        return None if self.activations == "none" else self.scheme.number_format.inputs
+    def rounded(self) -> list[tuple[AnyScheme, Activations]]:
+        """The schemes of layers whose inputs runtimes round, with the numbers to which they do."""
+        own = ((each.scheme, each.activations or self.activations) for each in self.layers)
+        return [each for each in ((self.scheme, self.activations), *own) if each[1] != "none"]
+
+    def inputs_of(self, name: str) -> InputRounding | None:
+        """Return how runtimes round the inputs of the layer with this full name; None if they do not."""
+        own = self._own(name)
+        activations = self.activations if own is None else own.activations or self.activations
+        return None if activations == "none" else self.scheme_of(name).number_format.inputs
 
     @property
     def schemes(self) -> tuple[AnyScheme, ...]:
@@ -168,7 +175,11 @@ class Recipe:
 
     def scheme_of(self, name: str) -> AnyScheme:
         """Return the scheme of the layer with this full name, which `ignores` has not excluded."""
-        return next((each.scheme for each in self.layers if has_match(each.pattern, name)), self.scheme)
+        own = self._own(name)
+        return self.scheme if own is None else own.scheme
+
+    def _own(self, name: str) -> LayerScheme | None:
+        return next((each for each in self.layers if has_match(each.pattern, name)), None)
 
     def grouped(self, inputs: Iterable[int]) -> Recipe:
         """Return the recipe with group size "auto" resolved for layers with these numbers of inputs."""
@@ -186,7 +197,11 @@ class Recipe:
         options = json.loads(text)
         format = options.get("format")
         layers = tuple(
-            LayerScheme(pattern=each["pattern"], scheme=scheme_of(into=format, **each["scheme"]))
+            LayerScheme(
+                pattern=each["pattern"],
+                scheme=scheme_of(into=format, **each["scheme"]),
+                activations=each.get("activations"),
+            )
             for each in options.pop("layers")
         )
         return cls(

@@ -5,8 +5,6 @@ Needs no torch. Contradictions between other options are refused by the schemes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from nearplane.errors import RecipeError
 from nearplane.number_formats import FLOATS
 from nearplane.recipe.file_formats import FILE_FORMATS, Format
@@ -30,42 +28,35 @@ def check_like(like: str, format: Format | None, pre: str | None, tune: str) -> 
         )
 
 
-def check_activations(
-    activations: Activations, schemes: Sequence[AnyScheme], format: Format | None, allocate: str | None
-) -> None:
+def check_activations(activations: Activations, scheme: AnyScheme, format: Format | None, allocate: str | None) -> None:
     """Refuse activations that no reader multiplies such weights with.
 
     Args:
         activations: Numbers to which runtimes round the inputs of layers.
-        schemes: The scheme of the recipe, and those of some layers.
+        scheme: The scheme of these layers.
         format, allocate: Fields of the recipe.
 
     Raises:
         RecipeError: The weights, the format or another option do not go with them; the message says what does.
     """
-    given, usual = f"--activations {activations}", schemes[0]
+    given = f"--activations {activations}"
     if not FILE_FORMATS[format].rounds_inputs:
         raise RecipeError(f"{given} is for compressed-tensors, but the format is {format}. Leave out one of them.")
     names = ["int8"] if activations == "int8" else []
     names += [each.name for each in FLOATS if each.inputs is not None and each.inputs.name == activations]
-    for scheme in schemes:
-        if getattr(scheme, "group_size", None) == "auto" or allocate == "slope":
-            found, inputs = "other integers", None
-        else:
-            found, inputs = scheme.number_format.name, scheme.number_format.inputs
-        if inputs is None or inputs.name != activations:
-            advice = "none" if inputs is None else inputs.name
-            raise RecipeError(
-                f"{given} is for --grid {' or '.join(names)}, but weights are {found}, and no reader multiplies these two. Use "
-                f"such a grid, or --activations {advice}."
-            )
-        if inputs != usual.number_format.inputs:
-            raise RecipeError(
-                f"{given} rounds the inputs of {found} otherwise than those of {usual.number_format.name}. Use one --grid for all "
-                f"layers, or --activations none."
-            )
-        if inputs.global_scale and not scheme.calibrated:
-            raise RecipeError(
-                f"{given} with {found} needs calibration, which measures the largest input of each layer, but solver "
-                f"{scheme.solver!r} uses none."
-            )
+    if getattr(scheme, "group_size", None) == "auto" or allocate == "slope":
+        found, inputs = "other integers", None
+    else:
+        found, inputs = scheme.number_format.name, scheme.number_format.inputs
+    if inputs is None or inputs.name != activations:
+        advice = "none" if inputs is None else inputs.name
+        raise RecipeError(
+            f"{given} is for --grid {' or '.join(names)}, but weights are {found}, and no reader multiplies these two. Use "
+            f"such a grid, or --activations {advice}; --layer 'PATTERN=grid:GRID,activations:{activations}' sets both for some "
+            f"layers."
+        )
+    if inputs.global_scale and not scheme.calibrated:
+        raise RecipeError(
+            f"{given} with {found} needs calibration, which measures the largest input of each layer, but solver "
+            f"{scheme.solver!r} uses none."
+        )

@@ -5,42 +5,51 @@ A run without a runtime writes what all usual readers of its format load; with o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Literal, get_args
 
 from nearplane.errors import RecipeError
-from nearplane.number_formats import NVFP4, NumberFormat
+from nearplane.number_formats import FP8, FP8_BLOCK, NVFP4
 from nearplane.recipe.file_formats import (
     FILE_FORMATS,
+    Fault,
     FileFormat,
     Format,
+    Weights,
     unstorable_in_compressed_tensors,
 )
 
 BITS_OF_SERVERS = (4, 8)  # symmetric: in GPTQ of vLLM 0.32, in compressed-tensors of SGLang
 Runtime = Literal["vllm", "sglang", "transformers", "gptqmodel", "llama.cpp", "mlx", "nearplane"]
-# from a number format, and whether inputs are rounded, to the reason why a program does not load such weights; None: it does
-Fault = Callable[[NumberFormat, bool], str | None]
 
 
-def _stored(format: NumberFormat, _: bool) -> str | None:
-    return unstorable_in_compressed_tensors(format)
+def _stored(weights: Weights) -> str | None:
+    return unstorable_in_compressed_tensors(weights.format)
 
 
-def _stored_for_sglang(format: NumberFormat, rounds_inputs: bool) -> str | None:
+def _stored_for_vllm(weights: Weights) -> str | None:
+    """Return what vLLM refuses, by the source of 0.32: experts in 8-bit floats whose inputs are not rounded."""
+    if weights.expert and weights.format in (FP8, FP8_BLOCK) and not weights.rounded:
+        return f"vLLM loads experts in {weights.format.name} with rounded inputs alone. Use --activations fp8, or --grid mxfp8."
+    return _stored(weights)
+
+
+def _stored_for_sglang(weights: Weights) -> str | None:
     """Return what SGLang refuses, by its source: other integers than 4 and 8 bits symmetric, and nvfp4 of weights alone."""
-    if format == NVFP4 and not rounds_inputs:  # its pull request 10851 was closed
+    format = weights.format
+    if format == NVFP4 and not weights.rounded:  # its pull request 10851 was closed
         return "SGLang loads nvfp4 with rounded inputs alone. Use --activations fp4, or --runtime vllm."
     if format.levels is None and not (format.symmetric and format.bits in BITS_OF_SERVERS):
         return (
             f"SGLang loads integers of 4 and 8 bits symmetric, not {format.name}. Use one of these, or --runtime vllm."
         )
-    return unstorable_in_compressed_tensors(format)
+    return _stored(weights)
 
 
-def _gptq_for_servers(format: NumberFormat, _: bool) -> str | None:
+def _gptq_for_servers(weights: Weights) -> str | None:
+    format = weights.format
     if format.symmetric and format.bits in BITS_OF_SERVERS:
         return None
     return (
@@ -50,7 +59,7 @@ def _gptq_for_servers(format: NumberFormat, _: bool) -> str | None:
 
 
 def _usual(name: Format) -> Fault:
-    return lambda format, _: FILE_FORMATS[name].fault(format)
+    return FILE_FORMATS[name].fault
 
 
 GPTQ: dict[Format, Fault] = {"gptq": _usual("gptq"), "gptq_v2": _usual("gptq_v2"), "awq": _usual("awq")}
@@ -58,7 +67,7 @@ SERVED: dict[Format, Fault] = {"gptq": _gptq_for_servers, "gptq_v2": _gptq_for_s
 EVERY: dict[Format, Fault] = {name: _usual(name) for name in get_args(Format)}
 # the name in `FileFormat.readers`, and what each program loads by format, the usual format first
 RUNTIMES: Mapping[Runtime, tuple[str, Mapping[Format, Fault]]] = {
-    "vllm": ("vLLM", {"compressed-tensors": _stored, **SERVED}),
+    "vllm": ("vLLM", {"compressed-tensors": _stored_for_vllm, **SERVED}),
     "sglang": ("SGLang", {"compressed-tensors": _stored_for_sglang, **SERVED}),
     "transformers": ("transformers", {"compressed-tensors": _usual("compressed-tensors"), **GPTQ}),
     "gptqmodel": ("GPTQModel", GPTQ),
@@ -68,15 +77,15 @@ RUNTIMES: Mapping[Runtime, tuple[str, Mapping[Format, Fault]]] = {
 }
 
 
-def needed_of_vllm(files: Format | None, format: NumberFormat) -> str | None:
+def needed_of_vllm(files: Format | None, weights: Weights) -> str | None:
     """Return what vLLM needs to load such weights: nothing (""), or a newer one than 0.9 (May 2025); None: it does not load them.
 
     Version 0.32 has all grids of compressed-tensors in its source, read 2 to 8 bits in a run, and refused asymmetric GPTQ in one.
     """
     fault = RUNTIMES["vllm"][1].get(files) if files is not None else None
-    if fault is None or fault(format, False) is not None:
+    if fault is None or fault(weights) is not None:
         return None
-    known = files != "compressed-tensors" or format.name.startswith(("int4", "int8", "fp8", "nvfp4"))
+    known = files != "compressed-tensors" or weights.format.name.startswith(("int4", "int8", "fp8", "nvfp4"))
     return "" if known else "a newer vLLM, which loads such grids"
 
 
@@ -89,13 +98,12 @@ def usual_format(runtime: object) -> Format | None:
 
 
 @cache
-def files_for(format: Format | None, runtime: Runtime | None, *, rounds_inputs: bool = False) -> FileFormat:
+def files_for(format: Format | None, runtime: Runtime | None) -> FileFormat:
     """Return what readers of a format accept: all usual ones, or one program.
 
     Args:
         format: The format of the files.
         runtime: The program; None: all usual ones.
-        rounds_inputs: Whether the program rounds the inputs of layers.
 
     Raises:
         RecipeError: The program does not read the format; the message names those that it reads.
@@ -111,9 +119,5 @@ def files_for(format: Format | None, runtime: Runtime | None, *, rounds_inputs: 
         )
     files = FILE_FORMATS[format]
     plain = tuple(each for each in files.plain_readers if each == name)
-    fault = partial(_fault, formats[format], rounds_inputs)
-    return replace(files, fault=fault, readers=(name,), plain_readers=plain)
-
-
-def _fault(fault: Fault, rounds_inputs: bool, format: NumberFormat) -> str | None:
-    return fault(format, rounds_inputs)
+    alike = files.one_grid_for_experts and runtime not in ("vllm", "sglang", "nearplane")  # those take a grid a block
+    return replace(files, fault=formats[format], readers=(name,), plain_readers=plain, one_grid_for_experts=alike)

@@ -31,6 +31,7 @@ from nearplane.record.words import (
     for_one_program,
     left,
     losses,
+    rounded_inputs,
 )
 from nearplane.system.sizes import counted, size_text
 
@@ -181,8 +182,9 @@ def _quantized(record: RunRecord, dense: str | None) -> Iterator[str]:
         rate = 8 * sum(layer.bytes for layer in layers) / weights
         yield f"| {grid} | {_meaning(layers[0].number_format)} | {len(layers):,} | {weights:,} | {rate:.3f} |"
     yield ""
-    if record.recipe.activations != "none" and dense is None:
-        yield f"When the model runs, the inputs of these layers are rounded to {record.recipe.activations}, too."
+    if (rounded := rounded_inputs(record)) and dense is None:
+        parts = " and ".join(f"of {layers} are rounded to {numbers}" for layers, numbers in rounded)
+        yield f"When the model runs, the inputs {parts}, too."
         yield ""
     embeddings, head = record.recipe.scheme.ends
     kept = [*["embeddings"] * (not embeddings), *["head"] * (not head), "norms", "biases"]
@@ -230,7 +232,7 @@ def _lost(record: RunRecord, dense: str | None) -> Iterator[str]:
         sentences = [replace(record.tuning, seconds=0.0).sentence(), record.tuning.windows_sentence(), *sentences]
     yield from _bullets(sentences)
     yield ""
-    rounded = " --activations" if record.recipe.activations != "none" and dense is None else ""
+    rounded = " --activations" if record.recipe.rounded and dense is None else ""
     yield (
         "This was measured while quantizing. How far predictions on another text are from the original's is measured by "
         f"`nearplane evaluate {FOLDER} --against ORIGINAL{rounded} --text TEXT`."

@@ -23,12 +23,14 @@ from nearplane.system.sizes import counted, size_text
 
 installed_version = cache(version)  # parses a file of metadata
 VERSION = 5  # of the record; records of other versions are refused
-# values with which fields are not in the file: of a run, of each of its layers, of its recipe and of its calibration
+# values with which fields are not in the file: of a run, of each of its layers, of its recipe, of schemes of some layers in it,
+# and of its calibration
 LEFT_OUT: dict[str, object] = {
     "sources": (), "extra_kl": None, "original_bytes": 0, "card": 0, "compute_dtype": "auto",
 }  # fmt: skip
 LEFT_OUT_OF_LAYERS: dict[str, object] = {"degenerate": "", "extra_by_source": (), "extra_own_loss": None}
 LEFT_OUT_OF_RECIPE: dict[str, object] = {"activations": "none", "like": None, "runtime": None}
+LEFT_OUT_OF_SCHEMES: dict[str, object] = {"activations": None}
 LEFT_OUT_OF_CALIBRATION: dict[str, object] = {"first_token": "none"}
 
 
@@ -287,6 +289,7 @@ class RunRecord:
         fields = asdict(self)
         recipe = fields["recipe"]
         parts = [(fields, LEFT_OUT), (recipe, LEFT_OUT_OF_RECIPE), (recipe["calibration"], LEFT_OUT_OF_CALIBRATION)]
+        parts += [(scheme, LEFT_OUT_OF_SCHEMES) for scheme in recipe["layers"]]
         for part, left_out in (*parts, *((layer, LEFT_OUT_OF_LAYERS) for layer in fields["layers"])):
             for name, value in left_out.items():
                 if part[name] == value:

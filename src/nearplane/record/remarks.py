@@ -13,7 +13,16 @@ from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
 from nearplane.record.record import RunRecord
-from nearplane.record.words import by_source, degenerate, exceeding, few_tokens, for_one_program, left, overfitted
+from nearplane.record.words import (
+    by_source,
+    degenerate,
+    exceeding,
+    few_tokens,
+    for_one_program,
+    left,
+    overfitted,
+    rounded_inputs,
+)
 from nearplane.system.sizes import bytes_in, counted
 
 
@@ -95,9 +104,9 @@ def _types(record: RunRecord) -> Iterator[str]:
 
 def _activations(record: RunRecord) -> Iterator[str]:
     """Yield a line if runtimes round the inputs of layers."""
-    if (activations := record.recipe.activations) != "none":
+    if rounded := " and ".join(f"of {layers} to {numbers}" for layers, numbers in rounded_inputs(record)):
         yield (
-            f"runtimes round the inputs of these layers to {activations}, which loses more than the weights alone and which the "
+            f"runtimes round the inputs {rounded}, which loses more than the weights alone and which the "
             f"targets take into account; nearplane evaluate --activations measures both"
         )
 

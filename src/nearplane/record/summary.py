@@ -61,7 +61,7 @@ def _of_codes(record: RunRecord) -> str:
 def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
     """Yield the commands that measure the loss of the whole model, show every layer, and use the checkpoint."""
     folder = typed(out)
-    rounded = "" if record.recipe.activations == "none" else " --activations"
+    rounded = " --activations" if record.recipe.rounded else ""
     command = f"nearplane evaluate {folder} --against {typed(record.source)}{rounded} --text TEXT"
     if record.tokens:
         yield f"predictions on another text: {command}"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from nearplane.errors import FormatError
 from nearplane.recipe.runtimes import needed_of_vllm
 from nearplane.record.record import RunRecord
+from nearplane.record.words import weights_of
 from nearplane.system.files import read_object
 from nearplane.system.paths import CONFIG
 
@@ -108,7 +109,7 @@ def _loaded(arguments: str, it: Named, needs: str) -> Use:
 
 
 def _in_vllm(record: RunRecord, it: Named) -> Iterator[Use]:
-    needs = [needed_of_vllm(record.recipe.format, layer.number_format) for layer in record.layers]
+    needs = [needed_of_vllm(record.recipe.format, weights) for weights in weights_of(record)]
     if is_served(it.config) and None not in needs:
         yield _served(it.folder, max(filter(None, needs), default=""))
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from nearplane.errors import first_few
+from nearplane.recipe.file_formats import Weights
 from nearplane.recipe.runtimes import files_for
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT, USEFUL_TOKENS_PER_INPUT
 from nearplane.record.record import RunRecord
@@ -30,11 +31,27 @@ def calibrated(record: RunRecord) -> str:
     return f"calibrated on {record.tokens:,} tokens ({counted(record.windows, 'window')} of {record.seqlen}){measured}"
 
 
+def weights_of(record: RunRecord) -> Iterator[Weights]:
+    """Yield the weights of every layer as a program meets them."""
+    for layer in record.layers:
+        rounded = record.recipe.inputs_of(layer.name) is not None
+        yield Weights(layer.number_format, rounded, layer.blended is not None)
+
+
+def rounded_inputs(record: RunRecord) -> list[tuple[str, str]]:
+    """Return the layers whose inputs runtimes round, in words, and to what; a pair for each number format if they differ."""
+    found = {layer.format: record.recipe.inputs_of(layer.name) for layer in record.layers}
+    names = {format: inputs.name for format, inputs in found.items() if inputs is not None}
+    if len(names) == len(found) and len(set(names.values())) == 1:
+        return [("these layers", names.popitem()[1])]
+    return [(f"those in {format}", name) for format, name in names.items()]
+
+
 def for_one_program(record: RunRecord) -> Iterator[str]:
     """Yield a sentence if the files are for one program, and not all usual readers of their format load them."""
     recipe = record.recipe
     usual = files_for(recipe.format, None)
-    faults = (fault for layer in record.layers if (fault := usual.fault(layer.number_format)) is not None)
+    faults = (fault for weights in weights_of(record) if (fault := usual.fault(weights)) is not None)
     if recipe.runtime is not None and (fault := next(faults, None)) is not None:
         yield f"made for {recipe.runtime}: {fault.partition('. ')[0]}"
 

@@ -185,9 +185,10 @@ def check_recipe(recipe: Recipe, called: str) -> None:
             f"{called} cannot be tuned: its embeddings or head are entropy-coded, which is not supported yet. Quantize without "
             f"--include-embeddings and --include-head."
         )
-    if recipe.activations != "none":
+    if recipe.rounded:
+        names = " and ".join(dict.fromkeys(activations for _, activations in recipe.rounded))
         raise RecipeError(
-            f"{called} cannot be tuned: runtimes round its activations to {recipe.activations}, which tuning does not. Quantize "
+            f"{called} cannot be tuned: runtimes round its activations to {names}, which tuning does not. Quantize "
             f"with --activations none."
         )
     for scheme in recipe.schemes:

@@ -35,7 +35,7 @@ from nearplane.planning.request import check_request, quantization_config
 from nearplane.planning.run import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.block_scheme import BlockScheme, Ends
-from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
+from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format, Weights
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.layer_scheme import LayerScheme
 from nearplane.recipe.recipe import Recipe
@@ -177,7 +177,7 @@ def _tried(source: Path, stored: Stored, model: Model, format: str, files: FileF
         name = layer.written(model.weights)
         try:
             held = _held(stored, name, layers)
-            files.check(name, held.format)
+            files.check(name, Weights(held.format, stored.inputs(name) is not None, layer.routed))
             layers.check(name, layer.shape, layer.kind, held.format)
             for fault in held.matrix.grid.differences_from(held.format, held.matrix.codes):
                 raise FormatError(f"{name}: {fault}.")

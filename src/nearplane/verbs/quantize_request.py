@@ -13,7 +13,7 @@ from nearplane.calibration.text_files import check_named, texts_of
 from nearplane.errors import RecipeError
 from nearplane.number_formats import integers
 from nearplane.recipe.block_scheme import Ends
-from nearplane.recipe.file_formats import Format
+from nearplane.recipe.file_formats import Format, Weights
 from nearplane.recipe.rate_scheme import Rows
 from nearplane.recipe.recipe import FirstToken, Rare, Recipe, Tune
 from nearplane.recipe.runtimes import Runtime
@@ -66,7 +66,8 @@ class QuantizeRequest:
         runtime: Program that must load the result: what it does not load is refused, and what only it loads is allowed, such as
             zero points in compressed-tensors with vllm. Default: the usual readers of the format.
         activations: Numbers to which runtimes round the inputs of quantized layers: int8 (with --grid int8), fp8 (with
-            --grid fp8) or fp4 (with --grid nvfp4 or mxfp4). The solve then takes this rounding into account. Default: none.
+            --grid fp8) or fp4 (with --grid nvfp4 or mxfp4). The solve then takes this rounding into account. --layer
+            'self_attn=grid:fp8,activations:fp8' rounds those of some layers otherwise. Default: none.
         size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used
             instead of --rate. With --format gguf, each layer gets a type of llama.cpp, chosen by measuring.
         rate: Bits per quantized weight in the file, 0.5 to 7, with every byte of the layers' tensors counted; for example 3.5.
@@ -228,12 +229,15 @@ def _check_number_formats(recipe: Recipe) -> None:
     Raises:
         RecipeError: The format does not hold them; the message says which it holds.
     """
-    schemes = [("all layers", recipe.scheme), *((f"layers {each.pattern!r}", each.scheme) for each in recipe.layers)]
-    for name, scheme in schemes:
+    schemes = [("all layers", recipe.scheme, recipe.activations)]
+    schemes += [
+        (f"layers {each.pattern!r}", each.scheme, each.activations or recipe.activations) for each in recipe.layers
+    ]
+    for name, scheme, activations in schemes:
         schemes_of = [scheme.grouped([size]) for size in DEFAULT_GROUP_SIZES]  # equal unless layers decide the size
         if recipe.allocate != "uniform":
             integer_formats = [integers(bits, None) for bits in recipe.files.bits]
             schemes_of = [each.stored_in(other) for other in integer_formats for each in schemes_of] or schemes_of
-        formats = [each.number_format for each in schemes_of]
-        if all(map(recipe.files.fault, formats)):
-            recipe.files.check(name, formats[0])
+        weights = [Weights(each.number_format, activations != "none") for each in schemes_of]
+        if all(map(recipe.files.fault, weights)):
+            recipe.files.check(name, weights[0])

@@ -122,7 +122,9 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
     recipe = record.recipe.grouped(layer.in_features for layer in record.layers)
     known = {layer.stored: layer for layer in record.layers}
     format = FORMATS[str(recipe.format)]
-    quantized = Quantized(scheme=recipe.scheme, quantized=list(known), activations=recipe.activations, version="")
+    rounded = {layer.stored: recipe.inputs_of(layer.name) for layer in record.layers}
+    names = [name for name, inputs in rounded.items() if inputs is not None]
+    quantized = Quantized(scheme=recipe.scheme, quantized=list(known), rounded=names, version="")
     if stored.layers != format.layers.configured(format.layers.describe(quantized)):
         yield Fault(CONFIG, f"its quantization_config is not that of {recipe.format} with this recipe")
     for name, text in stored.repeated_files().items():  # some programs read this copy first
@@ -141,9 +143,15 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
         try:
             tensors = stored.tensors(layer.stored)
             matrix = stored.matrix(layer.stored, tensors)
+            inputs = stored.layers.inputs_of(stored.config, layer.stored)
         except (FormatError, ModelError) as error:
             yield Fault(layer.name, str(error))
             continue
+        if inputs != (asked := recipe.inputs_of(layer.name)):
+            config, recorded = (
+                "not rounded" if each is None else f"rounded to {each.name}" for each in (inputs, asked)
+            )
+            yield Fault(layer.name, f"its inputs are {config} in {CONFIG}, and {recorded} in the record")
         summary = written(tensors)
         if summary.checksum != layer.checksum:
             recorded = layer.checksum[:16]

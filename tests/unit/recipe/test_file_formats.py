@@ -8,7 +8,7 @@ from nearplane.errors import RecipeError
 from nearplane.formats.compressed_tensors.compressed_tensors_format import PACKINGS
 from nearplane.formats.table import FORMATS
 from nearplane.number_formats import BY_NAME, integers
-from nearplane.recipe.file_formats import COMPRESSED_TENSORS_FLOATS, FILE_FORMATS, Format
+from nearplane.recipe.file_formats import COMPRESSED_TENSORS_FLOATS, FILE_FORMATS, Format, Weights
 from nearplane.recipe.runtimes import files_for
 
 NUMBER_FORMATS = [
@@ -27,7 +27,7 @@ NUMBER_FORMATS = [
 def test_a_layer_that_suits_every_format_is_refused_exactly_where_the_table_has_a_fault(into):
     """The shape is a multiple of all blocks, groups and tiles, so that only the number format decides, and no runtime."""
     if into == "nearplane":
-        assert not any(map(FILE_FORMATS[into].fault, NUMBER_FORMATS))
+        assert not any(map(FILE_FORMATS[into].fault, map(Weights, NUMBER_FORMATS)))
         return
     refused = {}
     for format in NUMBER_FORMATS:
@@ -36,7 +36,7 @@ def test_a_layer_that_suits_every_format_is_refused_exactly_where_the_table_has_
         except RecipeError as error:
             refused[format] = str(error)
     fault_of = files_for(into, "vllm").fault if into == "compressed-tensors" else FILE_FORMATS[into].fault
-    faults = {format: fault for format in NUMBER_FORMATS if (fault := fault_of(format)) is not None}
+    faults = {format: fault for format in NUMBER_FORMATS if (fault := fault_of(Weights(format))) is not None}
     assert refused == {format: f"a: {fault}" for format, fault in faults.items()}
     assert 0 < len(refused) < len(NUMBER_FORMATS)
 

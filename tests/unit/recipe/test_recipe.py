@@ -152,7 +152,9 @@ def test_rounding_to_nearest_is_not_measured_unless_asked_for():
             "--activations int8 is for compressed-tensors, but the format is nearplane",
         ),
         ({"grid": "int8", "format": "gptq", "activations": "int8"}, "but the format is gptq"),
-        ({"grid": "nvfp4", "layers": {"a": {"grid": "mxfp4"}}, "activations": "fp4"}, "otherwise than those of nvfp4"),
+        ({"grid": "nvfp4", "layers": {"a": {"grid": "fp8"}}, "activations": "fp4"}, "weights are fp8, and no reader"),
+        ({"layers": {"a": {"activations": "fp8"}}}, "--activations fp8 is for --grid fp8 or fp8-block or mxfp8, but"),
+        ({"layers": {"a": {"grid": "fp8", "activations": "fp9"}}}, "activations is 'fp9'"),
         ({"grid": "nvfp4", "solver": "round-to-nearest", "activations": "fp4"}, "with nvfp4 needs calibration"),
         ({"grid": "int8", "activations": "int4"}, "activations"),
     ],
@@ -168,5 +170,23 @@ def test_activations_that_no_reader_multiplies_with_the_weights_are_refused(opti
 def test_activations_stay_in_the_json_of_a_recipe(grid, activations):
     recipe = Recipe.from_spellings(grid=grid, activations=activations)
     assert Recipe.from_json(recipe.to_json()) == recipe
-    assert recipe.input_rounding.name == activations
-    assert Recipe.from_spellings(grid=grid).input_rounding is None
+    assert recipe.inputs_of("any").name == activations
+    assert Recipe.from_spellings(grid=grid).inputs_of("any") is None
+
+
+def test_some_layers_have_activations_of_their_own():
+    """Those that name none have those of the others."""
+    recipe = Recipe.from_spellings(
+        grid="nvfp4",
+        activations="fp4",
+        layers={
+            "attn": {"grid": "fp8", "activations": "fp8"},
+            "down": {"activations": "none"},
+            "up": {"polish": 2},
+        },
+    )
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    found = {name: recipe.inputs_of(name) for name in ("attn.q", "down", "up", "gate")}
+    assert {name: each and each.name for name, each in found.items()} == {
+        "attn.q": "fp8", "down": None, "up": "fp4", "gate": "fp4"
+    }  # fmt: skip

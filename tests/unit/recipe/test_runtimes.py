@@ -7,7 +7,8 @@ from typing import Any, get_args
 import pytest
 
 from nearplane.errors import RecipeError
-from nearplane.recipe.file_formats import FILE_FORMATS, Format
+from nearplane.number_formats import FP8, FP8_BLOCK, NVFP4
+from nearplane.recipe.file_formats import FILE_FORMATS, Format, Weights
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.runtimes import RUNTIMES, Runtime, files_for
 
@@ -66,17 +67,30 @@ def test_zero_points_in_compressed_tensors_are_for_vllm(bits: int) -> None:
         (None, False),
     ):
         recipe = Recipe.from_spellings(bits=bits, group_size=128, symmetric=False, runtime=runtime)
-        fault = recipe.files.fault(recipe.scheme.number_format)
+        fault = recipe.files.fault(Weights(recipe.scheme.number_format))
         assert (fault is None) == allowed, runtime
 
 
 def test_servers_load_less_of_gptq_than_gptqmodel() -> None:
-    three = Recipe.from_spellings(bits=3, format="gptq", group_size=128).scheme.number_format
+    three = Weights(Recipe.from_spellings(bits=3, format="gptq", group_size=128).scheme.number_format)
     assert files_for("gptq", "gptqmodel").fault(three) is None
     assert "4 and 8 bits symmetric" in str(files_for("gptq", "vllm").fault(three))
 
 
 def test_weights_in_nvfp4_are_for_sglang_with_rounded_inputs_alone() -> None:
-    plain, rounded = (Recipe.from_spellings(grid="nvfp4", runtime="sglang", activations=how) for how in ("none", "fp4"))
-    assert "--activations fp4" in str(plain.files.fault(plain.scheme.number_format))
-    assert rounded.files.fault(rounded.scheme.number_format) is None
+    files = files_for("compressed-tensors", "sglang")
+    assert "--activations fp4" in str(files.fault(Weights(NVFP4)))
+    assert files.fault(Weights(NVFP4, rounded=True)) is None
+
+
+def test_experts_in_nvfp4_are_for_servers_and_those_in_8_bit_floats_for_servers_with_rounded_inputs() -> None:
+    usual, vllm, ours = (files_for("compressed-tensors", each) for each in (None, "vllm", "nearplane"))
+    assert "without their global scale" in str(usual.fault(Weights(NVFP4, expert=True)))
+    assert usual.fault(Weights(NVFP4)) is None
+    assert vllm.fault(Weights(NVFP4, expert=True)) is None
+    for format in (FP8, FP8_BLOCK):
+        assert "--activations fp8" in str(vllm.fault(Weights(format, expert=True)))
+        assert vllm.fault(Weights(format, rounded=True, expert=True)) is None
+        assert vllm.fault(Weights(format)) is None
+        assert usual.fault(Weights(format, expert=True)) is None
+        assert ours.fault(Weights(format, expert=True)) is None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -26,6 +26,7 @@ from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.number_formats import InputRounding, NumberFormat
 from nearplane.recipe.file_formats import unstorable_in_compressed_tensors
 
+EVERY_LAYER = "Linear"  # class of modules, as the target of a group without names
 MIXED_FORMAT = "mixed-precision"  # `format` of a config whose layers have several packings
 WITH_INPUTS = Int8Packed()  # of integers whose inputs are rounded, too
 PACKINGS: tuple[Packing, ...] = (
@@ -51,18 +52,28 @@ class CompressedTensors(GridFormat):
     """Storage of a layer in the packing of its number format.
 
     Args:
-        rounds_inputs: Whether runtimes round the inputs of the layers.
+        rounds_inputs: Whether runtimes round the inputs of some layers.
+        rounded: Their names and patterns, as `targets` in the config.
     """
 
     rounds_inputs: bool = False
+    rounded: tuple[str, ...] = field(default=(), compare=False)
 
     KEY = Packing.KEY
     SUFFIXES = tuple(dict.fromkeys(suffix for each in PACKINGS for suffix in each.SUFFIXES))
 
     def configured(self, config: Mapping[str, Any]) -> Self:
-        """Return the format with `rounds_inputs` as the config sets it."""
+        """Return the format with rounded inputs of the layers for which the config asks it."""
         groups = object_of("compressed-tensors: config_groups", config.get("config_groups")).values()
-        return replace(self, rounds_inputs=any(isinstance(g, Mapping) and g.get("input_activations") for g in groups))
+        rounding = [each for each in groups if isinstance(each, Mapping) and each.get("input_activations")]
+        if len(rounding) == len(groups):
+            return replace(self, rounds_inputs=bool(rounding), rounded=(EVERY_LAYER,))
+        return replace(self, rounds_inputs=bool(rounding), rounded=tuple(t for g in rounding for t in _targets(g)))
+
+    def _rounds(self, name: str) -> bool:
+        """Return whether runtimes round the inputs of a layer in a config that `describe` made."""
+        exact = name in self.rounded or EVERY_LAYER in self.rounded
+        return exact or any(each.startswith("re:") and matches(each[3:], name) for each in self.rounded)
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse layers that no packing stores or that no program loads; see `recipe/runtimes.py` for what a certain one loads."""
@@ -88,16 +99,17 @@ class CompressedTensors(GridFormat):
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer."""
-        return packing_of(matrix.grid, rounds_inputs=self.rounds_inputs).pack(name, matrix, dtype)
+        return packing_of(matrix.grid, rounds_inputs=self._rounds(name)).pack(name, matrix, dtype)
 
     def packs_on_device(self, matrix: QuantizedMatrix[Any]) -> bool:
         """Return whether the packing of a matrix computes where the matrix is."""
-        return packing_of(matrix.grid, rounds_inputs=self.rounds_inputs).ON_DEVICE
+        return packing_of(matrix.grid).ON_DEVICE  # of both packings of integers, too
 
     def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer without contents."""
-        tensors = packing_of(format, rounds_inputs=self.rounds_inputs).empty(name, shape, format, dtype)
-        if self.rounds_inputs and format.inputs is not None and format.inputs.global_scale:
+        rounded = self._rounds(name)
+        tensors = packing_of(format, rounds_inputs=rounded).empty(name, shape, format, dtype)
+        if rounded and format.inputs is not None and format.inputs.global_scale:
             tensors[f"{name}.{INPUT_SCALE}"] = torch.empty(1, dtype=torch.float32, device="meta")
         return tensors
 
@@ -131,17 +143,19 @@ class CompressedTensors(GridFormat):
         names experts has 8-bit floats. Such a group is therefore added; it applies to nothing, as `ignore` has the same
         names. Quantized experts are named by a pattern: the first group with one gives the scheme of all experts.
         """
-        targets: dict[NumberFormat, dict[str, None]] = {network.scheme.number_format: {"Linear": None}}
-        if network.grids:
-            kinds = sorted(
-                {*network.grids.values()}, key=lambda grid: (grid.bits, grid.group or 0, grid.symmetric, grid.name)
-            )
-            targets = {kind: {} for kind in kinds}
-        for name, grid in network.grids.items():
-            targets[grid][_pattern_of_all(name) if name in network.routed else name] = None
+        usual = network.scheme.number_format, bool(network.rounded)
+        targets: dict[tuple[NumberFormat, bool], dict[str, None]] = {usual: {EVERY_LAYER: None}}
+        kinds = {name: (grid, name in network.rounded) for name, grid in network.grids.items()}
+        if kinds:
+            in_order = sorted({*kinds.values()}, key=_place)
+            targets = {kind: {} for kind in in_order}
+        alike = len({kinds[name] for name in network.routed if name in kinds}) < 2
+        for name, kind_of_layer in kinds.items():
+            of_all = _pattern_of_all if alike else _pattern_of_a_block
+            targets[kind_of_layer][of_all(name) if name in network.routed else name] = None
         groups = []
-        for kind, names in targets.items():
-            inputs = None if network.activations == "none" else kind.inputs
+        for (kind, rounded), names in targets.items():
+            inputs = kind.inputs if rounded else None
             packing = packing_of(kind, rounds_inputs=inputs is not None)
             weights = packing.weights(kind, network.scheme.order)
             groups.append(_group_of(list(names), weights, packing.FORMAT, inputs))
@@ -202,6 +216,18 @@ def _group_of(
     }
 
 
+def _targets(group: Mapping[str, Any]) -> list[str]:
+    """Return the names, patterns and classes of the layers of a group."""
+    names = [] if group.get("targets") is None else group["targets"]
+    return [str(name) for name in of_kind("compressed-tensors: targets", names, list, "a list")]
+
+
+def _place(kind: tuple[NumberFormat, bool]) -> tuple[int, int, bool, str, bool]:
+    """Return the key by which groups are ordered, the same on every machine."""
+    grid, rounded = kind
+    return grid.bits, grid.group or 0, grid.symmetric, grid.name, rounded
+
+
 def _module_pattern(name: str) -> str:
     """Return a pattern of one module; it contains "experts", for which transformers searches."""
     return rf"re:^{re.escape(name)}$" if "experts" in name else rf"re:^{re.escape(name)}$(?#experts)"
@@ -211,6 +237,13 @@ def _pattern_of_all(name: str) -> str:
     """Return a pattern of a layer and all that differ from it only in numbers; it contains "experts", too."""
     pattern = rf"re:^{re.sub('[0-9]+', '[0-9]+', re.escape(name))}$"
     return pattern if "experts" in name else f"{pattern}(?#experts)"
+
+
+def _pattern_of_a_block(name: str) -> str:
+    """Return a pattern of a matrix in all experts of a block: the last number that is a whole part of the name is the expert's."""
+    parts = [re.escape(part) for part in name.split(".")]
+    parts[max(place for place, part in enumerate(parts) if part.isdigit())] = "[0-9]+"
+    return rf"re:^{re.escape('.').join(parts)}$"
 
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -225,11 +258,10 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         return schemes[0]
     targets: list[tuple[str, Mapping[str, Any]]] = []
     for scheme in schemes:
-        names = [] if scheme.get("targets") is None else scheme["targets"]
-        targets += [(str(name), scheme) for name in of_kind("compressed-tensors: targets", names, list, "a list")]
+        targets += [(name, scheme) for name in _targets(scheme)]
     exact = [scheme for target, scheme in targets if target == name]
     patterns = [scheme for target, scheme in targets if target.startswith("re:") and matches(target[3:], name)]
-    fitting = exact or patterns or [scheme for target, scheme in targets if target == "Linear"]
+    fitting = exact or patterns or [scheme for target, scheme in targets if target == EVERY_LAYER]
     if not fitting or any(scheme != fitting[0] for scheme in fitting):
         raise FormatError(f"{name}: {len(fitting)} of the {len(schemes)} schemes in config_groups apply, expected one.")
     return fitting[0]

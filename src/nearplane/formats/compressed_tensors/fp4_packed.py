@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import FormatError
 from nearplane.formats.compressed_tensors.packing import Packing
 from nearplane.formats.integers import consecutive, expect
 from nearplane.formats.layer_format import INPUT_SCALE
@@ -180,15 +180,6 @@ class NVFP4Packed(FP4Packed):
     SCALE = torch.float8_e4m3fn
     ON_DEVICE = True
     STRATEGY = "tensor_group"
-
-    def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
-        """Refuse layers that transformers does not load, and experts, which it decodes without their global scale."""
-        super().check(name, shape, kind, format)
-        if kind == "Expert":
-            raise RecipeError(
-                f"{name} is an expert; transformers 5.23 and 5.24 decode experts in NVFP4 without their global scale. Use --grid "
-                f"mxfp4, or leave experts unquantized with --ignore 'experts'."
-            )
 
     def scales(self, name: str, grid: Grid, out: int) -> dict[str, Tensor]:
         """Return the 8-bit floats and the global scale."""

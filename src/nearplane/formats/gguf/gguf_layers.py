@@ -30,7 +30,7 @@ from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.octaves import OctaveGrid
 from nearplane.lattice.superblock import SuperGrid, in_blocks, on_two_levels
 from nearplane.number_formats import MXFP4, TYPES, BlockType, NumberFormat
-from nearplane.recipe.file_formats import FILE_FORMATS, GGUF_INTEGERS
+from nearplane.recipe.file_formats import FILE_FORMATS, GGUF_INTEGERS, Weights
 
 METHOD, FORMAT_VERSION = "gguf", 1
 KINDS = ("Linear", "Conv1D", "Embedding", "Expert")
@@ -129,7 +129,7 @@ def block_type(name: str, format: NumberFormat) -> BlockType:
     Raises:
         RecipeError: No block type stores it.
     """
-    FILE_FORMATS["gguf"].check(name, format)
+    FILE_FORMATS["gguf"].check(name, Weights(format))
     return TYPES.get(format.name) or GGUF_INTEGERS[format]
 
 

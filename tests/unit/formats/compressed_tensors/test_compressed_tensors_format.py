@@ -21,6 +21,7 @@ from nearplane.formats.compressed_tensors.compressed_tensors_format import FORMA
 from nearplane.formats.stored import read_dense
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import MXFP4, NumberFormat, integers
+from nearplane.recipe.file_formats import Weights
 from nearplane.recipe.runtimes import files_for
 from nearplane.system.paths import RECORD
 from nightly import daily_of_several
@@ -128,7 +129,7 @@ def test_asymmetric_files_are_for_servers_and_the_reason_not_to_write_them_for_t
     """The plain load fails on the shape of zero-points; the dequantizing load agrees with our reading of them."""
     usual = files_for("compressed-tensors", None)
     with pytest.raises(RecipeError, match=rf"\b{re.escape(transformers.__version__.rpartition('.')[0])}\b"):
-        usual.check("a", integers(bits, group_size, symmetric=False))
+        usual.check("a", Weights(integers(bits, group_size, symmetric=False)))
     folder, out = source(torch.bfloat16), tmp_path / "out"
     write_folder(out, folder, "compressed-tensors", bits=bits, group_size=group_size, symmetric=False)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):

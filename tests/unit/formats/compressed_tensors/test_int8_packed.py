@@ -17,7 +17,9 @@ PRESETS = {"int8": "INT8", "fp8": "FP8_DYNAMIC", "nvfp4": "NVFP4", "mxfp4": "MXF
 
 
 def config(grid, activations):
-    network = Quantized(scheme=GridScheme(grid=grid), quantized=["a"], activations=activations, version="0")
+    network = Quantized(
+        scheme=GridScheme(grid=grid), quantized=["a"], rounded=["a"] if activations != "none" else [], version="0"
+    )
     return FORMAT.layers.describe(network)
 
 
