@@ -64,7 +64,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_way_suits_what_is_asked(asked: dict[str, Any], options: dict[str, Any], folder: str, model: Path) -> None:
     """A memory, a size, a number of bits or nothing, for each runtime."""
     choice = choose(AutoRequest(model, **asked, **FEW))
-    assert choice.options == options | {"calibration": "self", "samples": 8, "seqlen": 128}
+    named = {"runtime": asked["runtime"]} if "runtime" in asked else {}
+    assert choice.options == options | named | {"calibration": "self", "samples": 8, "seqlen": 128}
     assert str(choice.out) == folder
     assert choice.text == "self"
     assert len(choice.lines) == 5

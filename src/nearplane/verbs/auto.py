@@ -122,6 +122,7 @@ def choose(request: AutoRequest) -> Choice:
     text, texts = _texts(request, described)
     options |= {name: value for name in ("samples", "seqlen") if (value := getattr(request, name)) is not None}
     options |= {} if text is None else {"calibration": text}
+    options |= {} if request.runtime is None else {"runtime": request.runtime}
     plan = resolved(described, Recipe.from_spellings(**options))
     check_request(described, plan)
     name = (

@@ -259,7 +259,7 @@ def _measured(
     ranks = networks[0].device.ranks
     with running(networks, scored.tokens, ranks) as batches:
         total = len(batches_here(networks, scored.tokens, ranks))
-        compared = shown(request.progress, Tracked(batches, "evaluating", total), "evaluating", total)
+        compared = shown(request.progress, Tracked(batches, "evaluating batches", total), "evaluating batches", total)
         if networks[0].outline.embeds:
             alike = cosines(compared, names, ranks)
             evaluation = Evaluation(tokens=seqlen * windows, windows=windows, seqlen=seqlen, text=name)
