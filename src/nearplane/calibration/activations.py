@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nearplane.calibration.cache_scales import CacheRange, RoundedCaches
 from nearplane.calibration.recorder import (
     ENCODER_OUT,
     Call,
@@ -116,6 +117,7 @@ class Stream:
         sizes: Number of windows in each batch.
         dealt: Where these batches lie among all windows: on several ranks each has a share of them.
         rounding: Rounding of inputs in the quantized network; None: they are not rounded.
+        cache: What looks at keys and values in the quantized network, or rounds them; None: nothing does.
     """
 
     def __init__(
@@ -132,12 +134,16 @@ class Stream:
         self.sizes = [len(x) for x in hidden]
         self.dealt = Dealt.among(ONE_PROCESS, self.sizes)
         self.rounding: RoundedStream | None = None
+        self.cache: CacheRange | RoundedCaches | None = None
         self._finite: list[Tensor] = []  # whether each output of the present block is finite
 
     def forward(self, block: Block, module: Callable[..., Any] | None, batch: int, hidden: Tensor) -> Tensor:
         """Run a copy of a block on one batch and return its output hidden states."""
         assert module is not None, NOT_IN_MEMORY
         call = self.calls[block.name][batch]
+        quantized = block.quantized is module
+        if self.cache is not None and quantized and batch < self.dealt.fitted:
+            call = self.cache.watched(block.name, batch, call)
         whole = hidden.clone()  # a block may work in place
         del hidden  # while the block pauses, nobody else may hold it
         if call.encoder_positions is not None:

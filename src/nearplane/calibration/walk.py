@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Dealt, Stream, skeleton
+from nearplane.calibration.cache_scales import CacheRange, attention_of, cache_name
 from nearplane.calibration.extra_divergence import extra_divergence, is_compared
 from nearplane.calibration.network_ends import finish
 from nearplane.calibration.one_forward import BlockForward, MemorySetting
@@ -51,6 +52,7 @@ class Stage:
         layers: Layers that share one input, in module order; or those of several experts; empty at the end of a block.
         inputs: Input of each layer; layers share the factors of one input, not the mismatch of the residual.
         input_scales: {layer name: global scale of its rounded inputs}, where runtimes need one.
+        cache_scales: {name of the attention in files: scales of its keys and of its values}, at the end of a block.
         first: Whether this is the first stage of a block.
         rest: Names of the tensors that are not quantized and are written with the block.
         blocks: Number of blocks that the streams have passed, at the end of a block; 0 elsewhere.
@@ -68,6 +70,7 @@ class Stage:
     inputs: list[LayerInput] = field(default_factory=list)
     rest: tuple[str, ...] = ()
     input_scales: Mapping[str, float] = field(default_factory=dict)
+    cache_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     first: bool = False
     blocks: int = 0
     stream: Stream | None = None
@@ -265,6 +268,9 @@ class _Walk:
                 with closing(observations(block, stream, recipe, self.setting.room, onward=onward or ends)) as observed:
                     yield from self._through(observed, unquantized, rounding)
             end = self._end(unquantized, blocks=index + 1, stream=stream if onward else None)
+            if stream is not None and isinstance(stream.cache, CacheRange) and attention_of(block) is not None:
+                scales = stream.cache.scales(block.name, stream.dealt.ranks)
+                end.cache_scales = {} if scales is None else {cache_name(model, block): scales}
             if ends and stream is not None:
                 release_all()  # the head takes as much as the C library keeps of the last block
                 end.divergence = extra_divergence(model, stream, self._dealt()[0], dtype, self.setting.keep)
@@ -290,6 +296,7 @@ class _Walk:
         stream = skeleton(self.model, batches, device=place, dtype=dtype, embeddings=embeddings, keep=keep)
         stream.dealt = dealt
         stream.rounding = RoundedStream(self.recipe.inputs_of) if self.recipe.rounded else None
+        stream.cache = CacheRange() if self.recipe.kv_cache != "none" else None
         stream.original = (stream.original or keep(stream.quantized)) if self.recipe.scheme.correct else None
         return stream
 

@@ -13,6 +13,7 @@ from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Several, Switch
 from nearplane.cli.printing import as_json, opening, say, table
 from nearplane.errors import RecipeError
 from nearplane.evaluation.protocol_names import Protocol  # noqa: F401  cyclopts reads the type of the field
+from nearplane.recipe.scheme import CacheNumbers  # noqa: F401  likewise
 from nearplane.system.launch import launched
 from nearplane.system.progress import Progress
 from nearplane.system.progress_bar import bar
@@ -190,6 +191,7 @@ def _refuse_of_texts(request: EvaluateFlags, plot: Path | None) -> None:
         "samples": request.samples is not None,
         "plot": plot is not None,
         "activations": request.activations,
+        "kv-cache": request.kv_cache != "none",
         "protocol": request.protocol != "nearplane",
     }
     if given := next((name for name, value in of_texts.items() if value), None):

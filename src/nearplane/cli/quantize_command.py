@@ -26,7 +26,7 @@ from nearplane.verbs.quantize_request import QuantizeRequest
 
 RUN_GROUP = Group("Running", sort_key=7)
 GROUPS = {  # fields that are flags, by their group in the help; other fields are only for Python
-    Group("Everyday", sort_key=1): "bits group_size symmetric grid embeddings format runtime activations",
+    Group("Everyday", sort_key=1): "bits group_size symmetric grid embeddings format runtime activations kv_cache",
     Group("Entropy-coded, instead of --bits", sort_key=2): "size rate",
     Group("GGUF, for llama.cpp", sort_key=3): "pre like",
     Group("Calibration text", sort_key=4): "calibration samples seqlen first_token rare_experts",

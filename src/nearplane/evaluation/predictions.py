@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nearplane.calibration.activations import skeleton
+from nearplane.calibration.cache_scales import RoundedCaches, cache_argument, rounding_cache
 from nearplane.calibration.network_ends import readout
 from nearplane.calibration.recorder import Stop
 from nearplane.errors import ModelError
@@ -134,12 +135,14 @@ class Network(ABC):
         device: Device that it runs on, with its ranks.
         width: Width of the hidden states that are kept in memory for a chunk of windows; 0 if none are.
         rounded: Layers that multiply rounded inputs while it predicts; empty: none do.
+        cache_scales: Scales by which keys and values are rounded, by the number of the layer; None: they are not.
     """
 
     width: int = 0
 
     def __init__(self, outline: Outline, device: Device) -> None:
         self.outline, self.device, self.rounded = outline, device, RoundedLayers()
+        self.cache_scales: Mapping[int, tuple[Tensor, Tensor]] | None = None
 
     @abstractmethod
     def shapes(self) -> list[tuple[int, int]]:
@@ -181,8 +184,12 @@ class Held(Network):
             for module, mode in modes:
                 module.training = mode
 
+    def _run(self, tokens: Tensor) -> Tensor:
+        cache = {} if self.cache_scales is None else {cache_argument(self.network): rounding_cache(self.cache_scales)}
+        return _outputs(self.network, tokens, **cache)
+
     def _whole(self, tokens: Tensor) -> Readout:
-        outputs = _outputs(self.network, tokens)
+        outputs = self._run(tokens)
         return lambda first, end: outputs[:, first:end]
 
     def _head_apart(self, body: nn.Module, tokens: Tensor) -> Readout:
@@ -198,7 +205,7 @@ class Held(Network):
             raise Stop
 
         with body.register_forward_hook(capture), suppress(Stop):
-            _outputs(self.network, tokens)
+            self._run(tokens)
         (output,) = outputs
         if isinstance(output, tuple):
             raise TypeError("the body returns a tuple")
@@ -250,6 +257,7 @@ class Streamed(Network):
         device, dtype = self.device.place, self.dtype
         parts = windows.split(batch)
         stream = skeleton(self.model, parts, device=device, dtype=dtype)
+        stream.cache = None if self.cache_scales is None else RoundedCaches(self.cache_scales)
         for block in self.model.in_turn(self.model.blocks, device):
             with torch.no_grad(), block.on(device, dtype, original=False), self._rounded(block):
                 for index, hidden in enumerate(stream.quantized):
@@ -364,9 +372,9 @@ def log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return _outputs(model, tokens)[:, :-1].float().log_softmax(-1)
 
 
-def _outputs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return the logits of a network, or its last hidden states if it has no head."""
-    return read_out(model, model(main_input(model, tokens), **call_kwargs(model, tokens)))
+def _outputs(model: PreTrainedModel, tokens: Tensor, **more: Any) -> Tensor:
+    """Return the logits of a network, or its last hidden states if it has no head; `more` are arguments of its call."""
+    return read_out(model, model(main_input(model, tokens), **call_kwargs(model, tokens), **more))
 
 
 @contextmanager

@@ -67,6 +67,7 @@ class Quantized:
         embeddings: Type of embeddings and head in a GGUF; None: unchanged.
         pre: Name of the pre-tokenizer in a GGUF; None: derived from the tokenizer's structure.
         rounded: Names of the quantized layers whose inputs runtimes round, in the network and in the files.
+        kv_cache: Whether the files have scales of a key-value cache in 8-bit floats.
         version: Version of nearplane.
     """
 
@@ -80,6 +81,7 @@ class Quantized:
     embeddings: str | None = None
     pre: str | None = None
     rounded: Collection[str] = ()
+    kv_cache: bool = False
     version: str
 
 
@@ -226,6 +228,10 @@ class LayerFormat(ABC):
             FormatError: The config describes a rounding that nearplane does not know.
         """
         return None
+
+    def is_beside(self, name: str) -> bool:
+        """Return whether a tensor belongs neither to a layer nor to the network, as a scale of a server's cache."""
+        return False
 
     def files(self, config: Mapping[str, Any]) -> dict[str, str]:
         """Return the texts of further files with the same contents, by file name."""

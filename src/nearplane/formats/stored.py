@@ -103,9 +103,13 @@ class Stored:
         return list(self._parts)
 
     def rest(self) -> list[str]:
-        """Return the names of the unquantized tensors."""
+        """Return the names of the unquantized tensors of the network."""
         parts = {part for parts in self._parts.values() for part in parts}
-        return [name for name in self.reader.names() if name not in parts]
+        return [name for name in self.reader.names() if name not in parts and not self.layers.is_beside(name)]
+
+    def beside(self) -> dict[str, Tensor]:
+        """Return the tensors that are neither of a layer nor of the network, such as scales of a server's cache."""
+        return self.reader.read([name for name in self.reader.names() if self.layers.is_beside(name)])
 
     def file(self, name: str) -> Path:
         """Return the file that holds the first tensor of one layer."""

@@ -13,6 +13,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+from nearplane.calibration.cache_scales import check_cache
 from nearplane.calibration.stages import FirstLook, blocks_by_kind, try_blocks
 from nearplane.calibration.windows import Windows, samples_of
 from nearplane.errors import RecipeError
@@ -137,6 +138,8 @@ def check_request(model: Model, plan: Plan) -> None:
     refuse_unmatched(model, recipe.ignore)
     refuse_unmatched(model, [each.pattern for each in recipe.layers], "--layer")
     _warn_of_shared_experts(model, recipe)
+    if recipe.kv_cache != "none":
+        check_cache(model)
     refuse_unsupported(model)
     if not has_head(model.network) and not recipe.files.any_network:
         raise RecipeError(
@@ -303,6 +306,7 @@ def quantization_config(model: Model, plan: Plan, layers: Sequence[Layer] | None
         embeddings=recipe.scheme.dense_ends,
         pre=recipe.pre,
         rounded=rounded,
+        kv_cache=recipe.kv_cache != "none",
         version=version("nearplane"),
     )
     return FORMATS[str(recipe.format)].layers.describe(network)

@@ -9,6 +9,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from nearplane.calibration.given import Given
 from nearplane.calibration.one_forward import default_batch
 from nearplane.calibration.states_on_disk import Keep
@@ -182,7 +185,9 @@ class Run:
         self._note([each.record for each in stored], stage.rest if stage.ends_block else ())
         self.count(len(stored))
         if stage.ends_block:
-            self._container.close_block(self.model.reader.read(stage.rest))
+            scales = cache_tensors(stage.cache_scales)
+            self._record = replace(self._record, cache_scales={**self._record.cache_scales, **stage.cache_scales})
+            self._container.close_block(self.model.reader.read(stage.rest) | scales)
             if stage.blocks:
                 if stage.divergence is not None:
                     self._record = replace(self._record, extra_kl=stage.divergence)
@@ -201,6 +206,15 @@ class Run:
         others = sum(ranks.ask(rank, _peak) for rank in ranks.others)
         record = replace(self._record, layers=tuple(self.layers))
         return check_limit(self._journal.seal(record, others))
+
+
+def cache_tensors(scales: Mapping[str, tuple[float, float]]) -> dict[str, Tensor]:
+    """Return the tensors of the scales of keys and values, by the names that vLLM reads."""
+    return {
+        f"{name}.{letter}_scale": torch.tensor([scale], dtype=torch.float32)
+        for name, pair in scales.items()
+        for letter, scale in zip("kv", pair, strict=True)
+    }
 
 
 def _peak(served: object) -> int:

@@ -18,9 +18,9 @@ from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.file_formats import FileFormat, Format
 from nearplane.recipe.layer_scheme import LayerScheme, check_pattern, layer_schemes
 from nearplane.recipe.rate_scheme import RateScheme
-from nearplane.recipe.refusals import check_activations, check_like
+from nearplane.recipe.refusals import check_activations, check_kv_cache, check_like
 from nearplane.recipe.runtimes import Runtime, files_for, usual_format
-from nearplane.recipe.scheme import Activations, Allocation, names_of
+from nearplane.recipe.scheme import Activations, Allocation, CacheNumbers, names_of
 from nearplane.recipe.schemes import AnyScheme, GridScheme, scheme_of
 from nearplane.recipe.spellings import translated_options
 from nearplane.system.arguments import MAX_SEED, check_fields, whole, within
@@ -75,7 +75,7 @@ class Recipe:
         layers: Different schemes for layers that match a pattern; the first match counts.
         format: Format of the checkpoint. Default: nearplane with a rate or size, gguf with a grid of llama.cpp, else
             compressed-tensors, or what the runtime reads.
-        runtime, activations, ignore, max_loss, tune, pre, like: See `quantize`.
+        runtime, activations, kv_cache, ignore, max_loss, tune, pre, like: See `quantize`.
         allocate: Distribution of bits over layers. uniform: the same for all. slope: more for layers where a pass
             before the quantization measures a larger effect. Default: slope with a fraction of bits or measured types of
             llama.cpp, and for entropy-coded weights if calibrated.
@@ -87,6 +87,7 @@ class Recipe:
     format: Format | None = None
     runtime: Runtime | None = None
     activations: Activations = "none"
+    kv_cache: CacheNumbers = "none"
     ignore: tuple[str, ...] = ()
     allocate: Allocation | None = None
     max_loss: float | None = None
@@ -124,6 +125,8 @@ class Recipe:
             check_pattern("ignore", pattern)
         for scheme, activations in self.rounded:
             check_activations(activations, scheme, self.format, self.allocate)
+        if self.kv_cache != "none":
+            check_kv_cache(self.kv_cache, self.scheme, self.files, str(self.format))
 
     @property
     def files(self) -> FileFormat:

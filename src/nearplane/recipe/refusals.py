@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from nearplane.errors import RecipeError
 from nearplane.number_formats import FLOATS
-from nearplane.recipe.file_formats import FILE_FORMATS, Format
+from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
 from nearplane.recipe.scheme import Activations
 from nearplane.recipe.schemes import AnyScheme
 
@@ -59,4 +59,20 @@ def check_activations(activations: Activations, scheme: AnyScheme, format: Forma
         raise RecipeError(
             f"{given} with {found} needs calibration, which measures the largest input of each layer, but solver "
             f"{scheme.solver!r} uses none."
+        )
+
+
+def check_kv_cache(kv_cache: str, scheme: AnyScheme, files: FileFormat, format: str) -> None:
+    """Refuse scales of a key-value cache for which the files have no place, and without text to measure them on.
+
+    Raises:
+        RecipeError: The message names the option.
+    """
+    if not files.rounds_inputs:
+        raise RecipeError(
+            f"--kv-cache {kv_cache} is for compressed-tensors: {format} has no place for its scales. Leave out --kv-cache."
+        )
+    if not scheme.calibrated:
+        raise RecipeError(
+            f"--kv-cache {kv_cache} needs calibration, which measures keys and values, but solver {scheme.solver!r} uses none."
         )

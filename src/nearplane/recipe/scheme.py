@@ -16,6 +16,7 @@ Order = Literal["natural", "activation", "pivoted"]
 Solver = Literal["nearest-plane", "round-to-nearest", "k-best"]
 Allocation = Literal["uniform", "slope"]
 Activations = Literal["none", "int8", "fp8", "fp4"]
+CacheNumbers = Literal["none", "fp8"]  # of a server's keys and values
 
 BEAM = 8  # candidates of a row; docs/log.md has the measurements behind this and the defaults of `schemes.py`
 DEFAULT_GROUP_SIZES = (128, 64, 32, 16)  # default group sizes to try; kernels take no smaller ones

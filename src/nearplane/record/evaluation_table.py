@@ -96,7 +96,14 @@ def _text_rows(score: Mapping[str, Any]) -> list[Cells]:
     """Return the row of an evaluation on one text; two where inputs were also rounded, as runtimes round them."""
     if (computed := score.get("computed")) is None:
         return [_text_row(score)]
-    return [_text_row(score, ", weights alone"), _text_row(computed, ", inputs rounded, as runtimes compute")]
+    how = rounded_in_words(computed.get("rounded") or ("inputs",))
+    return [_text_row(score, ", weights alone"), _text_row(computed, f", {how}, as runtimes compute")]
+
+
+def rounded_in_words(parts: Sequence[str]) -> str:
+    """Return what a network rounded as runtimes do, in words."""
+    words = {"inputs": "inputs rounded", "cache": "keys and values in fp8"}
+    return " and ".join(words[part] for part in parts)
 
 
 def _text_row(score: Mapping[str, Any], how: str = "") -> Cells:

@@ -26,10 +26,10 @@ VERSION = 5  # of the record; records of other versions are refused
 # values with which fields are not in the file: of a run, of each of its layers, of its recipe, of schemes of some layers in it,
 # and of its calibration
 LEFT_OUT: dict[str, object] = {
-    "sources": (), "extra_kl": None, "original_bytes": 0, "card": 0, "compute_dtype": "auto",
+    "sources": (), "extra_kl": None, "original_bytes": 0, "card": 0, "compute_dtype": "auto", "cache_scales": {},
 }  # fmt: skip
 LEFT_OUT_OF_LAYERS: dict[str, object] = {"degenerate": "", "extra_by_source": (), "extra_own_loss": None}
-LEFT_OUT_OF_RECIPE: dict[str, object] = {"activations": "none", "like": None, "runtime": None}
+LEFT_OUT_OF_RECIPE: dict[str, object] = {"activations": "none", "kv_cache": "none", "like": None, "runtime": None}
 LEFT_OUT_OF_SCHEMES: dict[str, object] = {"activations": None}
 LEFT_OUT_OF_CALIBRATION: dict[str, object] = {"first_token": "none"}
 
@@ -219,6 +219,8 @@ class RunRecord:
         text: SHA-256 of all these windows: of the token ids as little-endian int64, then of their sound as float32, if
             any; for images of the pixel values as float32. Empty without windows.
         layers: Records of the layers in the order of the solve.
+        cache_scales: {name of the attention in the files: scales of its keys and of its values} for a key-value cache in 8-bit
+            floats, see --kv-cache; empty, and then not in the file, without.
         skipped: (name, reason) of weights that were not quantized although the recipe did not exclude them.
         batch: Number of windows per forward pass, if --memory reduced it; None: the default.
         seconds: Time of the whole run, including tuning.
@@ -248,6 +250,7 @@ class RunRecord:
     text: str = ""
     stored: str = ""
     layers: tuple[LayerRecord, ...] = ()
+    cache_scales: dict[str, tuple[float, float]] = field(default_factory=dict)
     skipped: tuple[tuple[str, str], ...] = ()
     batch: int | None = None
     seconds: float = 0.0

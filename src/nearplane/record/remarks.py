@@ -48,6 +48,7 @@ def usual(record: RunRecord) -> Iterator[str]:
             for_one_program,
             _types,
             _activations,
+            _kv_cache,
             _smaller_groups,
             _wide_steps,
             by_source,
@@ -108,6 +109,15 @@ def _activations(record: RunRecord) -> Iterator[str]:
         yield (
             f"runtimes round the inputs {rounded}, which loses more than the weights alone and which the "
             f"targets take into account; nearplane evaluate --activations measures both"
+        )
+
+
+def _kv_cache(record: RunRecord) -> Iterator[str]:
+    """Yield a line if the files have scales of a server's cache."""
+    if record.recipe.kv_cache != "none":
+        yield (
+            f"{len(record.cache_scales)} layers have scales of keys and values, by which vLLM keeps its cache in fp8; nearplane "
+            f"evaluate --kv-cache fp8 measures what that loses"
         )
 
 

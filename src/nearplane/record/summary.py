@@ -62,6 +62,7 @@ def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
     """Yield the commands that measure the loss of the whole model, show every layer, and use the checkpoint."""
     folder = typed(out)
     rounded = " --activations" if record.recipe.rounded else ""
+    rounded += " --kv-cache fp8" if record.recipe.kv_cache != "none" else ""
     command = f"nearplane evaluate {folder} --against {typed(record.source)}{rounded} --text TEXT"
     if record.tokens:
         yield f"predictions on another text: {command}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nearplane.calibration.cache_scales import scales_by_layer
 from nearplane.calibration.given import Given, check_start
 from nearplane.calibration.self_written import self_written
 from nearplane.calibration.text_files import is_self_written
@@ -35,10 +36,11 @@ from nearplane.evaluation.protocols import (
 )
 from nearplane.evaluation.scoring import Floor, cosines, measured_floor, running, token_scores
 from nearplane.evaluation.statistics import TokenScores, summarize
+from nearplane.formats.stored import Stored, quantization_of
 from nearplane.loading.dense_network import dense_network
 from nearplane.loading.rounded_layers import RoundedLayers, rounded_layers
 from nearplane.loading.source_folder import source_folder
-from nearplane.models.kinds import InputKind
+from nearplane.models.kinds import InputKind, has_two_stacks
 from nearplane.models.model import open_model
 from nearplane.models.pretrained import tokenizer_of
 from nearplane.models.two_tokenizers import check_same_tokens, decoded
@@ -89,12 +91,14 @@ class PreparedTexts:
         texts: Windows of the texts, each with its name.
         request: What is asked.
         rounded: Layers of the model whose inputs runtimes round; empty unless asked for.
+        cache_scales: Scales of keys and of values by the number of the layer; None: they are not rounded.
     """
 
     outlines: Sequence[Outline]
     texts: Sequence[tuple[ScoredText, str]]
     request: EvaluateRequest
     rounded: RoundedLayers
+    cache_scales: Mapping[int, tuple[Tensor, Tensor]] | None = None
 
     def measure(self) -> list[Measured]:
         """Read the models, and measure them on each text by itself; the floor is measured on the first."""
@@ -115,12 +119,13 @@ class PreparedTexts:
         if request.floor and len(networks) > 1 and not outlines[0].embeds:
             floor = measured_floor(networks[1], self.texts[0][0], place, trust, request.progress)
         measured = [_measured(networks, *text, request, None if n else floor) for n, text in enumerate(self.texts)]
-        if not request.activations:
+        parts = ("inputs",) * request.activations + ("cache",) * (request.kv_cache != "none")
+        if not parts:
             return measured
-        networks[0].rounded = self.rounded
+        networks[0].rounded, networks[0].cache_scales = self.rounded, self.cache_scales
         computed = [_measured(networks, *text, request) for text in self.texts]
         return [
-            replace(alone, evaluation=replace(alone.evaluation, computed=both.evaluation))
+            replace(alone, evaluation=replace(alone.evaluation, computed=replace(both.evaluation, rounded=parts)))
             for alone, both in zip(measured, computed, strict=True)
         ]
 
@@ -136,7 +141,9 @@ def prepare_texts(request: EvaluateRequest) -> PreparedTexts:
     outlines = [Outline.of(each, trust_remote_code=trust) for each in (model, against) if each is not None]
     for each in given:
         _check_taken(outlines, InputKind.TEXT if each is None else each.kind, protocol)
-    outline, layers = outlines[0], RoundedLayers()
+    outline, layers, scales = outlines[0], RoundedLayers(), None
+    if request.kv_cache != "none":
+        scales = _cache_scales(outline)
     if request.activations:
         if outline.folder is None:
             raise RecipeError(
@@ -159,7 +166,23 @@ def prepare_texts(request: EvaluateRequest) -> PreparedTexts:
     if tokenizer is not None and tokenized:
         read = (text for windows in tokenized for text in decoded(tokenizer, windows))
         check_same_tokens(folders, read, trust_remote_code=trust)
-    return PreparedTexts(outlines, [*zip(scored, map(_name, texts), strict=True)], request, layers)
+    return PreparedTexts(outlines, [*zip(scored, map(_name, texts), strict=True)], request, layers, scales)
+
+
+def _cache_scales(outline: Outline) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return the scales of a model's cache by the number of the layer; empty where the folder has none.
+
+    Raises:
+        RecipeError: The network is no decoder.
+    """
+    if outline.embeds or has_two_stacks(outline.network):
+        raise RecipeError(f"{outline.name} is no decoder alone and keeps no such cache. Leave out --kv-cache.")
+    folder = outline.folder
+    tensors = {} if folder is None or quantization_of(folder) is None else Stored(folder).beside()
+    found = scales_by_layer(outline.network, tensors)
+    if not found:
+        log.info("%s has no scales of keys and values: they are 1.0, as in vLLM", outline.name)
+    return found
 
 
 def _written(request: EvaluateRequest) -> Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from nearplane.calibration.text_files import check_named, is_cropped, is_self_written
 from nearplane.errors import INSTALL, CalibrationError, RecipeError
 from nearplane.evaluation.protocol_names import PLAIN_WINDOWS, Protocol
+from nearplane.recipe.scheme import CacheNumbers
 from nearplane.system.arguments import whole
 from nearplane.system.paths import check_path, path_in
 from nearplane.system.progress import Progress
@@ -52,6 +53,8 @@ class EvaluateRequest:
         floor: Measure the divergence of the original in its own dtype from itself in float32, too.
         activations: Measure a second time as runtimes compute, which round the inputs of layers if the model was quantized
             with --activations. Without this option, the weights alone are measured.
+        kv_cache: Measure a second time with keys and values rounded to fp8, as vLLM keeps them with `--kv-cache-dtype fp8`, by
+            the scales of the checkpoint (quantize --kv-cache); without scales they are 1.0. With activations, both at once.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         trust_remote_code: Run model code that comes with the checkpoint.
         progress: Display that wraps the iterators over windows.
@@ -68,6 +71,7 @@ class EvaluateRequest:
     against: str | Path | PreTrainedModel | None = None
     floor: bool = False
     activations: bool = False
+    kv_cache: CacheNumbers = "none"
     device: str = "auto"
     trust_remote_code: bool = False
     progress: Progress = bar

@@ -9,6 +9,7 @@ from nearplane.evaluation.protocol_names import Protocol
 from nearplane.evaluation.protocols import LlamaCppFigure, LmEvalFigures
 from nearplane.evaluation.scoring import Floor
 from nearplane.evaluation.statistics import MIN_WINDOWS, Estimate, PositionRange, Statistics
+from nearplane.record.evaluation_table import rounded_in_words
 from nearplane.record.words import word_for
 
 NAME_WIDTH, POSITIONS_PER_LINE = 34, 4
@@ -36,7 +37,8 @@ class Evaluation:
         llama_cpp: Figures of `llama-perplexity`, only by this protocol.
         lm_eval, lm_eval_original: Perplexities of lm-eval of the model and of the original, only by this protocol.
         words, bytes, documents: Sizes of the text, by which lm-eval divides; 0 for other protocols.
-        computed: The same of the network that rounds inputs as runtimes do; None unless asked for.
+        computed: The same of the network that rounds inputs or keys and values as runtimes do; None unless asked for.
+        rounded: What the network rounded: inputs, cache (keys and values, in fp8), or both.
     """
 
     perplexity: float | None = None
@@ -61,6 +63,7 @@ class Evaluation:
     bytes: int = 0
     documents: int = 0
     computed: Evaluation | None = None
+    rounded: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return the figures as lines, as the command prints them."""
@@ -86,7 +89,8 @@ def _lines(score: Evaluation) -> Iterator[str]:
     yield from score.remarks
     if score.computed is not None:
         yield ""
-        yield "as runtimes compute, with the inputs of layers rounded (above: the weights alone):"
+        how = rounded_in_words(score.computed.rounded)
+        yield f"as runtimes compute, with {how} (above: the weights alone):"
         yield from (line for number, line in enumerate(_lines(score.computed)) if number)
 
 

@@ -17,7 +17,7 @@ from nearplane.recipe.file_formats import Format, Weights
 from nearplane.recipe.rate_scheme import Rows
 from nearplane.recipe.recipe import FirstToken, Rare, Recipe, Tune
 from nearplane.recipe.runtimes import Runtime
-from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES, Activations, Allocation, Order, Solver
+from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES, Activations, Allocation, CacheNumbers, Order, Solver
 from nearplane.recipe.schemes import Scale
 from nearplane.recipe.spellings import SPELLINGS
 from nearplane.system.arguments import OPEN, ComputeDtype
@@ -68,6 +68,8 @@ class QuantizeRequest:
         activations: Numbers to which runtimes round the inputs of quantized layers: int8 (with --grid int8), fp8 (with
             --grid fp8) or fp4 (with --grid nvfp4 or mxfp4). The solve then takes this rounding into account. --layer
             'self_attn=grid:fp8,activations:fp8' rounds those of some layers otherwise. Default: none.
+        kv_cache: Numbers in which vLLM keeps keys and values: fp8 measures their scales and stores them beside the weights.
+            Weights are the same. Default: none, in 16 bits.
         size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used
             instead of --rate. With --format gguf, each layer gets a type of llama.cpp, chosen by measuring.
         rate: Bits per quantized weight in the file, 0.5 to 7, with every byte of the layers' tensors counted; for example 3.5.
@@ -138,6 +140,7 @@ class QuantizeRequest:
     format: Format | None = OPEN
     runtime: Runtime | None = OPEN
     activations: Activations = OPEN
+    kv_cache: CacheNumbers = OPEN
     size: str | None = OPEN
     rate: float | None = OPEN
     pre: str | None = OPEN

@@ -18,6 +18,7 @@ from nearplane.formats.stored import Stored
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.shared_grid import SharedGrid
+from nearplane.planning.run import cache_tensors
 from nearplane.record.contradictions import contradictions, tuning_contradictions
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.files import digest_of, sha256
@@ -125,6 +126,14 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
     rounded = {layer.stored: recipe.inputs_of(layer.name) for layer in record.layers}
     names = [name for name, inputs in rounded.items() if inputs is not None]
     quantized = Quantized(scheme=recipe.scheme, quantized=list(known), rounded=names, version="")
+    if bool(stored.config.get("kv_cache_scheme")) != (recipe.kv_cache != "none"):
+        yield Fault(CONFIG, f"its kv_cache_scheme is not that of --kv-cache {recipe.kv_cache}, which is in the record")
+    stored_scales = {name: float(tensor) for name, tensor in stored.beside().items() if tensor.numel() == 1}
+    recorded_scales = {name: float(tensor) for name, tensor in cache_tensors(record.cache_scales).items()}
+    for name in sorted(stored_scales.keys() | recorded_scales.keys()):
+        if stored_scales.get(name) != recorded_scales.get(name):
+            found, expected = (of.get(name, "missing") for of in (stored_scales, recorded_scales))
+            yield Fault(name, f"it is {found} in the files, and {expected} in the record")
     if stored.layers != format.layers.configured(format.layers.describe(quantized)):
         yield Fault(CONFIG, f"its quantization_config is not that of {recipe.format} with this recipe")
     for name, text in stored.repeated_files().items():  # some programs read this copy first

@@ -65,11 +65,13 @@ class Along(Generic[Measured]):
     Args:
         layers: The measurement of every layer.
         input_scales: {layer name: global scale of its rounded inputs}, where there are such.
+        cache_scales: {name of the attention in files: scales of its keys and of its values}, where there are such.
         divergence: KL on the extra windows, see `extra_divergence`.
     """
 
     layers: list[Measured] = field(default_factory=list)
     input_scales: dict[str, float] = field(default_factory=dict)
+    cache_scales: dict[str, tuple[float, float]] = field(default_factory=dict)
     divergence: float | None = None
 
 
@@ -142,6 +144,7 @@ def along_both_networks(
             along.layers += [each for _, each in measured]
             count(len(measured))
             along.input_scales |= stage.input_scales
+            along.cache_scales |= stage.cache_scales
             along.divergence = along.divergence if stage.divergence is None else stage.divergence
             del measured
     return along
@@ -209,6 +212,11 @@ def losses_again(
                 f"the global scale of its inputs is {_short(scales.get(entry.name))}, the file has {_short(stored[1])}"
             )
             faults.append(Fault(entry.name, what))
+    for name in dict.fromkeys([*saved.record.cache_scales, *along.cache_scales]):
+        again, old = along.cache_scales.get(name), saved.record.cache_scales.get(name)
+        if not _same(again, old, agreement.tolerance):
+            what = f"the scales of its keys and values are {_short(again)}, the record has {_short(old)}"
+            faults.append(Fault(name, what))
     faults += _held_out_again(saved, agreement.tolerance)
     return True
 

@@ -27,6 +27,10 @@ from nearplane.number_formats import InputRounding, NumberFormat
 from nearplane.recipe.file_formats import unstorable_in_compressed_tensors
 
 EVERY_LAYER = "Linear"  # class of modules, as the target of a group without names
+CACHE: dict[str, Any] = {  # kv_cache_scheme of keys and values in E4M3 with a scale each for a layer
+    "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "group_size": None, "dynamic": False,
+}  # fmt: skip
+CACHE_TENSORS = re.compile(r"\.[qkv]_(?:scale|zero_point)$")  # beside the weights, of a cache
 MIXED_FORMAT = "mixed-precision"  # `format` of a config whose layers have several packings
 WITH_INPUTS = Int8Packed()  # of integers whose inputs are rounded, too
 PACKINGS: tuple[Packing, ...] = (
@@ -124,6 +128,10 @@ class CompressedTensors(GridFormat):
                 raise FormatError(f"{steps} is missing beside {name}: the file is damaged. Fetch it again.")
         return super(CompressedTensors, self).parts(existing)
 
+    def is_beside(self, name: str) -> bool:
+        """Return whether a tensor is a scale of a server's cache."""
+        return CACHE_TENSORS.search(name) is not None
+
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return (out, in) from the packing with this dtype of words."""
         suffix = next((each.WORDS_IN for each in PACKINGS if f"{name}.{each.WORDS_IN}" in tensors), Packing.WORDS_IN)
@@ -169,7 +177,7 @@ class CompressedTensors(GridFormat):
             "quantization_status": "compressed",
             "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
             "ignore": list(network.ignore),
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": dict(CACHE) if network.kv_cache else None,
             "global_compression_ratio": None,
         }
 
@@ -185,9 +193,9 @@ class CompressedTensors(GridFormat):
                 "format": (format, {each.FORMAT for each in PACKINGS}),
                 "quantization_status": (config.get("quantization_status"), {"compressed"}),
                 "output_activations": (scheme.get("output_activations"), {None}),
-                "kv_cache_scheme": (config.get("kv_cache_scheme"), {None}),
             }
         )
+        check_cache_scheme(config.get("kv_cache_scheme"))
         candidates = [each for each in PACKINGS if format == each.FORMAT]
         strategy = weights.get("strategy")
         packing = next((each for each in candidates if strategy == each.STRATEGY), candidates[0])
@@ -201,6 +209,20 @@ class CompressedTensors(GridFormat):
 
 
 FORMAT = Format(CompressedTensors())
+
+
+def check_cache_scheme(scheme: Any) -> None:
+    """Refuse a `kv_cache_scheme` that vLLM does not read: others than 8-bit floats with a scale for a layer or a head.
+
+    Raises:
+        FormatError: The message names the field.
+    """
+    if scheme is None:
+        return
+    fields = object_of("compressed-tensors: kv_cache_scheme", scheme)
+    known = {name: {fields_of} for name, fields_of in CACHE.items() if name in ("num_bits", "type", "symmetric")}
+    known["strategy"] = {"tensor", "attn_head"}
+    refuse_unknown({f"kv_cache_scheme.{name}": (fields.get(name), values) for name, values in known.items()})
 
 
 def _group_of(
