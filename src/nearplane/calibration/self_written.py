@@ -126,7 +126,7 @@ def self_written(
     beginning = before if first_token == "auto" else ()
     separator = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     each = length - len(before) + len(separator)
-    batches = -(-samples * (seqlen - len(beginning)) // (each * BATCH))
+    batches = batches_of_texts(samples * (seqlen - len(beginning)), each)
     dtype = device.compute_dtype(model.dtype)
     _check_room(model, dtype, device)
     log.info(f"the network writes {batches * BATCH * length:,} tokens of text (self)")
@@ -142,6 +142,11 @@ def self_written(
     windows = torch.cat([torch.tensor(beginning, dtype=torch.int64).expand(samples, -1), windows], 1)
     keep_text(name, windows)
     return windows
+
+
+def batches_of_texts(tokens: int, each: int) -> int:
+    """Return the number of batches of texts of `each` tokens that have so many tokens together."""
+    return -(-tokens // (each * BATCH))
 
 
 def written(

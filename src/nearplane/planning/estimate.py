@@ -7,16 +7,21 @@ from typing import NamedTuple
 import torch
 
 from nearplane.calibration.one_forward import MemorySetting
+from nearplane.calibration.self_written import BATCH, LENGTH, batches_of_texts
 from nearplane.calibration.text_files import is_self_written
 from nearplane.calibration.windows import Windows, default_seqlen, extra_windows, samples_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
+from nearplane.planning.cache_size import cache_bytes
 from nearplane.planning.forecast import seconds_of_a_multiplication, shapes_with
 from nearplane.planning.memory_bound import Blocks, Group, bound, multiplications
 from nearplane.recipe.layer_plan import Plan
 from nearplane.system.device import Device
 from nearplane.system.memory import resident
 
+# of a network that writes text (SmolLM2, one thread): time of a multiplication over that in a large product, and memory over that
+# of its keys and values, which grow with every token
+WRITING_TIME, WRITING_MEMORY = 3.1, 1.5
 ALIVE = 8  # rows as wide as the widest layer that a forward pass has in memory at a time
 
 
@@ -50,10 +55,14 @@ def estimated(model: Model, plan: Plan, device: Device) -> Estimate:
     shapes = shapes_with(model, plan, Windows(seqlen=seqlen, fitted=fitted, extra=extra), blocks, device)
     start = (resident() or 0) if device.on_cpu else 0
     most = bound(shapes, MemorySetting.usual(seqlen, device), start, "host" if device.on_cpu else "device")
-    tokens, work = shapes.all_windows * seqlen, multiplications(shapes)
+    tokens, work, memory = shapes.all_windows * seqlen, multiplications(shapes), most.bytes
     if is_self_written(options.calibration):
-        work += tokens * sum(parameter.numel() for parameter in model.network.parameters())
-    return Estimate(tokens, most.bytes, work * seconds_of_a_multiplication() if device.on_cpu else None)
+        weights, length = sum(parameter.numel() for parameter in model.network.parameters()), min(seqlen, LENGTH)
+        written = batches_of_texts(tokens, length) * length * BATCH
+        work += WRITING_TIME * written * weights
+        kept = BATCH * (cache_bytes(model, length) or 0) / 2  # numbers: they have 2 bytes each there
+        memory = max(memory, start + round(number * (weights + WRITING_MEMORY * kept)))
+    return Estimate(tokens, memory, work * seconds_of_a_multiplication() if device.on_cpu else None)
 
 
 def _of(block: Block, seqlen: int, number: int) -> Blocks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from nearplane.models.ignored import merged_experts, refuse_unmatched, refuse_un
 from nearplane.models.kinds import has_head, has_two_stacks
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
-from nearplane.number_formats import BlockType, NumberFormat
+from nearplane.number_formats import TYPES, BlockType, NumberFormat
 from nearplane.planning.plan import check_budget
 from nearplane.planning.rehearsal import check_loads
 from nearplane.recipe.block_scheme import BlockScheme
@@ -183,6 +184,24 @@ def check_request(model: Model, plan: Plan) -> None:
         if recipe.runtime is not None:
             raise RecipeError(sentence)
         logger.warning(sentence)
+
+
+def say_types(model: Model, plan: Plan) -> None:
+    """Log which types of llama.cpp layers get, where some cannot have the one that was asked for."""
+    asked = types_of_blocks(model, Plan.of(plan.recipe, plan.layers), fallbacks=False)
+    others = [name for name, kind in asked.items() if kind.name != plan.layers[name].number_format.name]
+    if not others or plan.recipe.scheme.measured:
+        return
+    counts = Counter(layer.number_format.name for layer in plan.layers.values())
+    weights = {layer.name: layer.shape[0] * layer.shape[1] for layer in model.layers}
+    bits = sum(count * TYPES[plan.layers[name].number_format.name].rate for name, count in weights.items())
+    logger.info(
+        "types of layers: %s; %.2f bits per weight. %d of them have rows that blocks of the type which was asked for do not "
+        "divide, and get the one that llama.cpp uses instead",
+        ", ".join(f"{name} in {count}" for name, count in counts.most_common()),
+        bits / sum(weights.values()),
+        len(others),
+    )
 
 
 def _warn_of_shared_experts(model: Model, recipe: Recipe) -> None:

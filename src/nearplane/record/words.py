@@ -17,6 +17,7 @@ NOT_FITTED = "to which nothing was fitted"  # said of windows that follow the ca
 NOTABLE_LOSS = 0.05  # share of a layer's output energy; at 4 bits most layers lose less than a tenth of it
 # largest KL, in nats per token, for which each word is said
 SCALE = ((0.01, "close to the original"), (0.03, "small"), (0.1, "noticeable"))
+SMALL = 0.03  # largest KL that needs no advice
 # of the fitted loss, and share of the output: with 2.7 tokens an input, layers of SmolLM2 lose 1.7 times as much on other text
 # in the median, and at most 3.2 times
 MANY_TIMES, OVERFITTED_LOSS = 3, 0.01
@@ -61,7 +62,7 @@ def in_words(record: RunRecord) -> str:
     assert record.extra_kl is not None, "the record has no KL"
     advice = "more --samples or more bits make" if record.tuning else "more --samples, more bits or nearplane tune make"
     word = word_for(record.extra_kl)
-    return word if record.extra_kl <= SCALE[-1][0] else f"{word}; {advice} it smaller"
+    return word if record.extra_kl <= SMALL else f"{word}; {advice} it smaller"
 
 
 def word_for(kl: float) -> str:

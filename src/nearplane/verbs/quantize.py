@@ -28,7 +28,7 @@ from nearplane.models.model_objects import as_folder, check_model
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.journal import Journal
 from nearplane.planning.like_file import with_like
-from nearplane.planning.request import open_resolved
+from nearplane.planning.request import open_resolved, say_types
 from nearplane.planning.run import Job, Options, check_limit, container_for, start_run
 from nearplane.planning.solve_stage import solve_stage
 from nearplane.planning.tokens_in_file import check_tokens_in_file
@@ -59,6 +59,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
             folder, recipe, trust_remote_code=options.trust_remote_code
         )  # weights stay on disk
     check_disk(out, model, settled)
+    say_types(model, settled)
     remote, overwrite, like = options.trust_remote_code, options.overwrite, options.like
     with container_for(model, settled, out, overwrite=overwrite, trust_remote_code=remote, like=like) as container:
         windows = calibration_windows(model, settled.recipe, options.given, options.device, options.progress)

@@ -10,7 +10,10 @@ from cyclopts import CycloptsError
 from nearplane.cli import app as cli
 
 SHOWN = (  # groups in the order of the help, and their flags
-    ("Everyday", ("bits", "group-size", "symmetric", "grid", "embeddings", "format", "runtime", "activations", "kv-cache")),
+    (
+        "Everyday",
+        ("bits", "group-size", "symmetric", "grid", "embeddings", "format", "runtime", "activations", "kv-cache"),
+    ),
     ("Entropy-coded, instead of --bits", ("size", "rate")),
     ("GGUF, for llama.cpp", ("pre", "like")),
     ("Calibration text", ("calibration", "samples", "seqlen", "first-token", "rare-experts")),

@@ -38,7 +38,8 @@ def test_a_run_that_went_as_asked_takes_ten_lines():
     assert list(summary(RUN, OUT)) == [
         "2 layers quantized to 4.000 bits per weight in 1.5 s: out",
         "weight files 1.25 MB, whole folder 1.50 MB; calibrated on 512 tokens (2 windows of 256), measured on 1 extra window",
-        "predictions: KL 0.0523 nats per token from the original's on 1 extra window, to which nothing was fitted: noticeable",
+        "predictions: KL 0.0523 nats per token from the original's on 1 extra window, to which nothing was fitted: noticeable; "
+        "more --samples, more bits or nearplane tune make it smaller",
         "share of its output that a layer loses by itself on 1 extra window, to which nothing was fitted: 1.5 % in the "
         "median layer; no layer loses more than 5 %",
         "most is lost in model.layers.1.mlp.up_proj (4 %), model.layers.0.mlp.up_proj (1.5 %)",
