@@ -75,9 +75,32 @@ def unpack(words: Tensor, bits: int, n: int) -> Tensor:
     return codes[..., :n].contiguous()
 
 
+def unpack_whole(words: Tensor, bits: int, n: int) -> Tensor:
+    """Read `n` integers from every row of words that hold whole codes, as compressed-tensors before 0.18 packs them.
+
+    A word holds 32 // bits codes, the first in its lowest bits; where `bits` divides 32 that is the dense stream.
+
+    Args:
+        words: (..., ceil(n / (32 // bits))) int32 words.
+        bits: Bits per code, 2 ... 8.
+        n: Number of codes per row.
+
+    Returns:
+        (..., n) uint8 codes in 0 ... 2^bits - 1.
+    """
+    places = bits * torch.arange(32 // bits, dtype=torch.int32, device=words.device)
+    codes: Tensor = (words.unsqueeze(-1) >> places) & (2**bits - 1)
+    return codes.flatten(-2)[..., :n].to(torch.uint8)
+
+
 def words_of(n: int, bits: int) -> int:
     """Return the number of 32-bit words that `n` codes take."""
     return -(-n * bits // 32)
+
+
+def whole_words_of(n: int, bits: int) -> int:
+    """Return the number of 32-bit words that `n` codes take if none straddles two; see `unpack_whole`."""
+    return -(-n // (32 // bits))
 
 
 def _check(bits: int) -> None:

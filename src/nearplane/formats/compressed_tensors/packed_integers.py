@@ -5,7 +5,8 @@
     NAME.weight_shape   (2,)                    int64    out, in
 
 Asymmetric layers, which transformers does not load, have `NAME.weight_zero_point` (ceil(out*bits/32), groups) int32, a dense
-bit stream along the outputs. `NAME.weight_g_idx` (in,) is read but never written.
+bit stream along the outputs. `NAME.weight_g_idx` (in,) is read but never written. So are words
+that hold 32 // bits whole codes, which compressed-tensors wrote before 0.18: their number tells them apart.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nearplane.coding.packed_words import pack, unpack, words_of
+from nearplane.coding.packed_words import pack, unpack, unpack_whole, whole_words_of, words_of
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.compressed_tensors.packing import SCALES, Packing, refuse_unknown
 from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, of_kind
@@ -96,28 +97,23 @@ class PackQuantized(Packing):
         return out, columns
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
-        """Return the matrix of one layer; other programs write asymmetric ones and permuted groups, too."""
+        """Return the matrix of one layer; other programs write asymmetric ones, permuted groups and padded words, too."""
         bits = format.bits
         out, columns = self.shape_of(name, tensors)
         groups = format.groups(columns)
-        dense, padded = words_of(columns, bits), -(-columns // (32 // bits))
         loaded = tensors.get(f"{name}.weight_packed")
-        if loaded is not None and loaded.shape[-1] == padded != dense:
-            raise FormatError(
-                f"{name}.weight_packed has {padded} words per row, expected {dense}: older versions of "
-                f"compressed-tensors padded {bits}-bit codes to whole words. Write the checkpoint again with a newer "
-                f"version, which packs them densely."
-            )
-        words = expect(name, tensors, "weight_packed", (out, dense), {torch.int32})
+        padded = loaded is not None and loaded.shape[-1] == whole_words_of(columns, bits) != words_of(columns, bits)
+        count, read = (whole_words_of, unpack_whole) if padded else (words_of, unpack)  # before 0.18, and since
+        words = expect(name, tensors, "weight_packed", (out, count(columns, bits)), {torch.int32})
         scale = expect(name, tensors, "weight_scale", (out, groups), SCALES)
         zeros = torch.full((out, groups), 2 ** (bits - 1), dtype=torch.uint8, device=words.device)
         if not format.symmetric:
-            packed = expect(name, tensors, "weight_zero_point", (words_of(out, bits), groups), {torch.int32})
-            zeros = unpack(packed.T.contiguous(), bits, out).T
+            packed = expect(name, tensors, "weight_zero_point", (count(out, bits), groups), {torch.int32})
+            zeros = read(packed.T.contiguous(), bits, out).T
         group = consecutive(columns, format.group, words.device)
         if f"{name}.weight_g_idx" in tensors:
             group = expect(name, tensors, "weight_g_idx", (columns,), {torch.int32, torch.int64}).to(torch.int64)
             if bool(((group < 0) | (group >= groups)).any()):
                 raise FormatError(f"{name}.weight_g_idx refers to groups outside 0 to {groups - 1}.")
-        codes = unpack(words, bits, columns)
+        codes = read(words, bits, columns)
         return Integers(codes=codes, zeros=zeros, scale=scale, group=group, format=format).matrix()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from checkpoints import config_of_grids, random_matrix
 from nearplane.errors import FormatError
 from nearplane.formats.compressed_tensors.compressed_tensors_format import FORMAT
+from nearplane.formats.integers import Integers
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import integers
 
@@ -105,10 +106,30 @@ def test_scales_are_never_rounded(scale: float) -> None:
         layout.pack("a", matrix, torch.float16)
 
 
+def padded(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return words that hold 32 // bits whole codes, the first in the lowest bits, as compressed-tensors 0.17 packs them."""
+    each = 32 // bits
+    codes = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % each)).view(len(codes), -1, each)
+    words = (codes << bits * torch.arange(each)).sum(2)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
-def test_words_padded_as_in_older_versions_are_refused(bits: int) -> None:
-    """Before dense packing a word held 32 // bits codes: the same tensors, read densely, would be other weights."""
-    tensors = layout.pack("a", random_matrix(2, 64, bits=bits, group_size=32, symmetric=True), torch.float16)
-    tensors["a.weight_packed"] = torch.zeros(2, -(-64 // (32 // bits)), dtype=torch.int32)
-    with pytest.raises(FormatError, match="codes to whole words"):
-        unpacked("a", tensors, config(bits))
+def test_words_padded_as_in_older_versions_are_read_by_their_number(bits: int, symmetric: bool) -> None:
+    """Densely read they would be other weights. Zero points are padded along the outputs."""
+    matrix = random_matrix(64, 96, bits=bits, group_size=32, symmetric=symmetric)
+    tensors = layout.pack("a", matrix, torch.float16)
+    stored = Integers.of("a", matrix, torch.float16)
+    tensors["a.weight_packed"] = padded(stored.codes, bits)
+    if not symmetric:
+        tensors["a.weight_zero_point"] = padded(stored.zeros.T, bits).T.contiguous()
+    again = unpacked("a", tensors, config(bits, symmetric=symmetric))
+    assert torch.equal(again.decode(), matrix.decode())
+
+
+def test_words_of_another_number_are_refused() -> None:
+    tensors = layout.pack("a", random_matrix(2, 64, bits=3, group_size=32, symmetric=True), torch.float16)
+    tensors["a.weight_packed"] = torch.zeros(2, 8, dtype=torch.int32)
+    with pytest.raises(FormatError, match=r"a\.weight_packed is"):
+        unpacked("a", tensors, config(3))
