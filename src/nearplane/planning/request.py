@@ -40,7 +40,11 @@ from nearplane.system.paths import path_in
 from nearplane.system.patterns import has_match
 
 logger = logging.getLogger("nearplane")
-FUSED_BY_VLLM = {  # layers of one module that it loads as one, besides those of `FUSED_NAMES`
+FUSED_BY_VLLM = {  # layers of one module that version 0.32 loads as one, besides those of `FUSED_NAMES`
+    **dict.fromkeys(("c_fc_0", "c_fc_1"), "gate_up_proj"),
+    **dict.fromkeys(("wq", "wk", "wv"), "merged_qkv"),
+    **dict.fromkeys(("wq_a", "wkv"), "fused_wqa_wkv"),
+    **dict.fromkeys(("key_proj", "value_proj"), "kv_proj"),
     **dict.fromkeys(("query", "key", "value"), "qkv_proj"),
     **dict.fromkeys(("w1", "w3"), "gate_up_proj"),
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj"),
