@@ -84,7 +84,7 @@ def test_tuning_keeps_the_runtime(asymmetric: Path, model: Path, tmp_path: Path)
 
 def test_layers_that_a_server_fuses_are_alike_or_refused(model: Path, tmp_path: Path) -> None:
     """Without a runtime it is a warning."""
-    with pytest.raises(RecipeError, match=r"have different grids\. vLLM and SGLang fuse these"):
+    with pytest.raises(RecipeError, match=r"have different grids or inputs\. vLLM and SGLang fuse these"):
         nearplane.quantize(model, tmp_path / "out", bits=4, runtime="vllm", layers={"q_proj": {"bits": 8}}, **FAST)
     assert not (tmp_path / "out").exists()
 
@@ -192,3 +192,28 @@ def test_layers_with_the_same_input_round_it_alike(model: Path, tmp_path: Path) 
     with pytest.raises(RecipeError, match=r"q_proj and .* have the same input, which programs would round for one"):
         nearplane.quantize(model, tmp_path / "out", grid="fp8", activations="fp8", layers=layers, **FAST)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_that_is_left_out_in_one_block_alone_needs_no_rounding(model: Path, tmp_path: Path) -> None:
+    options = dict(grid="fp8", activations="fp8", ignore=[r"layers\.1\.mlp\.down_proj"])
+    record = nearplane.quantize(model, tmp_path / "out", **options, **FAST)
+    assert len(record.layers) == 13
+
+
+def test_experts_are_known_without_calibration(mixture: Path, tmp_path: Path) -> None:
+    """vLLM is not named where it would refuse them, and the summary says for whom files are."""
+    nearest = dict(solver="round-to-nearest", ignore=["self_attn"])
+    nearplane.quantize(mixture, tmp_path / "fp8", grid="fp8", **nearest)
+    assert not any("vllm serve" in line for line in summary(read_record(tmp_path / "fp8"), tmp_path / "fp8"))
+    nearplane.quantize(mixture, tmp_path / "fp4", grid="nvfp4", runtime="vllm", **nearest)
+    assert any(
+        "made for vllm: transformers" in line for line in summary(read_record(tmp_path / "fp4"), tmp_path / "fp4")
+    )
+
+
+def test_rounded_inputs_of_some_layers_are_not_lost_in_an_export(model: Path, tmp_path: Path) -> None:
+    """Refused as where all layers round them."""
+    layers = {"mlp": {"activations": "int8"}}
+    nearplane.quantize(model, tmp_path / "out", grid="int8", layers=layers, **FAST)
+    with pytest.raises(RecipeError, match="--activations int8 is for compressed-tensors, but the format is gptq"):
+        nearplane.export(tmp_path / "out", tmp_path / "moved", format="gptq")

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from nearplane.calibration.recorder import Call
 from nearplane.errors import CalibrationError, FormatError, ModelError, RecipeError
@@ -51,7 +51,7 @@ class CacheRange:
     """
 
     def __init__(self) -> None:
-        self._peaks: dict[str, dict[int, Tensor | list[float]]] = {}
+        self._peaks: dict[str, dict[int, Tensor]] = {}
 
     def watched(self, block: str, batch: int, call: Call) -> Call:
         """Return a call of a block with a batch, in which keys and values are looked at.
@@ -62,9 +62,8 @@ class CacheRange:
         peaks = self._peaks.setdefault(block, {})
 
         def look(_: int, keys: Tensor, values: Tensor) -> Pair:
-            both = torch.stack([keys.abs().max(), values.abs().max()])
-            # a paused pass frees the memory of what it does not use itself; on a GPU, for which nobody waits here, it does not
-            peaks[batch] = both.tolist() if both.device.type == "cpu" else both
+            with torch._C.DisableTorchFunction():  # what looks at a pass is no result of it
+                peaks[batch] = torch.stack([keys.abs().max(), values.abs().max()])
             return keys, values
 
         return with_cache(call, block, Passing(look))
@@ -72,7 +71,7 @@ class CacheRange:
     def scales(self, block: str, ranks: Ranks) -> tuple[float, float] | None:
         """Return the scales of keys and values of a block over the windows of all ranks; None if it kept none."""
         peaks = [*self._peaks.pop(block, {}).values()]
-        own = torch.stack([torch.as_tensor(each) for each in peaks]).amax(0).tolist() if peaks else [0.0, 0.0]
+        own = torch.stack(peaks).amax(0).tolist() if peaks else [0.0, 0.0]
         largest = [max(each) for each in zip(*ranks.gather(own), strict=True)]
         if not any(largest):
             return None
@@ -172,36 +171,52 @@ def _tail(name: str) -> str:
     return ".".join(name.split(".")[-3:])
 
 
-def check_cache(model: Model) -> None:
-    """Refuse a network in which a server would find no scales of a cache.
+def check_cache(network: PreTrainedModel) -> None:
+    """Refuse a network in which a server would find no scales of a cache, or that keeps other states besides.
 
     Raises:
         RecipeError: The message says why.
     """
-    network, config = model.network, model.config.get_text_config()
+    name = type(network).__name__
     if has_two_stacks(network) or not has_head(network):
-        raise RecipeError(f"{type(network).__name__} is no decoder alone and has no such cache. Leave out --kv-cache.")
-    if getattr(config, "kv_lora_rank", None) is not None:
+        raise RecipeError(f"{name} is no decoder alone and has no such cache. Leave out --kv-cache.")
+    if getattr(network.config.get_text_config(), "kv_lora_rank", None) is not None:
         raise RecipeError(
-            f"{type(network).__name__} caches the inputs of its keys and values, whose scales are not measured yet. Leave out "
-            f"--kv-cache."
+            f"{name} caches the inputs of its keys and values, whose scales are not measured yet. Leave out --kv-cache."
         )
-    if all(attention_of(block) is None for block in model.blocks):
+    caching = {place for place, module in network.named_modules() if place and _caches(module)}
+    attention = {place for place in caching if place.endswith(f".{ATTENTION}")}
+    if not attention:
+        raise RecipeError(f"{name} has no module {ATTENTION}, where vLLM looks for scales. Leave out --kv-cache.")
+    others = [place for place in caching - attention if not any(each.startswith(f"{place}.") for each in attention)]
+    if others:
+        inner = min(place for place in others if not any(each.startswith(f"{place}.") for each in others))
         raise RecipeError(
-            f"{type(network).__name__} has no module {ATTENTION} in its blocks, where vLLM looks for scales. Leave out --kv-cache."
+            f"{name} keeps other states than keys and values, in {inner}: scales of such networks are not measured yet. "
+            f"Leave out --kv-cache."
         )
+    cache_argument(network)
+
+
+def _caches(module: nn.Module) -> bool:
+    """Return whether a module takes a cache of earlier tokens."""
+    return not {*NAMES, "cache_params"}.isdisjoint(inspect.signature(module.forward).parameters)
 
 
 def cache_name(model: Model, block: Block) -> str:
-    """Return the name under which the files have the attention of a block, which has one."""
-    attention = attention_of(block)
-    assert attention is not None, "only blocks with attention have scales"
+    """Return the name under which the files have the attention of a block, which has one.
+
+    Raises:
+        RecipeError: They call it otherwise.
+    """
+    attention = getattr(block.empty, ATTENTION, None)
+    if not isinstance(attention, nn.Module):
+        raise RecipeError(f"{block.name} has no module {ATTENTION}, where vLLM looks for scales. Leave out --kv-cache.")
     parameter = next(iter(dict(attention.named_parameters())))
     stored = model.weights.written_name(f"{block.name}.{ATTENTION}.{parameter}")
-    return f"{stored.partition(f'.{ATTENTION}.')[0]}.{ATTENTION}"
-
-
-def attention_of(block: Block) -> nn.Module | None:
-    """Return the attention of a block, which need not be in memory; None if it has none by the usual name."""
-    found = getattr(block.empty, ATTENTION, None)
-    return found if isinstance(found, nn.Module) else None
+    path, found, _ = stored.partition(f".{ATTENTION}.")
+    if not found:
+        raise RecipeError(
+            f"The files have {stored}, not {ATTENTION}, where vLLM looks for scales. Leave out --kv-cache."
+        )
+    return f"{path}.{ATTENTION}"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Dealt, Stream, skeleton
-from nearplane.calibration.cache_scales import CacheRange, attention_of, cache_name
+from nearplane.calibration.cache_scales import CacheRange, cache_name
 from nearplane.calibration.extra_divergence import extra_divergence, is_compared
 from nearplane.calibration.network_ends import finish
 from nearplane.calibration.one_forward import BlockForward, MemorySetting
@@ -268,7 +268,7 @@ class _Walk:
                 with closing(observations(block, stream, recipe, self.setting.room, onward=onward or ends)) as observed:
                     yield from self._through(observed, unquantized, rounding)
             end = self._end(unquantized, blocks=index + 1, stream=stream if onward else None)
-            if stream is not None and isinstance(stream.cache, CacheRange) and attention_of(block) is not None:
+            if stream is not None and isinstance(stream.cache, CacheRange):
                 scales = stream.cache.scales(block.name, stream.dealt.ranks)
                 end.cache_scales = {} if scales is None else {cache_name(model, block): scales}
             if ends and stream is not None:

@@ -14,7 +14,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from nearplane.calibration.cache_scales import check_cache
+from nearplane.calibration.cache_scales import cache_name, check_cache
 from nearplane.calibration.stages import FirstLook, blocks_by_kind, try_blocks
 from nearplane.calibration.windows import Windows, samples_of
 from nearplane.errors import RecipeError
@@ -37,7 +37,6 @@ from nearplane.recipe.scheme import is_integer
 from nearplane.record.record import RunRecord
 from nearplane.system.device import Device
 from nearplane.system.paths import path_in
-from nearplane.system.patterns import has_match
 
 logger = logging.getLogger("nearplane")
 FUSED_BY_VLLM = {  # layers of one module that version 0.32 loads as one, besides those of `FUSED_NAMES`
@@ -144,7 +143,9 @@ def check_request(model: Model, plan: Plan) -> None:
     refuse_unmatched(model, [each.pattern for each in recipe.layers], "--layer")
     _warn_of_shared_experts(model, recipe)
     if recipe.kv_cache != "none":
-        check_cache(model)
+        check_cache(model.network)
+        for block in model.blocks:
+            cache_name(model, block)
     refuse_unsupported(model)
     if not has_head(model.network) and not recipe.files.any_network:
         raise RecipeError(
@@ -182,8 +183,8 @@ def check_request(model: Model, plan: Plan) -> None:
     for difference, modules in _inconsistent_fusions(model, plan).items():
         others = f" and of {len(modules) - 1} more" if len(modules) > 1 else ""
         sentence = (
-            f"{difference} of {modules[0]}{others} have different grids. vLLM and SGLang fuse these and cannot load the "
-            f"checkpoint. Quantize all of them alike, or leave all of them out with --ignore."
+            f"{difference} of {modules[0]}{others} have different grids or inputs. vLLM and SGLang fuse these and cannot load "
+            f"the checkpoint. Quantize all of them alike, or leave all of them out with --ignore."
         )
         if recipe.runtime is not None:
             raise RecipeError(sentence)
@@ -211,9 +212,9 @@ def say_types(model: Model, plan: Plan) -> None:
 def _warn_of_shared_experts(model: Model, recipe: Recipe) -> None:
     """Log a warning for a pattern that matches routed experts, and layers beside them that every token passes."""
     for pattern in dict.fromkeys(each.pattern for each in recipe.layers):
-        matched = [layer for layer in model.layers if has_match(pattern, layer.name)]
+        matched = [layer for layer in model.layers if recipe.pattern_of(layer.name) == pattern]
         shared = [layer.name for layer in matched if not layer.routed and "expert" in layer.name]
-        if shared and len(shared) < len(matched) and any(layer.routed for layer in matched):
+        if shared and "expert" in pattern and any(layer.routed for layer in matched):
             logger.warning(
                 "--layer %r is found in the names of experts, and also in %s, which every token passes. Use %r to mean the "
                 "former alone.",
@@ -296,8 +297,8 @@ def _refuse_unlike_inputs(model: Model, plan: Plan, looks: Mapping[str, FirstLoo
         return
     for first, *others in blocks_by_kind(model):
         for group, block in product(looks[first.name].groups if first.name in looks else (), (first, *others)):
-            names = [f"{block.name}{layer.name.removeprefix(first.name)}" for layer in group]
-            found = {plan.layers[name].inputs: name for name in names}
+            names = (f"{block.name}{layer.name.removeprefix(first.name)}" for layer in group)
+            found = {plan.layers[name].inputs: name for name in names if name in plan.layers}
             if len(found) > 1:
                 one, other = list(found.values())[:2]
                 raise RecipeError(

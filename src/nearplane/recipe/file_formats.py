@@ -70,6 +70,11 @@ def _compressed_tensors(weights: Weights) -> str | None:
             "transformers 5.23 and 5.24 decode experts in NVFP4 without their global scale. Use --runtime vllm, which loads them, "
             "--grid mxfp4, or leave experts unquantized with --ignore 'experts'."
         )
+    if weights.expert and weights.rounded and format.levels is None:
+        return (
+            "transformers 5.23 and 5.24 do not merge experts in int8 with rounded inputs. Use --runtime vllm, which loads them, "
+            "--grid fp8, or leave experts unquantized with --ignore 'experts'."
+        )
     if not format.symmetric and format.levels is None and not format.minimum:
         return (
             "asymmetric weights in compressed-tensors do not load in transformers 5.23 and 5.24, which expect their packed zero "

@@ -181,6 +181,11 @@ class Recipe:
         own = self._own(name)
         return self.scheme if own is None else own.scheme
 
+    def pattern_of(self, name: str) -> str | None:
+        """Return the pattern by which the layer with this full name has a scheme of its own; None if it has none."""
+        own = self._own(name)
+        return None if own is None else own.pattern
+
     def _own(self, name: str) -> LayerScheme | None:
         return next((each for each in self.layers if has_match(each.pattern, name)), None)
 

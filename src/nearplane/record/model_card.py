@@ -22,6 +22,7 @@ from nearplane.record.evaluation_table import evaluation_tables
 from nearplane.record.record import RunRecord
 from nearplane.record.uses import Named, pipeline_tag, uses, uses_of_dense
 from nearplane.record.words import (
+    as_computed,
     by_source,
     calibrated,
     degenerate,
@@ -186,6 +187,9 @@ def _quantized(record: RunRecord, dense: str | None) -> Iterator[str]:
         parts = " and ".join(f"of {layers} are rounded to {numbers}" for layers, numbers in rounded)
         yield f"When the model runs, the inputs {parts}, too."
         yield ""
+    if record.recipe.kv_cache != "none" and dense is None:
+        yield "vLLM keeps keys and values in fp8, by scales that are stored beside the weights."
+        yield ""
     embeddings, head = record.recipe.scheme.ends
     kept = [*["embeddings"] * (not embeddings), *["head"] * (not head), "norms", "biases"]
     trained = ", except that tuning trained norms" if record.tuning is not None and record.tuning.norms else ""
@@ -232,7 +236,7 @@ def _lost(record: RunRecord, dense: str | None) -> Iterator[str]:
         sentences = [replace(record.tuning, seconds=0.0).sentence(), record.tuning.windows_sentence(), *sentences]
     yield from _bullets(sentences)
     yield ""
-    rounded = " --activations" if record.recipe.rounded and dense is None else ""
+    rounded = as_computed(record) if dense is None else ""
     yield (
         "This was measured while quantizing. How far predictions on another text are from the original's is measured by "
         f"`nearplane evaluate {FOLDER} --against ORIGINAL{rounded} --text TEXT`."

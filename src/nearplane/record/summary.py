@@ -8,7 +8,17 @@ from pathlib import Path
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.remarks import remarks
 from nearplane.record.uses import Named, typed, uses
-from nearplane.record.words import NOT_FITTED, by_source, calibrated, degenerate, divergence, exceeding, left, losses
+from nearplane.record.words import (
+    NOT_FITTED,
+    as_computed,
+    by_source,
+    calibrated,
+    degenerate,
+    divergence,
+    exceeding,
+    left,
+    losses,
+)
 from nearplane.system.sizes import counted, size_text, three_places
 
 LEGEND = {  # of the columns of `layer_table`
@@ -61,8 +71,7 @@ def _of_codes(record: RunRecord) -> str:
 def next_commands(record: RunRecord, out: Path) -> Iterator[str]:
     """Yield the commands that measure the loss of the whole model, show every layer, and use the checkpoint."""
     folder = typed(out)
-    rounded = " --activations" if record.recipe.rounded else ""
-    rounded += " --kv-cache fp8" if record.recipe.kv_cache != "none" else ""
+    rounded = as_computed(record)
     command = f"nearplane evaluate {folder} --against {typed(record.source)}{rounded} --text TEXT"
     if record.tokens:
         yield f"predictions on another text: {command}"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from nearplane.errors import FormatError
 from nearplane.recipe.runtimes import needed_of_vllm
 from nearplane.record.record import RunRecord
-from nearplane.record.words import weights_of
+from nearplane.record.words import is_expert, weights_of
 from nearplane.system.files import read_object
 from nearplane.system.paths import CONFIG
 
@@ -80,7 +80,7 @@ def has_template(folder: Path) -> bool:
 
 def uses(record: RunRecord, it: Named) -> list[Use]:
     """Return how a checkpoint is used, the usual way first."""
-    files, experts = record.recipe.files, any(layer.blended is not None for layer in record.layers)
+    files, experts = record.recipe.files, any(map(is_expert, record.layers))
     random = files.plain_readers if experts else ()  # readers that would leave experts random
     readers = (reader for reader in files.readers if reader not in random)
     ways = [use for reader in readers for use in USES[reader](record, it)]

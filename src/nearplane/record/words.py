@@ -10,14 +10,15 @@ from nearplane.errors import first_few
 from nearplane.recipe.file_formats import Weights
 from nearplane.recipe.runtimes import files_for
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT, USEFUL_TOKENS_PER_INPUT
-from nearplane.record.record import RunRecord
+from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.sizes import counted
 
 NOT_FITTED = "to which nothing was fitted"  # said of windows that follow the calibration windows in the text
 NOTABLE_LOSS = 0.05  # share of a layer's output energy; at 4 bits most layers lose less than a tenth of it
 # largest KL, in nats per token, for which each word is said
 SCALE = ((0.01, "close to the original"), (0.03, "small"), (0.1, "noticeable"))
-SMALL = 0.03  # largest KL that needs no advice
+EXPERT = re.compile(r"\bexperts\.[0-9]+\.")
+SMALL = SCALE[1][0]  # largest KL that needs no advice
 # of the fitted loss, and share of the output: with 2.7 tokens an input, layers of SmolLM2 lose 1.7 times as much on other text
 # in the median, and at most 3.2 times
 MANY_TIMES, OVERFITTED_LOSS = 3, 0.01
@@ -32,11 +33,16 @@ def calibrated(record: RunRecord) -> str:
     return f"calibrated on {record.tokens:,} tokens ({counted(record.windows, 'window')} of {record.seqlen}){measured}"
 
 
+def is_expert(layer: LayerRecord) -> bool:
+    """Return whether a layer is a matrix of an expert, by its name: without calibration nothing else in a record says so."""
+    return layer.blended is not None or EXPERT.search(layer.name) is not None
+
+
 def weights_of(record: RunRecord) -> Iterator[Weights]:
     """Yield the weights of every layer as a program meets them."""
     for layer in record.layers:
         rounded = record.recipe.inputs_of(layer.name) is not None
-        yield Weights(layer.number_format, rounded, layer.blended is not None)
+        yield Weights(layer.number_format, rounded, is_expert(layer))
 
 
 def rounded_inputs(record: RunRecord) -> list[tuple[str, str]]:
@@ -46,6 +52,12 @@ def rounded_inputs(record: RunRecord) -> list[tuple[str, str]]:
     if len(names) == len(found) and len(set(names.values())) == 1:
         return [("these layers", names.popitem()[1])]
     return [(f"those in {format}", name) for format, name in names.items()]
+
+
+def as_computed(record: RunRecord) -> str:
+    """Return the options of `evaluate` that measure a checkpoint as programs compute it; empty: the weights alone say all."""
+    rounded = " --activations" if record.recipe.rounded else ""
+    return rounded + (" --kv-cache fp8" if record.recipe.kv_cache != "none" else "")
 
 
 def for_one_program(record: RunRecord) -> Iterator[str]:

@@ -191,6 +191,11 @@ def check_recipe(recipe: Recipe, called: str) -> None:
             f"{called} cannot be tuned: runtimes round its activations to {names}, which tuning does not. Quantize "
             f"with --activations none."
         )
+    if recipe.kv_cache != "none":
+        raise RecipeError(
+            f"{called} cannot be tuned: it has scales of keys and values, which tuning does not measure again. Quantize without "
+            f"--kv-cache."
+        )
     for scheme in recipe.schemes:
         if not scheme.tunable:
             raise RecipeError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nearplane.calibration.cache_scales import scales_by_layer
+from nearplane.calibration.cache_scales import check_cache, scales_by_layer
 from nearplane.calibration.given import Given, check_start
 from nearplane.calibration.self_written import self_written
 from nearplane.calibration.text_files import is_self_written
@@ -40,7 +40,7 @@ from nearplane.formats.stored import Stored, quantization_of
 from nearplane.loading.dense_network import dense_network
 from nearplane.loading.rounded_layers import RoundedLayers, rounded_layers
 from nearplane.loading.source_folder import source_folder
-from nearplane.models.kinds import InputKind, has_two_stacks
+from nearplane.models.kinds import InputKind
 from nearplane.models.model import open_model
 from nearplane.models.pretrained import tokenizer_of
 from nearplane.models.two_tokenizers import check_same_tokens, decoded
@@ -173,15 +173,16 @@ def _cache_scales(outline: Outline) -> dict[int, tuple[Tensor, Tensor]]:
     """Return the scales of a model's cache by the number of the layer; empty where the folder has none.
 
     Raises:
-        RecipeError: The network is no decoder.
+        RecipeError: The network has no cache whose scales vLLM takes.
     """
-    if outline.embeds or has_two_stacks(outline.network):
-        raise RecipeError(f"{outline.name} is no decoder alone and keeps no such cache. Leave out --kv-cache.")
+    check_cache(outline.network)
     folder = outline.folder
     tensors = {} if folder is None or quantization_of(folder) is None else Stored(folder).beside()
     found = scales_by_layer(outline.network, tensors)
     if not found:
-        log.info("%s has no scales of keys and values: they are 1.0, as in vLLM", outline.name)
+        log.info(
+            "%s has no scales of keys and values that belong to its layers: they are 1.0, as in vLLM", outline.name
+        )
     return found
 
 

@@ -39,6 +39,7 @@ from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format, Weig
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.layer_scheme import LayerScheme
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.refusals import check_activations
 from nearplane.recipe.runtimes import Runtime, files_for
 from nearplane.recipe.scheme import Scheme, options_of
 from nearplane.recipe.schemes import AnyScheme, GridScheme
@@ -233,7 +234,9 @@ def _recipe(
         ignore = tuple(f"^{re.escape(name)}$" for name in model.ignored)
         base = Recipe(scheme=GridScheme(order="natural"), ignore=ignore)
     else:
-        base = record.recipe
+        base = replace(record.recipe, kv_cache="none")  # scales of keys and values stay behind
+        for rounded, activations in base.rounded:
+            check_activations(activations, rounded, cast(Format, format), None)
         if format in base.scheme.FORMATS and all(formats[each.name] == each.number_format for each in record.layers):
             return replace(base, format=format, runtime=runtime, pre=None, like=None)
     blocks = FILE_FORMATS[format].block_types and any(
@@ -328,4 +331,4 @@ def _moved_record(record: RunRecord, plan: Plan, read: Stored) -> RunRecord:
     if tuning is not None:
         norms = {name: written(read.reader.read([name])).checksum for name in tuning.norms}
         tuning = replace(tuning, norms=norms)
-    return replace(record, layers=tuple(layers), tuning=tuning)
+    return replace(record, layers=tuple(layers), tuning=tuning, cache_scales={})

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import nearplane
 from checkpoints import save_part_of_the_demo
 from families import DEEPSEEK, LLAMA, config_of, random_model
+from nearplane.calibration import one_forward
 from nearplane.calibration.cache_scales import LARGEST, Passing, rounded, scales_by_layer
 from nearplane.calibration.windows import calibration_windows
 from nearplane.demo import CALIBRATION
@@ -35,6 +36,13 @@ FAST: dict[str, Any] = {
     "group_size": 32,
 }
 TOKENS = torch.randint(3, 700, (4, 48), generator=torch.Generator().manual_seed(0))
+
+
+HYBRID = LLAMA | dict(
+    layer_types=["linear_attention", "full_attention"], num_hidden_layers=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    linear_num_key_heads=2, linear_num_value_heads=2, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2,
+    shared_expert_intermediate_size=16,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -150,16 +158,51 @@ def test_a_cache_without_place_or_text_is_refused(
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
-        ("gpt2", {}, "has no module self_attn in its blocks"),
+        ("gpt2", {}, "has no module self_attn, where"),
         ("deepseek_v3", {"kv_lora_rank": 32}, "caches the inputs of its keys and values"),
+        ("qwen3_next", HYBRID, "keeps other states than keys and values, in model.layers.0.linear_attn"),
     ],
 )
 def test_networks_whose_scales_vllm_does_not_look_for_are_refused(
     family: str, changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    config = config_of(family, **(DEEPSEEK | changes if family == "deepseek_v3" else LLAMA if family != "gpt2" else {}))
-    random_model(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    """By evaluate, too, which else would foretell what no server computes."""
+    config = config_of(family, **(DEEPSEEK | changes if family == "deepseek_v3" else changes))
+    network = random_model(config)
+    network.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     with pytest.raises(RecipeError, match=said):
         nearplane.quantize(
             tmp_path / "model", tmp_path / "out", bits=4, group_size=None, kv_cache="fp8", calibration=TOKENS % 90
         )
+    with pytest.raises(RecipeError, match=said):
+        nearplane.evaluate(network, TOKENS % 90, kv_cache="fp8")
+
+
+def test_checkpoints_with_scales_are_not_tuned_and_moved_without_them(
+    with_scales: Path, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match="which tuning does not measure again"):
+        nearplane.tune(with_scales, tmp_path / "tuned", against=str(model), samples=60, steps=40)
+    nearplane.export(with_scales, tmp_path / "gptq", format="gptq")
+    record = read_record(tmp_path / "gptq")
+    assert (record.recipe.kv_cache, record.cache_scales) == ("none", {})
+    assert nearplane.verify(tmp_path / "gptq", against=str(model)).faults == ()
+
+
+def test_looking_at_keys_frees_as_much_of_a_paused_pass(model: Path, tmp_path: Path) -> None:
+    """What is computed on the side is no result of a pass; else no memory is freed where numbers of results differ."""
+    counted: dict[str, list[bool]] = {}
+    usual = one_forward.BlockForward._paused
+    for name in ("none", "fp8"):
+        seen = counted.setdefault(name, [])
+
+        def paused(self: Any, forward: Any, stage: int, seen: list[bool] = seen) -> Any:
+            result = usual(self, forward, stage)
+            seen.append(forward.results.count == self._look.entered[self._look.groups[stage][0].name][0].results)
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(one_forward.BlockForward, "_paused", paused)
+            nearplane.quantize(model, tmp_path / name, kv_cache=name, **FAST)
+    assert counted["none"] == counted["fp8"]
+    assert any(counted["fp8"])
