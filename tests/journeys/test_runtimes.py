@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from checkpoints import save_part_of_the_demo
 from families import LLAMA, MOE, config_of, random_model
 from nearplane.demo import CALIBRATION
 from nearplane.errors import RecipeError
-from nearplane.formats.stored import read_matrices
+from nearplane.formats.stored import Stored, read_matrices
 from nearplane.models.model import open_model
 from nearplane.planning.plan import usable_widths
 from nearplane.planning.request import check_request, resolved
@@ -217,3 +218,25 @@ def test_rounded_inputs_of_some_layers_are_not_lost_in_an_export(model: Path, tm
     nearplane.quantize(model, tmp_path / "out", grid="int8", layers=layers, **FAST)
     with pytest.raises(RecipeError, match="--activations int8 is for compressed-tensors, but the format is gptq"):
         nearplane.export(tmp_path / "out", tmp_path / "moved", format="gptq")
+
+
+@pytest.mark.parametrize(
+    ("options", "rounded"),
+    [
+        (dict(bits=4, layers={"self_attn": {"grid": "fp8", "activations": "fp8"}}), {"self_attn"}),
+        (dict(grid="fp8", activations="fp8", layers={"self_attn": {"activations": "none"}}), {"mlp"}),
+        (
+            dict(grid="fp8", activations="fp8", layers={"self_attn": {"activations": None}}),
+            {"mlp"},
+        ),  # as commands say it
+        (dict(grid="nvfp4", layers={".": {"grid": "fp8", "activations": "fp8"}}), {"self_attn", "mlp"}),  # all layers
+    ],
+)
+def test_each_layer_is_stored_as_its_pattern_says_and_verified(
+    options: dict[str, Any], rounded: set[str], model: Path, tmp_path: Path
+) -> None:
+    nearplane.quantize(model, tmp_path / "out", **options, **FAST)
+    stored = Stored(tmp_path / "out")
+    found = {name.split(".")[3] for name in stored.names() if stored.inputs(name) is not None}
+    assert found == rounded
+    assert nearplane.verify(tmp_path / "out", against=str(model)).faults == ()

@@ -140,7 +140,7 @@ def rounding_cache(scales: Mapping[int, Pair]) -> Passing:
     return Passing(change)
 
 
-def scales_by_layer(network: nn.Module, tensors: Mapping[str, Tensor]) -> dict[int, Pair]:
+def scales_by_layer(network: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[int, Pair]:
     """Return the scales of keys and values by the number of the layer.
 
     Args:
@@ -148,22 +148,31 @@ def scales_by_layer(network: nn.Module, tensors: Mapping[str, Tensor]) -> dict[i
         tensors: Scales by name in the files: `model.layers.0.self_attn.k_scale`.
 
     Raises:
-        FormatError: Scales of keys lack those of values.
+        FormatError: A scale is missing beside the other one, or is no positive number.
     """
+    heads = getattr(network.config.get_text_config(), "num_key_value_heads", 1)
     places = {
         _tail(name): module.layer_idx
         for name, module in network.named_modules()
         if name.endswith(f".{ATTENTION}") and hasattr(module, "layer_idx")
     }
     found: dict[int, Pair] = {}
-    for name, keys in tensors.items():
-        stem = name.removesuffix(".k_scale")
-        if stem == name or (place := places.get(_tail(stem))) is None:
+    for stem in dict.fromkeys(name.rpartition(".")[0] for name in tensors if name.endswith((".k_scale", ".v_scale"))):
+        if (place := places.get(_tail(stem))) is None:
             continue
-        if (values := tensors.get(f"{stem}.v_scale")) is None:
-            raise FormatError(f"{stem} has a scale of keys, but none of values. Fetch the folder again.")
-        found[place] = keys, values
+        found[place] = _scale(tensors, f"{stem}.k_scale", heads), _scale(tensors, f"{stem}.v_scale", heads)
     return found
+
+
+def _scale(tensors: Mapping[str, Tensor], name: str, heads: int) -> Tensor:
+    """Return a scale, checked."""
+    scale = tensors.get(name)
+    if scale is None or scale.numel() not in (1, heads) or not bool(((scale > 0) & scale.isfinite()).all()):
+        found = "missing" if scale is None else scale.flatten()[:4].tolist()
+        raise FormatError(
+            f"{name} is {found}, expected a positive number, or one for each of {heads} heads. Fetch the folder again."
+        )
+    return scale
 
 
 def _tail(name: str) -> str:
@@ -180,27 +189,23 @@ def check_cache(network: PreTrainedModel) -> None:
     name = type(network).__name__
     if has_two_stacks(network) or not has_head(network):
         raise RecipeError(f"{name} is no decoder alone and has no such cache. Leave out --kv-cache.")
-    if getattr(network.config.get_text_config(), "kv_lora_rank", None) is not None:
+    config = network.config.get_text_config()
+    if getattr(config, "kv_lora_rank", None) is not None:
         raise RecipeError(
             f"{name} caches the inputs of its keys and values, whose scales are not measured yet. Leave out --kv-cache."
         )
-    caching = {place for place, module in network.named_modules() if place and _caches(module)}
-    attention = {place for place in caching if place.endswith(f".{ATTENTION}")}
-    if not attention:
-        raise RecipeError(f"{name} has no module {ATTENTION}, where vLLM looks for scales. Leave out --kv-cache.")
-    others = [place for place in caching - attention if not any(each.startswith(f"{place}.") for each in attention)]
-    if others:
-        inner = min(place for place in others if not any(each.startswith(f"{place}.") for each in others))
+    if other := set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+    }:
         raise RecipeError(
-            f"{name} keeps other states than keys and values, in {inner}: scales of such networks are not measured yet. "
-            f"Leave out --kv-cache."
+            f"{name} has layers of type {min(other)}, which keep other states than keys and values: scales of such networks are "
+            f"not measured yet. Leave out --kv-cache."
         )
+    if not any(place.endswith(f".{ATTENTION}") for place, _ in network.named_modules()):
+        raise RecipeError(f"{name} has no module {ATTENTION}, where vLLM looks for scales. Leave out --kv-cache.")
     cache_argument(network)
-
-
-def _caches(module: nn.Module) -> bool:
-    """Return whether a module takes a cache of earlier tokens."""
-    return not {*NAMES, "cache_params"}.isdisjoint(inspect.signature(module.forward).parameters)
 
 
 def cache_name(model: Model, block: Block) -> str:

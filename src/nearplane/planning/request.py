@@ -314,7 +314,9 @@ def quantization_config(model: Model, plan: Plan, layers: Sequence[Layer] | None
     rounded = {layer.name for layer in layers if plan.layers[layer.name].inputs is not None}
     own_grids: dict[str, NumberFormat] = {}
     kinds = {(grid, name in rounded) for name, grid in grids.items()}
-    if len(kinds) > 1 or recipe.allocate == "slope":  # under both names of a layer
+    usual = recipe.scheme.number_format, recipe.activations != "none"
+    alike = len(kinds) == 1 and not (recipe.layers and kinds != {usual})  # patterns may mean all layers
+    if not alike or recipe.allocate == "slope":  # under both names of a layer
         own_grids = grids | {layer.written(model.weights): grids[layer.name] for layer in layers}
     rounded |= {layer.written(model.weights) for layer in layers if layer.name in rounded}
     network = Quantized(

@@ -120,7 +120,9 @@ def layer_schemes(
     schemes: list[LayerScheme] = []
     for pattern, changes in layers.items():
         own = translated_options(changes, known)
-        rounded = own.pop("activations", None)
+        rounded: Any = (
+            (own.pop("activations") or "none") if "activations" in own else None
+        )  # commands say None for "none"
         scheme = scheme_of(into=into, **merged_options(options, own))
         schemes.append(LayerScheme(pattern=pattern, scheme=scheme, activations=rounded))
     return tuple(schemes)

@@ -234,7 +234,9 @@ def _recipe(
         ignore = tuple(f"^{re.escape(name)}$" for name in model.ignored)
         base = Recipe(scheme=GridScheme(order="natural"), ignore=ignore)
     else:
-        base = replace(record.recipe, kv_cache="none")  # scales of keys and values stay behind
+        base = replace(record.recipe, kv_cache="none")
+        if record.cache_scales:
+            log.info("scales of keys and values stay behind: files of %s have no place for them", format)
         for rounded, activations in base.rounded:
             check_activations(activations, rounded, cast(Format, format), None)
         if format in base.scheme.FORMATS and all(formats[each.name] == each.number_format for each in record.layers):

@@ -125,23 +125,29 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
     format = FORMATS[str(recipe.format)]
     rounded = {layer.stored: recipe.inputs_of(layer.name) for layer in record.layers}
     names = [name for name, inputs in rounded.items() if inputs is not None]
-    quantized = Quantized(scheme=recipe.scheme, quantized=list(known), rounded=names, version="")
-    if bool(stored.config.get("kv_cache_scheme")) != (recipe.kv_cache != "none"):
+    grids = {layer.stored: layer.number_format for layer in record.layers} if names else {}
+    kept = recipe.kv_cache != "none"
+    quantized = Quantized(
+        scheme=recipe.scheme, quantized=list(known), grids=grids, rounded=names, kv_cache=kept, version=""
+    )
+    described = format.layers.describe(quantized)
+    if stored.config.get("kv_cache_scheme") != described.get("kv_cache_scheme"):
         yield Fault(CONFIG, f"its kv_cache_scheme is not that of --kv-cache {recipe.kv_cache}, which is in the record")
-    stored_scales = {name: float(tensor) for name, tensor in stored.beside().items() if tensor.numel() == 1}
+    beside = stored.beside().items()
+    stored_scales = {name: float(each) if each.numel() == 1 else f"{each.numel()} numbers" for name, each in beside}
     recorded_scales = {name: float(tensor) for name, tensor in cache_tensors(record.cache_scales).items()}
     for name in sorted(stored_scales.keys() | recorded_scales.keys()):
         if stored_scales.get(name) != recorded_scales.get(name):
             found, expected = (of.get(name, "missing") for of in (stored_scales, recorded_scales))
             yield Fault(name, f"it is {found} in the files, and {expected} in the record")
-    if stored.layers != format.layers.configured(format.layers.describe(quantized)):
+    if stored.layers != format.layers.configured(described):
         yield Fault(CONFIG, f"its quantization_config is not that of {recipe.format} with this recipe")
     for name, text in stored.repeated_files().items():  # some programs read this copy first
         copy = stored.reader.folder / name
         if copy.is_file() and copy.read_bytes() != text.encode():
             yield Fault(name, f"it differs from the quantization_config in {CONFIG}")
     stored_names = dict.fromkeys(stored.names())
-    divisors: dict[str, float] = {}
+    divisors, said = dict[str, float](), set[str]()
     for name in stored_names:
         if name not in known:
             yield Fault(name, f"{RECORD} does not list this quantized layer")
@@ -154,7 +160,9 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
             matrix = stored.matrix(layer.stored, tensors)
             inputs = stored.layers.inputs_of(stored.config, layer.stored)
         except (FormatError, ModelError) as error:
-            yield Fault(layer.name, str(error))
+            if str(error) not in said:  # of the config, and so of every layer
+                yield Fault(layer.name, str(error))
+            said.add(str(error))
             continue
         if inputs != (asked := recipe.inputs_of(layer.name)):
             config, recorded = (

@@ -129,14 +129,28 @@ def test_verify_repeats_the_scales_and_finds_a_changed_one(with_scales: Path, mo
     tensors = load_file(file)
     tensors["model.layers.1.self_attn.v_scale"] *= 2
     save_file(tensors, file, {"format": "pt"})
-    faults = {each.where: each.what for each in nearplane.verify(tmp_path / "changed").faults}
-    assert "in the files, and" in faults["model.layers.1.self_attn.v_scale"]
+    config = json.loads((tmp_path / "changed" / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"]["dynamic"] = True
+    (tmp_path / "changed" / "config.json").write_text(json.dumps(config))
+    faults = [(each.where, each.what) for each in nearplane.verify(tmp_path / "changed").faults]
+    assert any(where.endswith("1.self_attn.v_scale") and "in the files, and" in what for where, what in faults)
+    assert ("config.json", "its kv_cache_scheme is not that of --kv-cache fp8, which is in the record") in faults
 
 
-def test_scales_of_keys_alone_are_refused(with_scales: Path) -> None:
+@pytest.mark.parametrize(
+    ("scales", "said"),
+    [
+        ({"k": torch.ones(1)}, r"v_scale is missing"),
+        ({"v": torch.ones(1)}, r"k_scale is missing"),
+        ({"k": torch.zeros(1), "v": torch.ones(1)}, r"k_scale is \[0\.0\], expected a positive number"),
+        ({"k": torch.ones(1), "v": torch.tensor([float("nan")])}, r"v_scale is \[nan\]"),
+        ({"k": torch.ones(3), "v": torch.ones(1)}, r"k_scale is \[1\.0, 1\.0, 1\.0\]"),
+    ],
+)
+def test_scales_that_cannot_be_are_refused(scales: dict[str, torch.Tensor], said: str, with_scales: Path) -> None:
     network = nearplane.load(with_scales, dtype="float32", packed=False)
-    with pytest.raises(FormatError, match="none of values"):
-        scales_by_layer(network, {"model.layers.0.self_attn.k_scale": torch.ones(1)})
+    with pytest.raises(FormatError, match=said):
+        scales_by_layer(network, {f"model.layers.0.self_attn.{name}_scale": each for name, each in scales.items()})
 
 
 @pytest.mark.parametrize(
@@ -160,7 +174,9 @@ def test_a_cache_without_place_or_text_is_refused(
     [
         ("gpt2", {}, "has no module self_attn, where"),
         ("deepseek_v3", {"kv_lora_rank": 32}, "caches the inputs of its keys and values"),
-        ("qwen3_next", HYBRID, "keeps other states than keys and values, in model.layers.0.linear_attn"),
+        ("qwen3_next", HYBRID, "has layers of type linear_attention, which keep other states"),
+        ("minimax", HYBRID, "has layers of type linear_attention, which keep other states"),
+        ("falcon_h1", LLAMA, "has layers of type hybrid, which keep other states"),
     ],
 )
 def test_networks_whose_scales_vllm_does_not_look_for_are_refused(
