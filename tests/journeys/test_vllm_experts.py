@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_vllm import distance, engine, in_this_process
 from torch import Tensor
 
+from vllm_engine import distance, engine, in_this_process
 from written_folders import PYTHON, Written, needs_project, written
 
 pytest.importorskip("vllm", reason="needs vLLM")
