@@ -140,6 +140,15 @@ def rounding_cache(scales: Mapping[int, Pair]) -> Passing:
     return Passing(change)
 
 
+def cache_tensors(scales: Mapping[str, tuple[float, float]]) -> dict[str, Tensor]:
+    """Return the tensors of the scales of keys and values, by the names that vLLM reads."""
+    return {
+        f"{name}.{letter}_scale": torch.tensor([scale], dtype=torch.float32)
+        for name, pair in scales.items()
+        for letter, scale in zip("kv", pair, strict=True)
+    }
+
+
 def scales_by_layer(network: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[int, Pair]:
     """Return the scales of keys and values by the number of the layer.
 

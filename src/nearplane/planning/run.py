@@ -9,9 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from nearplane.calibration.cache_scales import cache_tensors
 from nearplane.calibration.given import Given
 from nearplane.calibration.one_forward import default_batch
 from nearplane.calibration.states_on_disk import Keep
@@ -206,15 +204,6 @@ class Run:
         others = sum(ranks.ask(rank, _peak) for rank in ranks.others)
         record = replace(self._record, layers=tuple(self.layers))
         return check_limit(self._journal.seal(record, others))
-
-
-def cache_tensors(scales: Mapping[str, tuple[float, float]]) -> dict[str, Tensor]:
-    """Return the tensors of the scales of keys and values, by the names that vLLM reads."""
-    return {
-        f"{name}.{letter}_scale": torch.tensor([scale], dtype=torch.float32)
-        for name, pair in scales.items()
-        for letter, scale in zip("kv", pair, strict=True)
-    }
 
 
 def _peak(served: object) -> int:

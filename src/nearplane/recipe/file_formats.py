@@ -151,7 +151,7 @@ class FileFormat:
         entropy_coded: Whether layers are entropy-coded, as in no other format.
         library: The hub's name of the library that loads the format, for the model card.
         needs: Packages that this library needs besides itself.
-        rounds_inputs: Whether files can ask runtimes to round the inputs of layers.
+        rounds_inputs: Whether files can ask runtimes to round the inputs of layers, and have a place for scales of their cache.
         bits: Widths of integers from which --allocate slope chooses, narrowest first; empty: it cannot.
         fault: Function from weights to the reason why readers do not load them in any layer; None: they do.
     """

@@ -120,9 +120,9 @@ def layer_schemes(
     schemes: list[LayerScheme] = []
     for pattern, changes in layers.items():
         own = translated_options(changes, known)
-        rounded: Any = (
-            (own.pop("activations") or "none") if "activations" in own else None
-        )  # commands say None for "none"
+        rounded: Any = None
+        if "activations" in own:
+            rounded = own.pop("activations") or "none"  # commands pass None for the word none
         scheme = scheme_of(into=into, **merged_options(options, own))
         schemes.append(LayerScheme(pattern=pattern, scheme=scheme, activations=rounded))
     return tuple(schemes)

@@ -164,8 +164,8 @@ class Recipe:
     def inputs_of(self, name: str) -> InputRounding | None:
         """Return how runtimes round the inputs of the layer with this full name; None if they do not."""
         own = self._own(name)
-        activations = self.activations if own is None else own.activations or self.activations
-        return None if activations == "none" else self.scheme_of(name).number_format.inputs
+        scheme, activations = (self.scheme, None) if own is None else (own.scheme, own.activations)
+        return None if (activations or self.activations) == "none" else scheme.number_format.inputs
 
     @property
     def schemes(self) -> tuple[AnyScheme, ...]:

@@ -39,6 +39,8 @@ def _stored_for_vllm(weights: Weights) -> str | None:
 def _stored_for_sglang(weights: Weights) -> str | None:
     """Return what SGLang refuses, by its source: other integers than 4 and 8 bits symmetric, and nvfp4 of weights alone."""
     format = weights.format
+    if weights.expert and FILE_FORMATS["compressed-tensors"].fault(weights) is not None:
+        return f"it is not known whether SGLang loads experts in {format.name}. Use --runtime vllm, which loads them."
     if format == NVFP4 and not weights.rounded:  # its pull request 10851 was closed
         return "SGLang loads nvfp4 with rounded inputs alone. Use --activations fp4, or --runtime vllm."
     if format.levels is None and not (format.symmetric and format.bits in BITS_OF_SERVERS):
@@ -119,5 +121,5 @@ def files_for(format: Format | None, runtime: Runtime | None) -> FileFormat:
         )
     files = FILE_FORMATS[format]
     plain = tuple(each for each in files.plain_readers if each == name)
-    alike = files.one_grid_for_experts and runtime not in ("vllm", "sglang", "nearplane")  # those take a grid a block
+    alike = files.one_grid_for_experts and runtime not in ("vllm", "nearplane")  # these were tried with a grid a block
     return replace(files, fault=formats[format], readers=(name,), plain_readers=plain, one_grid_for_experts=alike)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nearplane.calibration.cache_scales import cache_tensors
 from nearplane.errors import FormatError, ModelError, printable
 from nearplane.formats.compressed_tensors.fp4_packed import apart
 from nearplane.formats.container import written
@@ -18,7 +19,6 @@ from nearplane.formats.stored import Stored
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.shared_grid import SharedGrid
-from nearplane.planning.run import cache_tensors
 from nearplane.record.contradictions import contradictions, tuning_contradictions
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.files import digest_of, sha256

@@ -81,6 +81,7 @@ def test_weights_in_nvfp4_are_for_sglang_with_rounded_inputs_alone() -> None:
     files = files_for("compressed-tensors", "sglang")
     assert "--activations fp4" in str(files.fault(Weights(NVFP4)))
     assert files.fault(Weights(NVFP4, rounded=True)) is None
+    assert "not known whether SGLang loads experts in nvfp4" in str(files.fault(Weights(NVFP4, True, True)))
 
 
 def test_experts_in_nvfp4_are_for_servers_and_those_in_8_bit_floats_for_servers_with_rounded_inputs() -> None:

@@ -5,8 +5,8 @@
     NAME.weight_shape   (2,)                    int64    out, in
 
 Asymmetric layers, which transformers does not load, have `NAME.weight_zero_point` (ceil(out*bits/32), groups) int32, a dense
-bit stream along the outputs. `NAME.weight_g_idx` (in,) is read but never written. So are words
-that hold 32 // bits whole codes, which compressed-tensors wrote before 0.18: their number tells them apart.
+bit stream along the outputs. `NAME.weight_g_idx` (in,) is read but never written. So are words that hold 32 // bits whole
+codes, which compressed-tensors wrote before 0.18: their number tells them apart.
 """
 
 from __future__ import annotations
