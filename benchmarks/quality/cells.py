@@ -41,7 +41,10 @@ SCHEMES = {  # scheme of llm-compressor with the same weights
     "nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16", "fp8": "FP8_DYNAMIC", "fp8-block": "FP8_BLOCK", "mxfp8": "MXFP8A16",
     "int8": "W8A8",
 }  # fmt: skip
-SYMMETRIC = {"3-symmetric": 3, "2-symmetric": 2}  # bits; of GRIDS, 3 and 2 are asymmetric
+WIDTHS = {  # bits, and whether symmetric
+    "4": (4, True), "3": (3, False), "2": (2, False), "4-asymmetric": (4, False), "3-symmetric": (3, True),
+    "2-symmetric": (2, True),
+}  # fmt: skip
 MLX = ("mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8")  # the digit is the number of bits
 MORE = 5  # times the tokens of a calibration, by default those of `tune`
 ON_MORE = ", 5 x tokens"
@@ -116,7 +119,7 @@ def chosen(
 
     def takes(tool: str, setting: str) -> bool:
         ours = tool == "nearest" or tool.startswith("nearplane")
-        if setting.isdigit():
+        if setting in WIDTHS:
             return tool != "llama.cpp" and not tool.startswith("mlx_lm")
         if setting in SCHEMES:
             trains = tool == "auto-round" and setting in ("nvfp4", "mxfp4", "int8")
@@ -238,11 +241,10 @@ class Bench:
 
 def asked(subject: Subject, setting: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return what a worker is told of a setting: a number of bits, a rate with a point, or the name of a format."""
-    if setting.isdigit():
-        grid = {"bits": int(setting), "group_size": subject.group_size, "symmetric": setting == "4"}
+    if setting in WIDTHS:
+        bits, symmetric = WIDTHS[setting]
+        grid = {"bits": bits, "group_size": subject.group_size, "symmetric": symmetric}
         return grid | {"recipe": recipe_of(**grid) | options}
-    if setting in SYMMETRIC:
-        return {"recipe": {"bits": SYMMETRIC[setting], "group_size": subject.group_size} | options}
     if setting in SCHEMES:
         return {"scheme": SCHEMES[setting], "recipe": {"grid": setting} | options}
     if setting in MLX:

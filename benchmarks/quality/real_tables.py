@@ -20,7 +20,8 @@ CONTROLS = {"smollm2": "smollm2-noise"}
 TEXTS = {"wikitext2": "WikiText-2", "c4": "C4"}
 UNTRAINED = ("GPTQModel", "GPTQModel, mse", "llm-compressor", "llm-compressor, mse", "llama.cpp", "mlx_lm")
 ORDER = (
-    "4", "3", "2", "3-symmetric", "2-symmetric", "3.125", "2.125", "nvfp4", "mxfp4", "fp8", "q4_k_m", "q3_k_m", "mlx4",
+    "4", "4-asymmetric", "3", "2", "3-symmetric", "2-symmetric", "3.125", "2.125", "nvfp4", "mxfp4", "fp8", "q4_k_m", "q3_k_m",
+    "mlx4",
 )  # fmt: skip
 NEAR = {  # settings whose grids are near those of the file from which the weights were decoded
     "smollm2": ("3", "2", "fp8", "q4_k_m", "q3_k_m", "mlx4"), "gemma3": ("fp8", "q4_k_m", "q3_k_m"),

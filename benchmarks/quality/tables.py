@@ -50,8 +50,8 @@ PUBLISHED_TOOLS = ("nearplane", "nearest", *PEERS, "mlx_lm")
 PUBLISHED_SETTINGS = ("4", "3", "2", "3.125", "2.125", "nvfp4", "mxfp4", "fp8", "q4_k_m", "q3_k_m", "mlx4")
 OURS = ("nearplane", "nearest")  # what is compared with peers, and its rounding without calibration
 ORDER = (
-    "4", "3", "2", "3-symmetric", "2-symmetric", "nvfp4", "mxfp4", "fp8", "fp8-block", "mxfp8", "q4_k_m", "q3_k_m", "q2_k",
-    "3.125", "2.125", "1.5",
+    "4", "4-asymmetric", "3", "2", "3-symmetric", "2-symmetric", "nvfp4", "mxfp4", "fp8", "fp8-block", "mxfp8", "q4_k_m", "q3_k_m",
+    "q2_k", "3.125", "2.125", "1.5",
 )  # fmt: skip
 
 
