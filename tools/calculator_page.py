@@ -129,7 +129,7 @@ def as_text(names: Iterable[str]) -> str:
     """Return JSON with the sizes of some models, one line for each."""
     from nearplane.planning.modes import MODES
 
-    modes = [{"options": mode.words, "loss": list(mode.loss[:3]), "runtimes": list(mode.runtimes)} for mode in MODES]
+    modes = [{"options": mode.words, "loss": list(mode.loss[:3]), "runtimes": list(mode.runtimes())} for mode in MODES]
     lines = [f"  {json.dumps(name)}: {json.dumps(sizes(name))}" for name in names]
     ways = ",\n".join(f"  {json.dumps(mode)}" for mode in modes)
     return f'{{"contexts": {CONTEXTS},\n"modes": [\n{ways}\n],\n"models": {{\n' + ",\n".join(lines) + "\n}}"

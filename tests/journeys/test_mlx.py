@@ -23,7 +23,7 @@ from nearplane.demo import CALIBRATION, MODEL
 from nearplane.formats.stored import Stored, read_matrices
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.loading.dense_network import dense_network
-from nearplane.recipe.file_formats import MLX_BITS, MLX_GROUP_SIZES, MLX_MODEL_TYPES
+from nearplane.recipe.runtimes import MLX_BITS, MLX_GROUP_SIZES, MLX_MODEL_TYPES
 
 mx = pytest.importorskip("mlx.core", reason="needs mlx")
 mlx_lm = pytest.importorskip("mlx_lm.utils", reason="needs mlx-lm")

@@ -156,7 +156,7 @@ def test_experts_in_gptq_are_not_suggested_for_transformers(models: dict[str, Pa
     found = nearplane.suggest(models["experts"], "1GB", runtime="transformers")
     assert not found.fitting
     assert found.remedy.startswith(
-        "None of these 3 ways is possible for this model: Experts in GPTQ are read by GPTQModel"
+        "None of these 3 ways is possible for this model: transformers does not keep experts packed in int4-g128."
     )
     rows = {row.options: row for row in nearplane.suggest(models["experts"], "1GB").rows}
     assert rows["--bits 3 --no-symmetric --format gptq_v2"].runtimes == ("gptqmodel",)

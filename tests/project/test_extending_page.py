@@ -22,6 +22,7 @@ from nearplane.number_formats import BY_NAME
 from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
 from nearplane.recipe.rate_scheme import RateScheme
+from nearplane.recipe.runtimes import RUN, RUNTIMES, USUAL, Form
 from nearplane.recipe.scheme import UNCALIBRATED_SOLVERS, Solver
 from nearplane.recipe.schemes import GridScheme
 from nearplane.record.from_json import _hints
@@ -72,6 +73,8 @@ def test_the_format_of_the_page_goes_through_the_program(
     monkeypatch.setattr("nearplane.recipe.recipe.Format", Literal["fp4"])
     monkeypatch.setattr(GridScheme, "FORMATS", ("fp4",))
     monkeypatch.setitem(FILE_FORMATS, "fp4", FileFormat())
+    monkeypatch.setitem(USUAL, "fp4", ("nearplane",))
+    monkeypatch.setitem(RUNTIMES["nearplane"].loads, "fp4", (Form(grids=("fp4-g32",), dense=RUN),))
     monkeypatch.setitem(BY_NAME, "fp4-g32", page["FP4"])
     model, out, dense = tmp_path / "model", tmp_path / "out", tmp_path / "dense"
     save_tiny(model, "llama")

@@ -74,6 +74,11 @@ def test_the_page_of_files_is_up_to_date(as_from_a_shell: pytest.MonkeyPatch) ->
     runpy.run_path(str(ROOT / "tools" / "files_page.py"), run_name="__main__")
 
 
+def test_the_table_of_programs_is_up_to_date(as_from_a_shell: pytest.MonkeyPatch) -> None:
+    as_from_a_shell.setattr(sys, "argv", ["runtimes_page.py", "--check"])
+    runpy.run_path(str(ROOT / "tools" / "runtimes_page.py"), run_name="__main__")
+
+
 def test_files_that_docs_and_docstrings_name_are_there() -> None:
     """The log tells of files that were, as commands do behind a checkout; the page of files has a test of its own."""
     there = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts]

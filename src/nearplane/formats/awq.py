@@ -23,7 +23,8 @@ from nearplane.formats.integers import Integers, consecutive, expect, group_size
 from nearplane.formats.layer_format import GridFormat, Held, Quantized, check_groups, check_kind
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import NumberFormat, integers
-from nearplane.recipe.file_formats import AWQ_BITS, FILE_FORMATS, Weights
+from nearplane.recipe.readers import Weights, readers_of
+from nearplane.recipe.runtimes import AWQ_BITS
 
 ORDER = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # of the outputs in a word
 
@@ -37,7 +38,7 @@ class AWQ(GridFormat):
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse layers that readers of AWQ do not load."""
         check_kind(name, kind, ("Linear",), "AWQ stores Linear layers only")
-        FILE_FORMATS["awq"].check(name, Weights(format))
+        readers_of("awq", "nearplane").check(name, Weights(format))
         check_groups(name, shape[1], format)
         if shape[0] % len(ORDER):
             raise RecipeError(

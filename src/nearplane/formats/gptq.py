@@ -27,7 +27,8 @@ from nearplane.formats.integers import Integers, consecutive, expect, group_size
 from nearplane.formats.layer_format import GridFormat, Quantized, check_groups, check_kind, json_text, matches
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import NumberFormat, integers
-from nearplane.recipe.file_formats import FILE_FORMATS, GPTQ_BITS, Weights
+from nearplane.recipe.readers import Weights, readers_of
+from nearplane.recipe.runtimes import GPTQ_BITS
 from nearplane.system.paths import GPTQ_CONFIG
 
 FUSED_NAMES = {  # names under which vLLM and SGLang look up the scheme of layers that they load as one
@@ -73,7 +74,7 @@ class GPTQ(GridFormat):
         """Refuse layers that gptqmodel's kernels do not support, and asymmetric weights in version 1."""
         bits, group_size = format.bits, format.group
         check_kind(name, kind, ("Linear", "Conv1D", "Expert"), "GPTQ stores Linear and Conv1D layers only")
-        FILE_FORMATS[self.version].check(name, Weights(format))
+        readers_of(self.version, "nearplane").check(name, Weights(format))
         if group_size is not None and group_size not in GROUP_SIZES and group_size != shape[1]:
             sizes = ", ".join(map(str, GROUP_SIZES))
             raise RecipeError(f"{name} has groups of {group_size}; readers of GPTQ need --group-size {sizes} or none.")

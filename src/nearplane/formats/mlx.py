@@ -29,7 +29,8 @@ from nearplane.formats.mlx_experts import MLXFolder, MLXReader, stack_of
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.number_formats import NumberFormat, integers
-from nearplane.recipe.file_formats import FILE_FORMATS, MLX_BITS, Weights
+from nearplane.recipe.readers import Weights, readers_of
+from nearplane.recipe.runtimes import MLX_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class MLX(LayerFormat):
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse layers that MLX does not load."""
         check_kind(name, kind, ("Linear", "Embedding", "Expert"), "MLX stores Linear layers only")
-        FILE_FORMATS["mlx"].check(name, Weights(format))
+        readers_of("mlx", "nearplane").check(name, Weights(format))
         check_groups(name, shape[1], format)
 
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from nearplane.recipe.readers import Weights, packing
+from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.runtimes import Runtime
+from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 
 # nats per token of 4 bits on two networks of 135 and 270 million weights: mean of the rows of docs/results/real-models.jsonl
 KL_OF_4_BITS = 0.12
@@ -43,14 +46,12 @@ class Mode:
     Args:
         setting: Name of its rows in the tables of quality.
         options: Options of `quantize` as keywords.
-        runtimes: Programs that keep such weights as they are in the file, or packed otherwise.
         loss: What it loses.
         packed_bits: Bits of a quantized weight in memory if the program packs it otherwise; None: as in the file.
     """
 
     setting: str
     options: Mapping[str, Any] = field(hash=False)
-    runtimes: tuple[Runtime, ...]
     loss: Loss
     packed_bits: float | None = None
 
@@ -63,10 +64,27 @@ class Mode:
         named = f"int{bits}" if bits else f"rate{rate}" if rate else str(self.options["grid"])
         return f"{named}-{format}" if format else named
 
+    def runtimes(self, *, experts: bool = False) -> tuple[Runtime, ...]:
+        """Return the programs that keep such weights packed, those of experts, too, as they are in the file or packed otherwise."""
+        files, weights = Recipe.from_spellings(**self.options).format, self.weights(experts=experts)
+        of_experts = packing(files, weights)
+        return tuple(name for name in packing(files, weights._replace(expert=False)) if name in of_experts)
+
+    def weights(self, *, experts: bool = False) -> Weights:
+        """Return the weights of a layer, or of an expert, as a program meets them."""
+        scheme = Recipe.from_spellings(**self.options).scheme
+        return Weights(scheme.grouped([max(DEFAULT_GROUP_SIZES)]).number_format, expert=experts)
+
     @property
     def words(self) -> str:
         """Options of the command that quantizes in this way."""
         return flags(self.options)
+
+    def for_experts(self, runtime: Runtime | None) -> Mode:
+        """Return the way for a network with experts, with a runtime if it needs one: that which is given, or a possible one."""
+        if Recipe.from_spellings(**self.options).readers.takes(self.weights(experts=True)):
+            return self
+        return replace(self, options={**self.options, "runtime": runtime or next(iter(self.runtimes(experts=True)))})
 
 
 # share of the energy of normally distributed weights that rounding them to the nearest value of a type loses
@@ -76,11 +94,6 @@ ENERGY = {
 }  # fmt: skip
 MLX = {"group_size": 64, "format": "mlx"}
 GPTQ = {"symmetric": False, "format": "gptq_v2"}
-SERVERS: tuple[Runtime, ...] = ("vllm", "sglang")
-BY_GPTQ: tuple[Runtime, ...] = (
-    "transformers",
-    "gptqmodel",
-)  # of 2 and 3 bits; vLLM 0.32 has GPTQ of 4 and 8 bits symmetric alone
 
 
 def flags(options: Mapping[str, Any]) -> str:
@@ -93,37 +106,34 @@ def flags(options: Mapping[str, Any]) -> str:
 
 
 MODES = (
-    Mode(setting="int8", options={"grid": "int8"}, runtimes=SERVERS, loss=Loss(0.0051, 0.0048, 0.0057, 3)),
-    Mode(setting="fp8", options={"grid": "fp8"}, runtimes=SERVERS, loss=Loss(0.062, 0.055, 0.075, 3)),
-    Mode(setting="nvfp4", options={"grid": "nvfp4"}, runtimes=("vllm",), loss=Loss(0.64, 0.55, 0.82, 3)),
-    Mode(setting="4", options={"bits": 4}, runtimes=SERVERS, loss=Loss(1.0, 1.0, 1.0, 4)),
-    Mode(setting="4", options={"bits": 4, "format": "gptq"}, runtimes=BY_GPTQ, loss=Loss(1.0, 1.0, 1.0, 4)),
-    Mode(setting="3-symmetric", options={"bits": 3}, runtimes=("vllm",), loss=Loss(4.1, 3.8, 4.5, 3)),
-    Mode(setting="2-symmetric", options={"bits": 2}, runtimes=("vllm",), loss=Loss(21, 18, 26, 3)),
-    Mode(setting="3", options={"bits": 3, **GPTQ}, runtimes=BY_GPTQ, loss=Loss(3.5, 3.4, 3.6, 4)),
-    Mode(setting="2", options={"bits": 2, **GPTQ}, runtimes=BY_GPTQ, loss=Loss(18, 16, 20, 4)),
-    Mode(setting="q8_0", options={"grid": "q8_0"}, runtimes=("llama.cpp",), loss=Loss(0.0025, 0.0025, 0.0025, 2)),
-    Mode(setting="q6_k", options={"grid": "q6_k"}, runtimes=("llama.cpp",), loss=Loss(0.029, 0.029, 0.029, 2)),
-    Mode(setting="q5_k_m", options={"grid": "q5_k_m"}, runtimes=("llama.cpp",), loss=Loss(0.098, 0.096, 0.099, 2)),
-    Mode(setting="q4_k_m", options={"grid": "q4_k_m"}, runtimes=("llama.cpp",), loss=Loss(0.34, 0.28, 0.39, 3)),
-    Mode(setting="q3_k_m", options={"grid": "q3_k_m"}, runtimes=("llama.cpp",), loss=Loss(0.99, 0.79, 1.1, 3)),
-    Mode(setting="q2_k", options={"grid": "q2_k"}, runtimes=("llama.cpp",), loss=Loss(8.3, 7.4, 10, 3)),
-    Mode(setting="mlx8", options={"bits": 8, **MLX}, runtimes=("mlx",), loss=Loss(0.0026, 0.0026, 0.0026, 3)),
-    Mode(setting="mlx6", options={"bits": 6, **MLX}, runtimes=("mlx",), loss=Loss(0.041, 0.04, 0.042, 3)),
-    Mode(setting="mlx5", options={"bits": 5, **MLX}, runtimes=("mlx",), loss=Loss(0.16, 0.16, 0.16, 3)),
-    Mode(setting="mlx4", options={"bits": 4, **MLX}, runtimes=("mlx",), loss=Loss(0.66, 0.64, 0.67, 3)),
-    Mode(setting="mlx3", options={"bits": 3, **MLX}, runtimes=("mlx",), loss=Loss(2.9, 2.7, 3.1, 3)),
-    Mode(setting="mlx2", options={"bits": 2, **MLX}, runtimes=("mlx",), loss=Loss(13, 12, 15, 3)),
+    Mode(setting="int8", options={"grid": "int8"}, loss=Loss(0.0051, 0.0048, 0.0057, 3)),
+    Mode(setting="fp8", options={"grid": "fp8"}, loss=Loss(0.062, 0.055, 0.075, 3)),
+    Mode(setting="nvfp4", options={"grid": "nvfp4"}, loss=Loss(0.64, 0.55, 0.82, 3)),
+    Mode(setting="4", options={"bits": 4}, loss=Loss(1.0, 1.0, 1.0, 4)),
+    Mode(setting="4", options={"bits": 4, "format": "gptq"}, loss=Loss(1.0, 1.0, 1.0, 4)),
+    Mode(setting="3-symmetric", options={"bits": 3}, loss=Loss(4.1, 3.8, 4.5, 3)),
+    Mode(setting="2-symmetric", options={"bits": 2}, loss=Loss(21, 18, 26, 3)),
+    Mode(setting="3", options={"bits": 3, **GPTQ}, loss=Loss(3.5, 3.4, 3.6, 4)),
+    Mode(setting="2", options={"bits": 2, **GPTQ}, loss=Loss(18, 16, 20, 4)),
+    Mode(setting="q8_0", options={"grid": "q8_0"}, loss=Loss(0.0025, 0.0025, 0.0025, 2)),
+    Mode(setting="q6_k", options={"grid": "q6_k"}, loss=Loss(0.029, 0.029, 0.029, 2)),
+    Mode(setting="q5_k_m", options={"grid": "q5_k_m"}, loss=Loss(0.098, 0.096, 0.099, 2)),
+    Mode(setting="q4_k_m", options={"grid": "q4_k_m"}, loss=Loss(0.34, 0.28, 0.39, 3)),
+    Mode(setting="q3_k_m", options={"grid": "q3_k_m"}, loss=Loss(0.99, 0.79, 1.1, 3)),
+    Mode(setting="q2_k", options={"grid": "q2_k"}, loss=Loss(8.3, 7.4, 10, 3)),
+    Mode(setting="mlx8", options={"bits": 8, **MLX}, loss=Loss(0.0026, 0.0026, 0.0026, 3)),
+    Mode(setting="mlx6", options={"bits": 6, **MLX}, loss=Loss(0.041, 0.04, 0.042, 3)),
+    Mode(setting="mlx5", options={"bits": 5, **MLX}, loss=Loss(0.16, 0.16, 0.16, 3)),
+    Mode(setting="mlx4", options={"bits": 4, **MLX}, loss=Loss(0.66, 0.64, 0.67, 3)),
+    Mode(setting="mlx3", options={"bits": 3, **MLX}, loss=Loss(2.9, 2.7, 3.1, 3)),
+    Mode(setting="mlx2", options={"bits": 2, **MLX}, loss=Loss(13, 12, 15, 3)),
     # in memory, columns of codes take 4 or 8 bits a weight; these on the demo 6.3, 4.4 and 4.3 with steps and patches
     Mode(
         setting="3.125",
         options={"rate": 3.125},
-        runtimes=("nearplane",),
         loss=Loss(0.8, 0.66, 0.97, 4),
         packed_bits=6.3,
     ),
-    Mode(
-        setting="2.125", options={"rate": 2.125}, runtimes=("nearplane",), loss=Loss(3.8, 3.2, 4.8, 4), packed_bits=4.5
-    ),
-    Mode(setting="1.5", options={"rate": 1.5}, runtimes=("nearplane",), loss=Loss(11, 8.7, 17, 4), packed_bits=4.4),
+    Mode(setting="2.125", options={"rate": 2.125}, loss=Loss(3.8, 3.2, 4.8, 4), packed_bits=4.5),
+    Mode(setting="1.5", options={"rate": 1.5}, loss=Loss(11, 8.7, 17, 4), packed_bits=4.4),
 )

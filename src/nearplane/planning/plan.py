@@ -20,8 +20,8 @@ from nearplane.number_formats import NumberFormat, integers, number_format
 from nearplane.planning.measured_bits import measured_rates, measured_types, measured_widths, probes_rates
 from nearplane.planning.probe import Extent, extent, probe
 from nearplane.planning.size_budget import Choice, budget_of
-from nearplane.recipe.file_formats import Weights
 from nearplane.recipe.layer_plan import Plan
+from nearplane.recipe.readers import Weights
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme
 from nearplane.recipe.schemes import GridScheme
@@ -191,7 +191,7 @@ def check_layers(model: Model, recipe: Recipe, formats: Mapping[str, NumberForma
     """Raise RecipeError if a layer cannot be stored in its number format, or the readers do not load it."""
     for layer in model.layers:
         weights = Weights(formats[layer.name], recipe.inputs_of(layer.name) is not None, layer.routed)
-        recipe.files.check(layer.name, weights)
+        recipe.readers.check(layer.name, weights)
         FORMATS[str(recipe.format)].layers.check(layer.name, layer.shape, layer.kind, formats[layer.name])
 
 
@@ -203,10 +203,10 @@ def usable_widths(model: Model, recipe: Recipe) -> list[int]:
         check_layers(model, recipe, {layer.name: format for layer in model.layers})
 
     usable: list[int] = []
-    for bits in recipe.files.bits:
+    for bits in recipe.readers.widths:
         with suppress(RecipeError):
             check(bits)
             usable.append(bits)
     if not usable:
-        check(recipe.files.bits[0])  # raises the format's error
+        check(recipe.readers.widths[0])  # raises the format's error
     return usable

@@ -70,10 +70,10 @@ def check_loads(model: Model, plan: Plan, configure: Configure) -> None:
     """
     recipe = plan.recipe
     check_readers(model, plan)
-    if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat) or not recipe.files.by_transformers:
+    if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat) or not recipe.readers.by_transformers:
         return  # transformers has no reader of this format, or need not read it
     layers = model.layers
-    if recipe.files.plain_readers and any(layer.routed for layer in layers):
+    if recipe.readers.without_experts and any(layer.routed for layer in layers):
         log.warning(
             "Experts in GPTQ have the names that vLLM and SGLang read. GPTQModel reads them; transformers alone does not."
         )
@@ -82,7 +82,7 @@ def check_loads(model: Model, plan: Plan, configure: Configure) -> None:
     if not all_faults:
         return
     why = all_faults[0].why
-    known_to_gptqmodel = recipe.files.plain_readers and model.config.model_type in GPTQMODEL_ONLY_TYPES
+    known_to_gptqmodel = recipe.readers.one_grid and model.config.model_type in GPTQMODEL_ONLY_TYPES
     if known_to_gptqmodel and all(fault.late for fault in all_faults):
         log.warning(
             f"transformers does not load {model.config.model_type} from {recipe.format} ({why}), but GPTQModel.load does."
@@ -108,20 +108,16 @@ def check_readers(model: Model, plan: Plan) -> None:
             f"{merged[0].name} cannot be written: the files have no tensor for this layer, whose weight transformers computes "
             f"from others. Leave such layers unquantized with --ignore {patterns}."
         )
-    files = plan.recipe.files
-    if files.model_types and model.config.model_type not in files.model_types:
-        raise RecipeError(
-            f"{model.layers[0].name}: {files.readers[0]} was not tried with models of type {model.config.model_type}, but "
-            f"with {', '.join(files.model_types)}. Use another --format."
-        )
+    readers = plan.recipe.readers
+    for program in readers.programs:
+        if program.model_types and model.config.model_type not in program.model_types:
+            raise RecipeError(
+                f"{model.layers[0].name}: {program.title} was not tried with models of type {model.config.model_type}, but "
+                f"with {', '.join(program.model_types)}. Use another --format."
+            )
     _refuse_unlike_experts(model, plan)
-    if "GPTQModel" in files.readers and any(layer.routed for layer in model.layers):
+    if "gptqmodel" in readers.runtimes and any(layer.routed for layer in model.layers):
         check_experts(model)
-    if files.readers == files.plain_readers and any(layer.routed for layer in model.layers):
-        raise RecipeError(
-            f"{files.readers[0]} does not load experts from {plan.recipe.format}. Use --runtime gptqmodel or vllm, or --format "
-            f"compressed-tensors."
-        )
 
 
 def _refuse_unlike_experts(model: Model, plan: Plan) -> None:
@@ -131,7 +127,7 @@ def _refuse_unlike_experts(model: Model, plan: Plan) -> None:
         RecipeError: Two experts differ; the message names them.
     """
     recipe, first = plan.recipe, dict[NumberFormat, str]()
-    for layer in model.layers if recipe.files.one_grid_for_experts else ():
+    for layer in model.layers if recipe.readers.one_grid_for_experts else ():
         if layer.routed:
             first.setdefault(plan.layers[layer.name].number_format, layer.name)
     if len(first) > 1:
@@ -142,10 +138,11 @@ def _refuse_unlike_experts(model: Model, plan: Plan) -> None:
             f"with --layer 'experts=bits:4', or use --rate {one.bits}, which nearplane.load reads."
         )
     left = {part for name in model.ignored for part in (name, name.rpartition(".")[0].rpartition(".")[0])}
-    if recipe.files.all_experts and first and (dense := sorted(left & model.stacked())):
+    whole = [program.title for program in recipe.readers.programs if program.all_experts]
+    if whole and first and (dense := sorted(left & model.stacked())):
         raise RecipeError(
             f"The experts in {dense[0]} are left unquantized, wholly or in part, but {next(iter(first.values()))} is not: "
-            f"{recipe.files.readers[0]} would not load this. Leave all experts unquantized with --ignore experts, or none."
+            f"{whole[0]} would not load this. Leave all experts unquantized with --ignore experts, or none."
         )
 
 

@@ -246,7 +246,7 @@ def _check_left_out(model: Model, recipe: Recipe) -> None:
 
 def _inconsistent_fusions(model: Model, plan: Plan) -> dict[str, list[str]]:
     """Return the modules whose layers runtimes fuse although their grids differ or some are unquantized, by the difference."""
-    if not plan.recipe.files.fuses:
+    if not plan.recipe.readers.joins:
         return {}
     grids = {
         name: layer.number_format.name + (f" with {layer.inputs.name} inputs" if layer.inputs is not None else "")
@@ -278,7 +278,7 @@ def rehearse(model: Model, plan: Plan, windows: Windows, device: Device) -> dict
         ModelError, RecipeError: The run cannot succeed; the message names the block or layer and an alternative.
     """
     looks, recipe = {} if windows.fitted is None else try_blocks(model, windows.fitted, device), plan.recipe
-    if recipe.files.plain_readers and (recipe.layers or recipe.allocate == "slope"):
+    if recipe.readers.one_grid and (recipe.layers or recipe.allocate == "slope"):
         logger.warning(
             "Only GPTQModel, vLLM and SGLang read GPTQ checkpoints whose layers have different grids; transformers alone does not."
         )

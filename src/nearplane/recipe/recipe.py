@@ -15,11 +15,12 @@ from typing import Any, Literal
 from nearplane.errors import RecipeError
 from nearplane.number_formats import InputRounding
 from nearplane.recipe.block_scheme import BlockScheme
-from nearplane.recipe.file_formats import FileFormat, Format
+from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
 from nearplane.recipe.layer_scheme import LayerScheme, check_pattern, layer_schemes
 from nearplane.recipe.rate_scheme import RateScheme
+from nearplane.recipe.readers import Readers, readers_of, usual_format
 from nearplane.recipe.refusals import check_activations, check_kv_cache, check_like
-from nearplane.recipe.runtimes import Runtime, files_for, usual_format
+from nearplane.recipe.runtimes import Runtime
 from nearplane.recipe.scheme import Activations, Allocation, CacheNumbers, names_of
 from nearplane.recipe.schemes import AnyScheme, GridScheme, scheme_of
 from nearplane.recipe.spellings import translated_options
@@ -106,7 +107,7 @@ class Recipe:
             object.__setattr__(self, "format", usual_format(self.runtime) or usual)
         if self.format not in self.scheme.FORMATS:
             raise RecipeError(self.scheme.unfit(str(self.format)))
-        files_for(self.format, self.runtime)  # refused if the runtime does not read it
+        readers_of(self.format, self.runtime)  # refused if the runtime does not read it
         for each in self.layers:
             each.check(self.scheme)
         self._check_minima()
@@ -130,8 +131,13 @@ class Recipe:
 
     @property
     def files(self) -> FileFormat:
-        """Properties of the format of the files, as all its usual readers or the runtime see it."""
-        return files_for(self.format, self.runtime)
+        """Properties of the format of the files."""
+        return FILE_FORMATS[self.format]
+
+    @property
+    def readers(self) -> Readers:
+        """The programs that are to load the files: all usual ones, or the runtime."""
+        return readers_of(self.format, self.runtime)
 
     def _check_minima(self) -> None:
         """Refuse minima in formats other than MLX and grids without minima in MLX, and likewise embeddings and head.

@@ -1,125 +1,195 @@
-"""Programs that run checkpoints: which formats each reads, and which weights in them. Needs no torch.
+"""Programs that run checkpoints: what each loads of every file format, and from what this is known. Needs no torch.
 
-A run without a runtime writes what all usual readers of its format load; with one, what this program loads.
+`readers.py` answers questions by this table; tools/runtimes_page.py writes it into docs/serving.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cache
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal
 
-from nearplane.errors import RecipeError
-from nearplane.number_formats import FP8, FP8_BLOCK, NVFP4
-from nearplane.recipe.file_formats import (
-    FILE_FORMATS,
-    Fault,
-    FileFormat,
-    Format,
-    Weights,
-    unstorable_in_compressed_tensors,
-)
+from nearplane.number_formats import TYPES
+from nearplane.recipe.file_formats import Format
 
-BITS_OF_SERVERS = (4, 8)  # symmetric: in GPTQ of vLLM 0.32, in compressed-tensors of SGLang
 Runtime = Literal["vllm", "sglang", "transformers", "gptqmodel", "llama.cpp", "mlx", "nearplane"]
+Integers = Literal["symmetric", "zero points", "minima"]
+Known = Literal["run", "loader run, kernel replaced", "read in its source", "said by its documentation"]
+RUN: Known = "run"
+REPLACED: Known = (
+    "loader run, kernel replaced"  # which this processor lacks; weights were decoded from the program's own tensors
+)
+SOURCE: Known = "read in its source"
+SAID: Known = "said by its documentation"
 
 
-def _stored(weights: Weights) -> str | None:
-    return unstorable_in_compressed_tensors(weights.format)
-
-
-def _stored_for_vllm(weights: Weights) -> str | None:
-    """Return what vLLM refuses, by the source of 0.32: experts in 8-bit floats whose inputs are not rounded."""
-    if weights.expert and weights.format in (FP8, FP8_BLOCK) and not weights.rounded:
-        return f"vLLM loads experts in {weights.format.name} with rounded inputs alone. Use --activations fp8, or --grid mxfp8."
-    return _stored(weights)
-
-
-def _stored_for_sglang(weights: Weights) -> str | None:
-    """Return what SGLang refuses, by its source: other integers than 4 and 8 bits symmetric, and nvfp4 of weights alone."""
-    format = weights.format
-    if weights.expert and FILE_FORMATS["compressed-tensors"].fault(weights) is not None:
-        return f"it is not known whether SGLang loads experts in {format.name}. Use --runtime vllm, which loads them."
-    if format == NVFP4 and not weights.rounded:  # its pull request 10851 was closed
-        return "SGLang loads nvfp4 with rounded inputs alone. Use --activations fp4, or --runtime vllm."
-    if format.levels is None and not (format.symmetric and format.bits in BITS_OF_SERVERS):
-        return (
-            f"SGLang loads integers of 4 and 8 bits symmetric, not {format.name}. Use one of these, or --runtime vllm."
-        )
-    return _stored(weights)
-
-
-def _gptq_for_servers(weights: Weights) -> str | None:
-    format = weights.format
-    if format.symmetric and format.bits in BITS_OF_SERVERS:
-        return None
-    return (
-        f"vLLM and SGLang load GPTQ of 4 and 8 bits symmetric, not {format.name}. Use --format compressed-tensors, of which vLLM "
-        f"loads 2 to 8 bits, also asymmetric."
-    )
-
-
-def _usual(name: Format) -> Fault:
-    return FILE_FORMATS[name].fault
-
-
-GPTQ: dict[Format, Fault] = {"gptq": _usual("gptq"), "gptq_v2": _usual("gptq_v2"), "awq": _usual("awq")}
-SERVED: dict[Format, Fault] = {"gptq": _gptq_for_servers, "gptq_v2": _gptq_for_servers, "awq": _usual("awq")}
-EVERY: dict[Format, Fault] = {name: _usual(name) for name in get_args(Format)}
-# the name in `FileFormat.readers`, and what each program loads by format, the usual format first
-RUNTIMES: Mapping[Runtime, tuple[str, Mapping[Format, Fault]]] = {
-    "vllm": ("vLLM", {"compressed-tensors": _stored_for_vllm, **SERVED}),
-    "sglang": ("SGLang", {"compressed-tensors": _stored_for_sglang, **SERVED}),
-    "transformers": ("transformers", {"compressed-tensors": _usual("compressed-tensors"), **GPTQ}),
-    "gptqmodel": ("GPTQModel", GPTQ),
-    "llama.cpp": ("llama.cpp", {"gguf": _usual("gguf")}),
-    "mlx": ("mlx_lm", {"mlx": _usual("mlx")}),
-    "nearplane": ("nearplane", {**EVERY, "compressed-tensors": _stored}),
-}
-
-
-def needed_of_vllm(files: Format | None, weights: Weights) -> str | None:
-    """Return what vLLM needs to load such weights: nothing (""), or a newer one than 0.9 (May 2025); None: it does not load them.
-
-    Version 0.32 has all grids of compressed-tensors in its source, read 2 to 8 bits in a run, and refused asymmetric GPTQ in one.
-    """
-    fault = RUNTIMES["vllm"][1].get(files) if files is not None else None
-    if fault is None or fault(weights) is not None:
-        return None
-    known = files != "compressed-tensors" or weights.format.name.startswith(("int4", "int8", "fp8", "nvfp4"))
-    return "" if known else "a newer vLLM, which loads such grids"
-
-
-def usual_format(runtime: object) -> Format | None:
-    """Return the format of a run for a program that does not read the default one; None: the default."""
-    for name, (_, formats) in RUNTIMES.items():
-        if name == runtime and "compressed-tensors" not in formats:
-            return next(iter(formats))
-    return None
-
-
-@cache
-def files_for(format: Format | None, runtime: Runtime | None) -> FileFormat:
-    """Return what readers of a format accept: all usual ones, or one program.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """Weights that a program loads from files of one format, and from what this is known.
 
     Args:
-        format: The format of the files.
-        runtime: The program; None: all usual ones.
-
-    Raises:
-        RecipeError: The program does not read the format; the message names those that it reads.
+        grids: Names of number formats.
+        bits: Widths of integers, beside or in place of these.
+        integers: Whether the integers have no zero points, a zero point, or a real-valued minimum of each group.
+        groups: Sizes of their groups; empty: any, and one step a row.
+        rounded: Whether inputs are rounded, too; None: they may be or not.
+        dense, experts: From what it is known that layers, and the matrices of experts, load; None: they do not.
+        needs: Version that loads them, where an older one is in wide use.
     """
-    if runtime is None:
-        return FILE_FORMATS[format]
-    name, formats = RUNTIMES[runtime]
-    if format is None or format not in formats:
-        others = " or ".join(other for other, (_, theirs) in RUNTIMES.items() if format in theirs)
-        raise RecipeError(
-            f"{name} does not read the format {format}, but {', '.join(formats)}. Use --format with one of these, or --runtime "
-            f"{others}."
-        )
-    files = FILE_FORMATS[format]
-    plain = tuple(each for each in files.plain_readers if each == name)
-    alike = files.one_grid_for_experts and runtime not in ("vllm", "nearplane")  # these were tried with a grid a block
-    return replace(files, fault=formats[format], readers=(name,), plain_readers=plain, one_grid_for_experts=alike)
+
+    grids: tuple[str, ...] = ()
+    bits: tuple[int, ...] = ()
+    integers: Integers = "symmetric"
+    groups: tuple[int, ...] = ()
+    rounded: bool | None = False
+    dense: Known | None = None
+    experts: Known | None = None
+    needs: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A program that runs checkpoints.
+
+    Args:
+        title: Its name.
+        version: The version that was tried or read; empty: none.
+        loads: What it loads by format, its usual format first.
+        packed: Formats whose weights stay packed in memory on every device; empty: all.
+        joins: Whether it joins layers of a module, which must then have one number format.
+        one_grid: Formats of whose layers all must have one number format.
+        one_grid_for_experts: Formats of which all experts of a network must have one number format, not only those of a block.
+        all_experts: Whether the experts of a block are one tensor, so that all of them are quantized, or none.
+        model_types: Types of models that it was tried with; empty: what transformers knows.
+    """
+
+    title: str
+    version: str
+    loads: Mapping[Format, tuple[Form, ...]]
+    packed: tuple[Format, ...] = ()
+    joins: bool = False
+    one_grid: tuple[Format, ...] = ()
+    one_grid_for_experts: tuple[Format, ...] = ()
+    all_experts: bool = False
+    model_types: tuple[str, ...] = ()
+
+
+COMPRESSED_TENSORS_BITS = (2, 3, 4, 5, 6, 7, 8)
+GPTQ_BITS = (2, 3, 4, 8)
+AWQ_BITS = 4
+MLX_BITS, MLX_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+MLX_MODEL_TYPES = (  # that it computes as transformers does, see tests/journeys/test_mlx.py
+    "cohere", "dots1", "ernie4_5", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_bigcode", "granite", "granitemoe", "helium",
+    "hunyuan_v1_dense", "internlm3", "iquestcoder", "laguna", "llama", "ministral3", "mistral", "mixtral", "nemotron", "olmo2",
+    "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+FLOATS = ("mxfp4", "nvfp4", "fp8", "fp8-block", "mxfp8")
+NEWER = "a newer vLLM, which loads such grids"  # than 0.9 of May 2025
+
+
+def _gptq(known: Known, *, experts: Known | None) -> dict[Format, tuple[Form, ...]]:
+    """Return what loads all that GPTQ and AWQ store; version 1 of GPTQ stores zero points less 1, which leaves them unclear."""
+    symmetric = Form(bits=GPTQ_BITS, dense=known, experts=experts)
+    asymmetric = Form(bits=GPTQ_BITS, integers="zero points", dense=known, experts=experts)
+    awq = Form(bits=(4,), integers="zero points", dense=known)
+    return {"gptq": (symmetric,), "gptq_v2": (symmetric, asymmetric), "awq": (awq,)}
+
+
+def _gptq_of_servers(four: Known, eight: Known) -> dict[Format, tuple[Form, ...]]:
+    """Return what servers load of GPTQ and AWQ: 4 and 8 bits without zero points."""
+    gptq = (Form(bits=(4,), dense=four, experts=eight), Form(bits=(8,), dense=eight, experts=eight))
+    return {"gptq": gptq, "gptq_v2": gptq, "awq": (Form(bits=(4,), integers="zero points", dense=four),)}
+
+
+MLX = Form(bits=MLX_BITS, integers="minima", groups=MLX_GROUP_SIZES, dense=RUN, experts=RUN)
+GGUF = (Form(grids=tuple(TYPES), dense=RUN, experts=RUN), Form(bits=(4, 5, 8), groups=(32,), dense=RUN, experts=RUN))
+RUNTIMES: Mapping[Runtime, Program] = {
+    "vllm": Program(
+        title="vLLM",
+        version="0.32.0",
+        loads={
+            "compressed-tensors": (
+                Form(bits=(4, 8), dense=REPLACED, experts=REPLACED),
+                Form(bits=(2, 3, 5, 6, 7), dense=REPLACED, experts=REPLACED, needs=NEWER),
+                Form(bits=(4, 8), integers="zero points", dense=REPLACED, experts=REPLACED),
+                Form(bits=(2, 3, 5, 6, 7), integers="zero points", dense=REPLACED, experts=REPLACED, needs=NEWER),
+                Form(grids=("int8-row",), rounded=True, dense=REPLACED, experts=REPLACED),
+                Form(grids=("fp8", "fp8-block"), dense=SOURCE),
+                Form(grids=("fp8", "fp8-block"), rounded=True, dense=RUN, experts=REPLACED),
+                Form(grids=("nvfp4",), dense=SOURCE, experts=REPLACED),
+                Form(grids=("nvfp4",), rounded=True, dense=SOURCE, experts=REPLACED),
+                Form(grids=("mxfp4", "mxfp8"), dense=SOURCE, experts=REPLACED, needs=NEWER),
+                Form(grids=("mxfp4", "mxfp8"), rounded=True, dense=SOURCE, experts=SOURCE, needs=NEWER),
+            ),
+            **_gptq_of_servers(REPLACED, SOURCE),
+        },
+        joins=True,
+    ),
+    "sglang": Program(
+        title="SGLang",
+        version="",
+        loads={  # nvfp4 of weights alone: its pull request 10851 was closed; nobody tried experts in nvfp4, or in int8 with int8
+            "compressed-tensors": (
+                Form(bits=(4, 8), dense=SAID, experts=SAID),
+                Form(grids=("int8-row",), rounded=True, dense=SAID),
+                Form(grids=("mxfp4", "fp8", "fp8-block", "mxfp8"), rounded=None, dense=SAID, experts=SAID),
+                Form(grids=("nvfp4",), rounded=True, dense=SAID),
+            ),
+            **_gptq_of_servers(SAID, SAID),
+        },
+        joins=True,
+        one_grid_for_experts=("compressed-tensors",),
+    ),
+    "transformers": Program(
+        title="transformers",
+        version="5.24.0",
+        loads={
+            "compressed-tensors": (
+                Form(bits=COMPRESSED_TENSORS_BITS, dense=RUN, experts=RUN),
+                Form(grids=("int8-row",), rounded=True, dense=RUN),  # experts: it does not merge them
+                Form(grids=("mxfp4", "fp8", "fp8-block", "mxfp8"), rounded=None, dense=RUN, experts=RUN),
+                Form(grids=("nvfp4",), rounded=None, dense=RUN),  # experts: it decodes them without their global scale
+            ),
+            **_gptq(RUN, experts=None),
+        },
+        packed=("gptq", "gptq_v2", "awq"),
+        one_grid=("gptq", "gptq_v2"),
+        one_grid_for_experts=("compressed-tensors",),
+    ),
+    "gptqmodel": Program(title="GPTQModel", version="7.6.0", loads=_gptq(RUN, experts=RUN)),
+    "llama.cpp": Program(title="llama.cpp", version="of llama-cpp-python 0.3.36", loads={"gguf": GGUF}),
+    "mlx": Program(
+        title="mlx_lm",
+        version="0.32.2",
+        loads={"mlx": (MLX,)},
+        one_grid_for_experts=("mlx",),
+        all_experts=True,
+        model_types=MLX_MODEL_TYPES,
+    ),
+    "nearplane": Program(
+        title="nearplane",
+        version="",
+        loads={
+            "compressed-tensors": (
+                Form(bits=COMPRESSED_TENSORS_BITS, dense=RUN, experts=RUN),
+                Form(bits=COMPRESSED_TENSORS_BITS, integers="zero points", dense=RUN, experts=RUN),
+                Form(grids=("int8-row", *FLOATS), rounded=None, dense=RUN, experts=RUN),
+            ),
+            **_gptq(RUN, experts=RUN),
+            "mlx": (MLX,),
+            "gguf": GGUF,
+            "nearplane": (Form(grids=("coded",), dense=RUN, experts=RUN),),
+        },
+        packed=("nearplane",),
+    ),
+}
+# whose rules a run without a runtime keeps, so that all usual readers load it: those of the last
+USUAL: Mapping[Format, tuple[Runtime, ...]] = {
+    "compressed-tensors": ("vllm", "transformers"),
+    "gptq": ("vllm", "transformers", "gptqmodel"),
+    "gptq_v2": ("vllm", "transformers", "gptqmodel"),
+    "awq": ("vllm", "transformers"),
+    "mlx": ("mlx",),
+    "gguf": ("llama.cpp",),
+    "nearplane": ("nearplane",),
+}

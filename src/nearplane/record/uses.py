@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nearplane.errors import FormatError
-from nearplane.recipe.runtimes import needed_of_vllm
+from nearplane.recipe.readers import needs
+from nearplane.recipe.runtimes import Runtime
 from nearplane.record.record import RunRecord
-from nearplane.record.words import is_expert, weights_of
+from nearplane.record.words import weights_of
 from nearplane.system.files import read_object
 from nearplane.system.paths import CONFIG
 
@@ -80,11 +81,13 @@ def has_template(folder: Path) -> bool:
 
 def uses(record: RunRecord, it: Named) -> list[Use]:
     """Return how a checkpoint is used, the usual way first."""
-    files, experts = record.recipe.files, any(map(is_expert, record.layers))
-    random = files.plain_readers if experts else ()  # readers that would leave experts random
-    readers = (reader for reader in files.readers if reader not in random)
-    ways = [use for reader in readers for use in USES[reader](record, it)]
-    return [*ways, _decoded(it.folder)] if files.fuses and not files.by_transformers else ways
+    ways, weights = list[Use](), set(weights_of(record))
+    readers = record.recipe.readers
+    for runtime in readers.runtimes:
+        needed = [needs(runtime, readers.format, each) for each in weights]
+        if None not in needed:
+            ways += USES[runtime](record, it, max(filter(None, needed), default=""))
+    return [*ways, _decoded(it.folder)] if readers.joins and not readers.by_transformers else ways
 
 
 def uses_of_dense(it: Named) -> list[Use]:
@@ -97,46 +100,45 @@ def _quoted(folder: str) -> str:
     return json.dumps(folder, ensure_ascii=False)
 
 
-def _served(folder: str, needs: str) -> Use:
+def _served(folder: str, needed: str) -> Use:
     command = f"vllm serve {typed(folder)}"
-    phrase = f"{command} (in {needs})" if needs else command
-    return Use(program="vLLM", phrase=phrase, code=command, language="sh", needs=needs)
+    phrase = f"{command} (in {needed})" if needed else command
+    return Use(program="vLLM", phrase=phrase, code=command, language="sh", needs=needed)
 
 
-def _loaded(arguments: str, it: Named, needs: str) -> Use:
-    phrase = f"from_pretrained({arguments}) in transformers{f' (which needs {needs})' if needs else ''}"
-    return Use(program="transformers", phrase=phrase, code=_loading(arguments, it), needs=needs)
+def _loaded(arguments: str, it: Named, needed: str) -> Use:
+    phrase = f"from_pretrained({arguments}) in transformers{f' (which needs {needed})' if needed else ''}"
+    return Use(program="transformers", phrase=phrase, code=_loading(arguments, it), needs=needed)
 
 
-def _in_vllm(record: RunRecord, it: Named) -> Iterator[Use]:
-    needs = [needed_of_vllm(record.recipe.format, weights) for weights in weights_of(record)]
-    if is_served(it.config) and None not in needs:
-        yield _served(it.folder, max(filter(None, needs), default=""))
+def _in_vllm(_: RunRecord, it: Named, needed: str) -> Iterator[Use]:
+    if is_served(it.config):
+        yield _served(it.folder, needed)
 
 
-def _in_sglang(record: RunRecord, it: Named) -> Iterator[Use]:
+def _in_sglang(_: RunRecord, it: Named, __: str) -> Iterator[Use]:
     if is_served(it.config):
         command = f"python3 -m sglang.launch_server --model-path {typed(it.folder)}"
         yield Use(program="SGLang", phrase=command, code=command, language="sh")
 
 
-def _in_transformers(record: RunRecord, it: Named) -> Iterator[Use]:
+def _in_transformers(record: RunRecord, it: Named, _: str) -> Iterator[Use]:
     yield _loaded(_quoted(it.folder), it, record.recipe.files.needs)
 
 
-def _in_gptqmodel(record: RunRecord, it: Named) -> Iterator[Use]:
+def _in_gptqmodel(_: RunRecord, it: Named, __: str) -> Iterator[Use]:
     call = f"GPTQModel.load({_quoted(it.folder)})"
     yield Use(program="GPTQModel", phrase=call, code=f"from gptqmodel import GPTQModel\n\nmodel = {call}")
 
 
-def _in_llama_cpp(record: RunRecord, it: Named) -> Iterator[Use]:
+def _in_llama_cpp(record: RunRecord, it: Named, _: str) -> Iterator[Use]:
     command = f"llama-cli -m {typed(Path(it.folder) / 'model.gguf')}"
     yield Use(program="llama.cpp", phrase=command, code=command, language="sh")
     if record.recipe.like is None:  # else transformers may not know the names in the file
         yield _loaded(f'{_quoted(it.folder)}, gguf_file="model.gguf"', it, "accelerate and gguf")
 
 
-def _in_mlx(record: RunRecord, it: Named) -> Iterator[Use]:
+def _in_mlx(_: RunRecord, it: Named, __: str) -> Iterator[Use]:
     command = f"mlx_lm.generate --model {typed(it.folder)} --prompt TEXT"
     yield Use(program="mlx_lm", phrase=command, code=command, language="sh")
     yield _decoded(it.folder)
@@ -147,7 +149,7 @@ def _decoded(folder: str) -> Use:
     return Use(program="nearplane", phrase=call, code=f"import nearplane\n\nmodel = {call}")
 
 
-def _in_nearplane(record: RunRecord, it: Named) -> Iterator[Use]:
+def _in_nearplane(record: RunRecord, it: Named, _: str) -> Iterator[Use]:
     yield _decoded(it.folder)
     if record.recipe.files.entropy_coded:
         yield _registered(it)
@@ -170,13 +172,13 @@ def _registered(it: Named) -> Use:
     )
 
 
-USES: dict[str, Callable[[RunRecord, Named], Iterator[Use]]] = {  # by the reader's name
-    "vLLM": _in_vllm,
-    "SGLang": _in_sglang,
+USES: dict[Runtime, Callable[[RunRecord, Named, str], Iterator[Use]]] = {  # from the version that it needs
+    "vllm": _in_vllm,
+    "sglang": _in_sglang,
     "transformers": _in_transformers,
-    "GPTQModel": _in_gptqmodel,
+    "gptqmodel": _in_gptqmodel,
     "llama.cpp": _in_llama_cpp,
-    "mlx_lm": _in_mlx,
+    "mlx": _in_mlx,
     "nearplane": _in_nearplane,
 }
 

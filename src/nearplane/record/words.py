@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator
 
 from nearplane.errors import first_few
-from nearplane.recipe.file_formats import Weights
-from nearplane.recipe.runtimes import files_for
+from nearplane.recipe.readers import Weights, readers_of
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT, USEFUL_TOKENS_PER_INPUT
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.sizes import counted
@@ -63,10 +62,10 @@ def as_computed(record: RunRecord) -> str:
 def for_one_program(record: RunRecord) -> Iterator[str]:
     """Yield a sentence if the files are for one program, and not all usual readers of their format load them."""
     recipe = record.recipe
-    usual = files_for(recipe.format, None)
+    usual = readers_of(recipe.format, None)
     faults = (fault for weights in weights_of(record) if (fault := usual.fault(weights)) is not None)
     if recipe.runtime is not None and (fault := next(faults, None)) is not None:
-        yield f"made for {recipe.runtime}: {fault.partition('. ')[0]}"
+        yield f"made for {recipe.runtime}: {fault.partition(', but ')[0]}"
 
 
 def in_words(record: RunRecord) -> str:

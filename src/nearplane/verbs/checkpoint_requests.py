@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from nearplane.calibration.text_files import check_named
 from nearplane.errors import ModelError, RecipeError
 from nearplane.recipe.file_formats import FILE_FORMATS, Format
+from nearplane.recipe.readers import readers_of
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.runtimes import Runtime, files_for
+from nearplane.recipe.runtimes import Runtime
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import read_record
 from nearplane.system.arguments import ComputeDtype, whole, within
@@ -105,7 +106,7 @@ class ExportRequest:
                 f"or add --format."
             )
         if self.format != DENSE:
-            files_for(cast(Format, self.format), self.runtime)  # refused if the runtime does not read it
+            readers_of(cast(Format, self.format), self.runtime)  # refused if the runtime does not read it
         if self.dtype is not None and self.format != DENSE:
             raise RecipeError(
                 f"--dtype {self.dtype} is for decoded weights, but --format {self.format} keeps their integers. Leave it out."

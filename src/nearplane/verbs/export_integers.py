@@ -35,12 +35,13 @@ from nearplane.planning.request import check_request, quantization_config
 from nearplane.planning.run import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.block_scheme import BlockScheme, Ends
-from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format, Weights
+from nearplane.recipe.file_formats import FILE_FORMATS, Format
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.layer_scheme import LayerScheme
+from nearplane.recipe.readers import Readers, Weights, readers_of
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.refusals import check_activations
-from nearplane.recipe.runtimes import Runtime, files_for
+from nearplane.recipe.runtimes import Runtime
 from nearplane.recipe.scheme import Scheme, options_of
 from nearplane.recipe.schemes import AnyScheme, GridScheme
 from nearplane.record.record import RunRecord
@@ -83,8 +84,7 @@ def move_integers(
         raise RecipeError(f"{source} has the format {format} already. Copy the folder, or choose another --format.")
     model = _opened(source, stored, trust_remote_code=trust_remote_code)
     record = record_of(source, "The new folder has no run record: %s")
-    files = files_for(cast(Format, format), runtime)
-    trial = _tried(source, stored, model, format, files)
+    trial = _tried(source, stored, model, format, readers_of(cast(Format, format), runtime))
     model.dtype = trial.dtype  # that of steps, where they have the model's
     recipe = _recipe(record, model, format, trial.formats, runtime)
     if record is not None and recipe.scheme.rows_compensate != record.recipe.scheme.rows_compensate:
@@ -162,7 +162,7 @@ def _opened(source: Path, stored: Stored, *, trust_remote_code: bool) -> Model:
     return model
 
 
-def _tried(source: Path, stored: Stored, model: Model, format: str, files: FileFormat) -> Trial:
+def _tried(source: Path, stored: Stored, model: Model, format: str, readers: Readers) -> Trial:
     """Pack every layer as the new format would, without writing it.
 
     Steps are stored in the dtype that the format gives them in this model, or else in float16 or float32 if that holds all.
@@ -178,7 +178,6 @@ def _tried(source: Path, stored: Stored, model: Model, format: str, files: FileF
         name = layer.written(model.weights)
         try:
             held = _held(stored, name, layers)
-            files.check(name, Weights(held.format, stored.inputs(name) is not None, layer.routed))
             layers.check(name, layer.shape, layer.kind, held.format)
             for fault in held.matrix.grid.differences_from(held.format, held.matrix.codes):
                 raise FormatError(f"{name}: {fault}.")
@@ -198,6 +197,8 @@ def _tried(source: Path, stored: Stored, model: Model, format: str, files: FileF
                 f"{source} cannot be exported to {format} without a change. {why}. Use another --format, or safetensors, which "
                 f"holds all weights decoded."
             ) from error
+        if (unread := readers.fault(Weights(held.format, stored.inputs(name) is not None, layer.routed))) is not None:
+            raise RecipeError(f"{source} cannot be exported to {format} without a change. {name}: {unread}")
         formats[layer.name] = held.format
         size += sum(tensor.nbytes for tensor in tensors.values())
     if possible[0] != usual:

@@ -13,8 +13,9 @@ from nearplane.calibration.text_files import check_named, texts_of
 from nearplane.errors import RecipeError
 from nearplane.number_formats import integers
 from nearplane.recipe.block_scheme import Ends
-from nearplane.recipe.file_formats import Format, Weights
+from nearplane.recipe.file_formats import Format
 from nearplane.recipe.rate_scheme import Rows
+from nearplane.recipe.readers import Weights
 from nearplane.recipe.recipe import FirstToken, Rare, Recipe, Tune
 from nearplane.recipe.runtimes import Runtime
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES, Activations, Allocation, CacheNumbers, Order, Solver
@@ -239,8 +240,8 @@ def _check_number_formats(recipe: Recipe) -> None:
     for name, scheme, activations in schemes:
         schemes_of = [scheme.grouped([size]) for size in DEFAULT_GROUP_SIZES]  # equal unless layers decide the size
         if recipe.allocate != "uniform":
-            integer_formats = [integers(bits, None) for bits in recipe.files.bits]
+            integer_formats = [integers(bits, None) for bits in recipe.readers.widths]
             schemes_of = [each.stored_in(other) for other in integer_formats for each in schemes_of] or schemes_of
         weights = [Weights(each.number_format, activations != "none") for each in schemes_of]
-        if all(map(recipe.files.fault, weights)):
-            recipe.files.check(name, weights[0])
+        if not any(map(recipe.readers.takes, weights)):
+            recipe.readers.check(name, weights[0])

@@ -32,7 +32,6 @@ from nearplane.verbs.suggest_request import SuggestRequest
 DEFAULT_CONTEXT = 8192
 GOOD_LOSS = 1.05  # KL as a multiple of that of 4 bits
 SHORT = 8  # a context below an eighth of what was asked for is not advised
-NO_EXPERTS = "Experts in GPTQ are read by GPTQModel, but not by transformers alone."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +114,7 @@ def suggest(request: SuggestRequest) -> Suggestions:
     sizes = _Sizes(
         name=str(model), variants={(False, False): described}, cache=cache or 0, limit=limit, runtime=runtime
     )
-    rows = [sizes.row(mode) for mode in MODES if runtime is None or runtime in mode.runtimes]
+    rows = [sizes.row(mode) for mode in MODES if runtime is None or runtime in mode.runtimes()]
     rows.sort(key=lambda row: (row.loss.mean, row.memory or 0))
     return Suggestions(
         parameters=sum(math.prod(described.reader.shape(name)) for name in described.reader.names()),
@@ -149,11 +148,17 @@ class _Sizes:
         """Return what a mode takes."""
         asked = Recipe.from_spellings(**mode.options)
         described = self._variant(asked.scheme.ends)
-        unable = asked.files.plain_readers if any(layer.routed for layer in described.layers) else ()
-        runtimes = tuple(each for each in mode.runtimes if each not in unable)
+        experts = any(layer.routed for layer in described.layers)
+        runtimes = mode.runtimes(experts=experts)
+        if experts and runtimes:
+            mode = mode.for_experts(self.runtime)
+            asked = Recipe.from_spellings(**mode.options)
         row = partial(Suggestion, options=mode.words, command=self._command(mode), runtimes=runtimes)
         if not runtimes or self.runtime not in (None, *runtimes):
-            return row(refused=NO_EXPERTS, loss=mode.loss)
+            return row(
+                refused=f"{self.runtime or 'no program'} does not keep experts packed in {mode.weights().format.name}.",
+                loss=mode.loss,
+            )
         sample = described if asked.files.one_file else _one_of_each(described)
         try:
             plan = resolved(sample, asked)

@@ -81,8 +81,11 @@ def test_layers_that_are_left_are_named_in_the_config(model, tokens, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"symmetric": True}, "AWQ stores 4 bits with zero points, not int4-g32. Use --bits 4 --no-symmetric"),
-        ({"bits": 3}, "AWQ stores 4 bits with zero points, not int3-g32-asym"),
+        (
+            {"symmetric": True},
+            "awq does not store int4-g32, but integers of 4 bits with zero points. Use --no-symmetric",
+        ),
+        ({"bits": 3}, "awq does not store int3-g32-asym, but integers of 4 bits with zero points"),
         (
             {"layers": {"down_proj": {"group_size": 16}}},
             "one group size for all layers; found int4-g32-asym and int4-g16",

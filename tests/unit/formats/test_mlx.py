@@ -18,8 +18,8 @@ from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.scale import Steps
 from nearplane.loading.dense_network import dense_network
 from nearplane.number_formats import integers
-from nearplane.recipe.file_formats import MLX_BITS, MLX_GROUP_SIZES
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.runtimes import MLX_BITS, MLX_GROUP_SIZES
 from nearplane.recipe.schemes import GridScheme
 from plain_formats import decoded
 
@@ -120,8 +120,12 @@ def test_a_rope_that_transformers_nests_is_also_where_mlx_reads_it(tmp_path):
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("llama", {"bits": 7}, "stores 2, 3, 4, 5, 6, 8 bits in groups of 32, 64, 128, not int7-g32-min"),
-        ("llama", {"group_size": 16}, "in groups of 32, 64, 128, not int4-g16-min"),
+        (
+            "llama",
+            {"bits": 7},
+            "does not store int7-g32-min, but integers of 2, 3, 4, 5, 6 and 8 bits with minima",
+        ),
+        ("llama", {"group_size": 16}, "does not store int4-g16-min, but .* in groups of 32, 64 or 128"),
         ("llama", {"group_size": None}, "int4-row-min: only groups have a minimum. Use --group-size 32, 64 or 128"),
         ("llama", {"symmetric": True}, "in MLX every group has a minimum. Leave out this option"),
         (

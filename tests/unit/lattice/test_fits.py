@@ -17,7 +17,7 @@ from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.quantize_matrix import quantize_matrix
 from nearplane.number_formats import BY_NAME, TYPES, NumberFormat, integers, number_format
 from nearplane.recipe.block_scheme import BlockScheme
-from nearplane.recipe.file_formats import FILE_FORMATS, Weights
+from nearplane.recipe.readers import Weights, readers_of
 from nearplane.recipe.schemes import GridScheme, options_of
 from nearplane.record.record import LayerRecord
 from nightly import daily_of_several
@@ -28,7 +28,7 @@ STORED = sorted(
     {
         (file, str(FORMATS[file].layers.scale_dtype(dtype)).removeprefix("torch."), kind.name)
         for file, dtype, kind in product(FORMATS, (torch.float16, torch.bfloat16, torch.float32), KINDS)
-        if kind.bits and file != "nearplane" and FILE_FORMATS[file].fault(Weights(kind)) is None
+        if kind.bits and file != "nearplane" and readers_of(file, "nearplane").takes(Weights(kind))
         if (kind.name in TYPES) == (file == "gguf") or (file, kind.name) == ("compressed-tensors", "mxfp4")
         if kind.minimum == (file == "mlx") or file == "gguf"
         if dtype == torch.float16 or kind.steps is None  # which the format decides

@@ -319,7 +319,7 @@ def test_a_checkpoint_with_widths_of_their_own_keeps_the_budget_and_reads_back(s
 def test_what_the_format_has_no_width_for_is_refused_at_once(small, tmp_path):
     with pytest.raises(RecipeError, match="has groups of 8"):
         nearplane.quantize(small, tmp_path / "out", **(FAST | {"group_size": 8}), bits=2.5, format="gptq")
-    with pytest.raises(RecipeError, match="asymmetric weights in compressed-tensors"):
+    with pytest.raises(RecipeError, match=r"does not load int.-g.*-asym from compressed-tensors"):
         nearplane.quantize(small, tmp_path / "out", **FAST, bits=2.5, symmetric=False)
     assert not (tmp_path / "out").exists()
 

@@ -8,8 +8,9 @@ from nearplane.errors import RecipeError
 from nearplane.formats.compressed_tensors.compressed_tensors_format import PACKINGS
 from nearplane.formats.table import FORMATS
 from nearplane.number_formats import BY_NAME, integers
-from nearplane.recipe.file_formats import COMPRESSED_TENSORS_FLOATS, FILE_FORMATS, Format, Weights
-from nearplane.recipe.runtimes import files_for
+from nearplane.recipe.file_formats import Format
+from nearplane.recipe.readers import Weights, readers_of
+from nearplane.recipe.runtimes import FLOATS
 
 NUMBER_FORMATS = [
     *(each for name, each in BY_NAME.items() if name != "coded"),
@@ -27,7 +28,6 @@ NUMBER_FORMATS = [
 def test_a_layer_that_suits_every_format_is_refused_exactly_where_the_table_has_a_fault(into):
     """The shape is a multiple of all blocks, groups and tiles, so that only the number format decides, and no runtime."""
     if into == "nearplane":
-        assert not any(map(FILE_FORMATS[into].fault, map(Weights, NUMBER_FORMATS)))
         return
     refused = {}
     for format in NUMBER_FORMATS:
@@ -35,7 +35,7 @@ def test_a_layer_that_suits_every_format_is_refused_exactly_where_the_table_has_
             FORMATS[into].layers.check("a", (256, 512), "Linear", format)
         except RecipeError as error:
             refused[format] = str(error)
-    fault_of = files_for(into, "vllm").fault if into == "compressed-tensors" else FILE_FORMATS[into].fault
+    fault_of = readers_of(into, "nearplane").fault
     faults = {format: fault for format in NUMBER_FORMATS if (fault := fault_of(Weights(format))) is not None}
     assert refused == {format: f"a: {fault}" for format, fault in faults.items()}
     assert 0 < len(refused) < len(NUMBER_FORMATS)
@@ -43,4 +43,4 @@ def test_a_layer_that_suits_every_format_is_refused_exactly_where_the_table_has_
 
 def test_floats_of_compressed_tensors_are_those_of_its_packings():
     held = [each.HOLDS for each in PACKINGS if each.HOLDS is not None and each.HOLDS.levels is not None]
-    assert held == list(COMPRESSED_TENSORS_FLOATS)
+    assert [each.name for each in held] == list(FLOATS)

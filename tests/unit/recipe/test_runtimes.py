@@ -8,9 +8,10 @@ import pytest
 
 from nearplane.errors import RecipeError
 from nearplane.number_formats import FP8, FP8_BLOCK, NVFP4
-from nearplane.recipe.file_formats import FILE_FORMATS, Format, Weights
+from nearplane.recipe.file_formats import Format
+from nearplane.recipe.readers import Weights, readers_of
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.runtimes import RUNTIMES, Runtime, files_for
+from nearplane.recipe.runtimes import RUNTIMES, USUAL, Runtime
 
 
 @pytest.mark.parametrize(
@@ -28,15 +29,14 @@ from nearplane.recipe.runtimes import RUNTIMES, Runtime, files_for
 def test_a_runtime_has_a_usual_format(runtime: Runtime, format: Format) -> None:
     recipe = Recipe.from_spellings(bits=4, group_size=32, runtime=runtime)
     assert (recipe.format, recipe.runtime) == (format, runtime)
-    assert recipe.files.readers == (RUNTIMES[runtime][0],)
+    assert recipe.readers.runtimes == (runtime,)
     assert Recipe.from_json(recipe.to_json()) == recipe
 
 
 def test_every_runtime_is_in_the_table_and_every_format_has_one() -> None:
     assert set(RUNTIMES) == set(get_args(Runtime))
     for format in get_args(Format):
-        readers = {name for name, formats in RUNTIMES.values() if format in formats}
-        assert set(FILE_FORMATS[format].readers) <= readers
+        assert all(format in RUNTIMES[name].loads for name in USUAL[format])
 
 
 @pytest.mark.parametrize(
@@ -67,26 +67,26 @@ def test_zero_points_in_compressed_tensors_are_for_vllm(bits: int) -> None:
         (None, False),
     ):
         recipe = Recipe.from_spellings(bits=bits, group_size=128, symmetric=False, runtime=runtime)
-        fault = recipe.files.fault(Weights(recipe.scheme.number_format))
+        fault = recipe.readers.fault(Weights(recipe.scheme.number_format))
         assert (fault is None) == allowed, runtime
 
 
 def test_servers_load_less_of_gptq_than_gptqmodel() -> None:
     three = Weights(Recipe.from_spellings(bits=3, format="gptq", group_size=128).scheme.number_format)
-    assert files_for("gptq", "gptqmodel").fault(three) is None
-    assert "4 and 8 bits symmetric" in str(files_for("gptq", "vllm").fault(three))
+    assert readers_of("gptq", "gptqmodel").fault(three) is None
+    assert "not load int3-g128 from gptq, but integers of 4 and 8 bits" in str(readers_of("gptq", "vllm").fault(three))
 
 
 def test_weights_in_nvfp4_are_for_sglang_with_rounded_inputs_alone() -> None:
-    files = files_for("compressed-tensors", "sglang")
+    files = readers_of("compressed-tensors", "sglang")
     assert "--activations fp4" in str(files.fault(Weights(NVFP4)))
     assert files.fault(Weights(NVFP4, rounded=True)) is None
-    assert "not known whether SGLang loads experts in nvfp4" in str(files.fault(Weights(NVFP4, True, True)))
+    assert "SGLang does not load experts in nvfp4 with fp4 inputs" in str(files.fault(Weights(NVFP4, True, True)))
 
 
 def test_experts_in_nvfp4_are_for_servers_and_those_in_8_bit_floats_for_servers_with_rounded_inputs() -> None:
-    usual, vllm, ours = (files_for("compressed-tensors", each) for each in (None, "vllm", "nearplane"))
-    assert "without their global scale" in str(usual.fault(Weights(NVFP4, expert=True)))
+    usual, vllm, ours = (readers_of("compressed-tensors", each) for each in (None, "vllm", "nearplane"))
+    assert "does not load experts in nvfp4" in str(usual.fault(Weights(NVFP4, expert=True)))
     assert usual.fault(Weights(NVFP4)) is None
     assert vllm.fault(Weights(NVFP4, expert=True)) is None
     for format in (FP8, FP8_BLOCK):

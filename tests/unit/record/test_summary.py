@@ -229,7 +229,8 @@ def test_nothing_is_said_of_calibration_where_there_was_none():
 def test_how_to_load_is_said_of_the_format_that_needs_it():
     assert any('nearplane.load("out")' in line for line in summary(RATE, OUT))
     assert not any("nearplane.load" in line for line in summary(RUN, OUT))
-    gguf = replace(RUN, recipe=Recipe.from_spellings(bits=4.5, format="gguf", samples=2))
+    layers = (replace(GOOD, format="q4_k"),)
+    gguf = replace(RUN, recipe=Recipe.from_spellings(bits=4.5, format="gguf", samples=2), layers=layers)
     assert any(line.startswith("use it: llama-cli -m out/model.gguf, or ") for line in summary(gguf, OUT))
 
 

@@ -157,20 +157,20 @@ def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -
 
 FIRST = "model.layers.0.self_attn.q_proj"
 REFUSED = {
-    "width": ("compressed-tensors", dict(bits=5, group_size=32), "gptq", "GPTQ stores 2, 3, 4 or 8 bits, not 5"),
+    "width": ("compressed-tensors", dict(bits=5, group_size=32), "gptq", "gptq does not store int5-g32"),
     "zeros": (
         "gptq_v2",
         dict(bits=4, group_size=32, symmetric=False),
         "compressed-tensors",
-        "asymmetric weights in compressed-tensors do not load",
+        "transformers 5.24.0 does not load int4-g32-asym from compressed-tensors",
     ),
     "group": (
         "gptq_v2",
         dict(bits=4, group_size=32, symmetric=False),
         "gguf",
-        "a GGUF cannot store 4 bits in asymmetric",
+        "gguf does not store int4-g32-asym",
     ),
-    "outputs": ("gptq_v2", dict(bits=3, group_size=32, symmetric=False), "awq", "AWQ stores 4 bits with zero points"),
+    "outputs": ("gptq_v2", dict(bits=3, group_size=32, symmetric=False), "awq", "awq does not store int3-g32-asym"),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nearplane.errors import FormatError, RecipeError
+from nearplane.errors import FormatError
 from nearplane.formats.compressed_tensors.fp4_packed import MXFP4Packed, NVFP4Packed
 from nearplane.formats.compressed_tensors.fp8_packed import FP8BlockPacked, FP8Packed, MXFP8Packed
 from nearplane.formats.compressed_tensors.int8_packed import Int8Packed
@@ -24,7 +24,7 @@ from nearplane.formats.integers import expect, object_of, of_kind
 from nearplane.formats.layer_format import INPUT_SCALE, GridFormat, Quantized, matches
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.number_formats import InputRounding, NumberFormat
-from nearplane.recipe.file_formats import unstorable_in_compressed_tensors
+from nearplane.recipe.readers import Weights, readers_of
 
 EVERY_LAYER = "Linear"  # class of modules, as the target of a group without names
 CACHE: dict[str, Any] = {  # kv_cache_scheme of keys and values in E4M3 with a scale each for a layer
@@ -80,9 +80,8 @@ class CompressedTensors(GridFormat):
         return exact or any(each.startswith("re:") and matches(each[3:], name) for each in self.rounded)
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
-        """Refuse layers that no packing stores or that no program loads; see `recipe/runtimes.py` for what a certain one loads."""
-        if (fault := unstorable_in_compressed_tensors(format)) is not None:
-            raise RecipeError(f"{name}: {fault}")
+        """Refuse layers that no packing stores or that no program loads; see `recipe/runtimes.py` for what each loads."""
+        readers_of("compressed-tensors", "nearplane").check(name, Weights(format))
         packing_of(format).check(name, shape, kind, format)
 
     def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:

@@ -24,7 +24,7 @@ from nearplane.formats.compressed_tensors.packing import SCALES, Packing, refuse
 from nearplane.formats.integers import Integers, consecutive, expect, group_size_of, of_kind
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import NumberFormat, integers
-from nearplane.recipe.file_formats import COMPRESSED_TENSORS_BITS
+from nearplane.recipe.runtimes import COMPRESSED_TENSORS_BITS
 
 WORD = 32  # bits
 

@@ -29,11 +29,16 @@ from nearplane.formats.layer_format import Held, LayerFormat, Quantized, check_k
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.octaves import OctaveGrid
 from nearplane.lattice.superblock import SuperGrid, in_blocks, on_two_levels
-from nearplane.number_formats import MXFP4, TYPES, BlockType, NumberFormat
-from nearplane.recipe.file_formats import FILE_FORMATS, GGUF_INTEGERS, Weights
+from nearplane.number_formats import MXFP4, TYPES, BlockType, NumberFormat, integers
+from nearplane.recipe.readers import Weights, readers_of
 
 METHOD, FORMAT_VERSION = "gguf", 1
 KINDS = ("Linear", "Conv1D", "Embedding", "Expert")
+INTEGERS = {  # types that hold plain integers
+    integers(kind.bits, kind.group): kind
+    for kind in TYPES.values()
+    if kind.symmetric and kind.single and kind.levels is None
+}
 
 
 class Blocks(LayerFormat):
@@ -129,8 +134,8 @@ def block_type(name: str, format: NumberFormat) -> BlockType:
     Raises:
         RecipeError: No block type stores it.
     """
-    FILE_FORMATS["gguf"].check(name, Weights(format))
-    return TYPES.get(format.name) or GGUF_INTEGERS[format]
+    readers_of("gguf", "nearplane").check(name, Weights(format))
+    return TYPES.get(format.name) or INTEGERS[format]
 
 
 def _with_blocks(name: str, matrix: QuantizedMatrix[Any]) -> tuple[BlockType, QuantizedMatrix[Any]]:

@@ -21,8 +21,7 @@ from nearplane.formats.compressed_tensors.compressed_tensors_format import FORMA
 from nearplane.formats.stored import read_dense
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.number_formats import MXFP4, NumberFormat, integers
-from nearplane.recipe.file_formats import Weights
-from nearplane.recipe.runtimes import files_for
+from nearplane.recipe.readers import Weights, readers_of
 from nearplane.system.paths import RECORD
 from nightly import daily_of_several
 
@@ -127,7 +126,7 @@ def test_asymmetric_files_are_for_servers_and_the_reason_not_to_write_them_for_t
     tmp_path: Path, source: Callable[..., Path], bits: int, group_size: int | None
 ) -> None:
     """The plain load fails on the shape of zero-points; the dequantizing load agrees with our reading of them."""
-    usual = files_for("compressed-tensors", None)
+    usual = readers_of("compressed-tensors", None)
     with pytest.raises(RecipeError, match=rf"\b{re.escape(transformers.__version__.rpartition('.')[0])}\b"):
         usual.check("a", Weights(integers(bits, group_size, symmetric=False)))
     folder, out = source(torch.bfloat16), tmp_path / "out"
@@ -144,8 +143,8 @@ def test_asymmetric_files_are_for_servers_and_the_reason_not_to_write_them_for_t
         ({"symmetric": False, "shape": (100, 352)}, "100 outputs", "symmetric weights"),
         ({"kind": "Conv1D"}, "is a Conv1D", "--format gptq "),
         ({"kind": "Conv2d"}, "is a Conv2d", "--ignore"),
-        ({"bits": 9}, "not 9", "2 to 8"),
-        ({"bits": 1}, "not 1", "2 to 8"),
+        ({"bits": 9}, "int9", "2 to 8"),
+        ({"bits": 1}, "int1", "2 to 8"),
         ({"group_size": 128}, "352 inputs", "--group-size"),
     ],
 )
@@ -271,7 +270,7 @@ def test_numbers_that_no_packing_holds_are_refused_before_work_begins() -> None:
         format = NumberFormat(name="other", bits=4, group=group, levels=levels)
         with pytest.raises(
             RecipeError,
-            match=r"layer: .* stores integers of 2 to 8 bits and mxfp4, nvfp4, fp8, fp8-block, mxfp8, not other",
+            match=r"layer: .* does not store other, but integers of 2 to 8 bits with or without zero points, .*fp8",
         ):
             FORMAT.layers.check("layer", (64, 64), "Linear", format)
     FORMAT.layers.check("layer", (64, 64), "Linear", MXFP4)

@@ -218,7 +218,7 @@ def test_a_second_global_scale_is_found(tmp_path, tokens):
 def test_experts_that_transformers_would_decode_wrong_are_refused_and_may_be_left(tmp_path, tokens):
     model, out = tmp_path / "model", tmp_path / "out"
     save_tiny(model, "qwen3_moe", torch.bfloat16, **SIZES | {"moe_intermediate_size": 32})
-    with pytest.raises(RecipeError, match=r"experts\.0\.\w+: .* decode experts in NVFP4 without"):
+    with pytest.raises(RecipeError, match=r"experts\.0\.\w+: .* not load experts in nvfp4 from"):
         nearplane.quantize(model, out, grid="nvfp4", calibration=tokens)
     nearplane.quantize(model, out, grid="nvfp4", ignore=["experts"], solver="round-to-nearest", calibration=tokens)
     theirs = AutoModelForCausalLM.from_pretrained(out)
@@ -229,8 +229,8 @@ def test_experts_that_transformers_would_decode_wrong_are_refused_and_may_be_lef
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "gptq"}, "GPTQ stores integers, not mxfp4"),
-        ({"format": "gguf", "grid": "nvfp4"}, "a GGUF cannot store nvfp4. It stores 4, 5, 8 bits"),
+        ({"format": "gptq"}, "gptq does not store mxfp4, but integers of 2, 3, 4 and 8 bits"),
+        ({"format": "gguf", "grid": "nvfp4"}, "gguf does not store nvfp4, but integers of 4, 5 and 8 bits"),
         ({"bits": 3}, "bits is 3, but --grid mxfp4 determines"),
         ({"rate": 3}, "grid is 'mxfp4' and rate 3"),
     ],
