@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 import nearplane
-from nearplane.errors import NearplaneError
+from nearplane.errors import NearplaneError, RecipeError
 from nearplane.models.model import open_model
 from nightly import daily
 from seeing import HEARING, KINDS, WITH_IMAGES, logits, save_seeing, seen
@@ -31,7 +31,7 @@ LLAMA4 = pytest.mark.xfail(
     strict=True,
     reason="its forward pass in transformers 5.24.0 reads image_outputs of a result that has none, whoever calls it",
 )
-OTHERS = [kind for kind in KINDS if kind not in ("llama4", "mllama", "qwen3_vl_moe")]
+OTHERS = [kind for kind in KINDS if kind not in ("llama4", "mllama", "qwen3_vl_moe", "kimi_k25")]
 LOADED = [*daily(OTHERS, FEW), pytest.param("llama4", marks=[pytest.mark.nightly, LLAMA4])]
 
 
@@ -87,6 +87,19 @@ def test_rates_load_in_nearplane(kind: str, tmp_path: Path) -> None:
         wanted = logits(expected, given)
         assert torch.equal(logits(plain, given), wanted)
         assert (logits(packed, given) - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.nightly
+def test_experts_beside_a_tower_that_transformers_merges_are_for_other_programs(tmp_path: Path) -> None:
+    """It splits the tower's joined matrices, and decodes all that it converts or none of it."""
+    source, out = save_seeing(tmp_path / "source", "kimi_k25"), tmp_path / "out"
+    with pytest.raises(RecipeError, match=r"makes model\.vision_tower.* of.*--ignore 'mlp.*--runtime nearplane"):
+        nearplane.quantize(source, out, calibration=WINDOWS, device="cpu", **GRID)
+    record = nearplane.quantize(source, out, calibration=WINDOWS, device="cpu", runtime="nearplane", **GRID)
+    assert any("experts" in layer.name for layer in record.layers)
+    loaded = nearplane.load(out, dtype="float32", device="cpu", packed=False)
+    given = {"input_ids": WINDOWS[:2]}
+    assert torch.equal(logits(loaded, given), logits(dense(out), given))
 
 
 @pytest.mark.nightly

@@ -105,6 +105,17 @@ def test_four_bits_load_in_plain_transformers_or_are_refused(source: Path, tmp_p
 
 
 @pytest.mark.parametrize("source", SURVEYED, indirect=True)
+def test_four_bits_for_nearplane_load_or_are_refused(source: Path, tmp_path: Path) -> None:
+    """What transformers would not load, nearplane.load does."""
+    record = written(source, tmp_path / "out", bits=4, group_size=16, runtime="nearplane")
+    if record is not None:
+        loaded = nearplane.load(tmp_path / "out", dtype="float32", packed=False)
+        assert isinstance(loaded, PreTrainedModel)
+        assert torch.equal(logits(loaded), decoded(tmp_path / "out"))
+        print(f"| {loaded.config.model_type} | nearplane | equal, {_layers(record)} |")
+
+
+@pytest.mark.parametrize("source", SURVEYED, indirect=True)
 def test_nvfp4_loads_and_layers_that_runtimes_fuse_have_one_global_scale_or_it_is_refused(
     source: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,10 @@ SMALL = {name: size for size, names in SIZES.items() for name in names.split()} 
     vocab_size=VOCABULARY, unpadded_vocab_size=VOCABULARY, pad_token_id=2, bos_token_id=0
 )
 LATENT = dict(head_dim=16, num_key_value_heads=4, first_k_dense_replace=1)
+SHARING = dict(
+    layer_types=["sliding_attention", "full_attention"] * 2, num_hidden_layers=4, hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=VOCABULARY, num_kv_shared_layers=2, global_head_dim=32,
+)  # fmt: skip
 MIXED = dict(layer_types=["linear_attention", "full_attention"])
 INDEXED = LATENT | dict(index_n_heads=4, index_head_dim=32, index_topk=8)
 SLIDING = dict(swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16)
@@ -50,6 +54,31 @@ OWN: dict[str, dict[str, Any]] = {  # what some types need besides; None takes a
     "deepseek_v4": dict(o_groups=2, o_lora_rank=32, head_dim=32, index_n_heads=4, index_head_dim=32),
     "falcon": dict(head_dim=None),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), SHARING),
+    "gemma3n_text": dict(
+        layer_types=["sliding_attention", "full_attention"] * 2, num_hidden_layers=4, hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=VOCABULARY, num_kv_shared_layers=2, laurel_rank=16,
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0], intermediate_size=[128] * 4,
+    ),
+    "kimi_linear": dict(
+        head_dim=None, num_key_value_heads=4, linear_head_dim=16, linear_num_heads=4, linear_conv_kernel_dim=4,
+        layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense", "sparse"],
+    ),
+    "bailing_hybrid": dict(
+        head_dim=16, num_key_value_heads=4, layer_types=["linear_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse"], num_mtp_layers=0,
+    ),
+    "sarvam_mla": dict(num_key_value_heads=4),
+    "qwen4_exp_text": dict(
+        layer_types=["linear_attention", "full_attention"], hc_lowrank=16, ple_layer_ids=[], indexer_n_heads=2,
+        indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=2,
+    ),
+    "dots3_note_text": dict(
+        num_key_value_heads=4, index_n_heads=4, index_head_dim=32, index_topk=8, shared_experts_intermediate_size=32
+    ),
+    "inkling2_loop_text": SLIDING | dict(
+        num_hidden_layers=3, loop_layer_index_start=1, loop_layer_index_end=2, loop_gate_rank=8, n_layers_per_attn_res_block=1
+    ),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
     **dict.fromkeys(("inkling_text", "inkling2_text"), SLIDING),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=16),
@@ -66,19 +95,22 @@ OWN: dict[str, dict[str, Any]] = {  # what some types need besides; None takes a
     "zaya": dict(num_experts_per_tok=1),
 }  # fmt: skip
 NIGHTLY = (
-    "afmoe apertus arcee aria_text axk1 axk2 bamba bart beam bert bert-generation big_bird bigbird_pegasus biogpt "
-    "bitnet blenderbot blenderbot-small bloom camembert codegen cohere cohere2 cohere2_moe cpmant ctrl cwm "
-    "data2vec-text dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots1 electra ernie ernie4_5 "
-    "ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint gemma gemma2 gemma3_text glm glm4 "
-    "glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj "
-    "granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense "
-    "hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2 jamba jetmoe "
-    "kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text longcat_flash mamba mamba2 marian mbart megatron-bert "
-    "mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral "
-    "modernbert-decoder moshi mpt mvp nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt "
-    "pegasus persimmon phi phi3 phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe "
-    "qwen3_next recurrent_gemma rembert roberta roberta-prelayernorm roformer rwkv seed_oss smollm3 solar_open "
-    "stablelm starcoder2 trocr vaultgemma whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xmod youtu zamba2 zaya "
+    "afmoe apertus apertus1p5_text arcee aria_text axk1 axk2 bailing_hybrid bamba bart beam bert bert-generation "
+    "big_bird bigbird_pegasus biogpt bitnet blenderbot blenderbot-small bloom camembert codegen cohere cohere2 "
+    "cohere2_moe cpmant ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama "
+    "doge dory dots1 dots3_note_text electra ernie ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon "
+    "falcon_h1 falcon_mamba flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text "
+    "glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj "
+    "granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text "
+    "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_loop_text inkling2_text inkling_text "
+    "internlm3 iquestcoder jais2 jamba jetmoe kimi_linear kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3 llama "
+    "llama4_text longcat_flash mamba mamba2 marian mbart megatron-bert mellum mimo_v2_flash minicpm3 minimax "
+    "minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder moshi mpt mvp nanochat "
+    "nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt pegasus persimmon phi phi3 phimoe "
+    "plbart qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text "
+    "recurrent_gemma rembert roberta roberta-prelayernorm roc_bert roformer rwkv sarvam_mla sarvam_moe seed_oss "
+    "smollm3 solar_open stablelm starcoder2 trocr vaultgemma whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet "
+    "xmod youtu zamba2 zaya "
 )
 TYPES = NIGHTLY.split()
 FEW = ["gpt_bigcode"]  # of `make test`, whose other tests are of llama
@@ -89,7 +121,8 @@ def tiny_config(kind: str, **changes: Any) -> Any:
     """Return a config of a type with small sizes; `None` leaves a field at what it is by default."""
     made = CONFIG_MAPPING[kind]
     base = made()
-    fields = {name: size for name, size in SMALL.items() if hasattr(base, name)} | OWN.get(kind, {}) | changes
+    known = {*base.to_dict(), *base.attribute_map}
+    fields = {name: size for name, size in SMALL.items() if name in known} | OWN.get(kind, {}) | changes
     return made(**{name: value for name, value in fields.items() if value is not None})
 
 

@@ -37,6 +37,15 @@ LINEAR = dict(
 )  # fmt: skip
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 QWEN = dict(image_token_id=IMAGE, video_token_id=91, vision_start_token_id=START, vision_end_token_id=END)
+SHARING = TEXT | dict(  # the last two blocks use the keys and values of the first two
+    num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2, global_head_dim=16,
+    hidden_size_per_layer_input=16, vocab_size_per_layer_input=96,
+)  # fmt: skip
+PLACES = dict(image_token_id=IMAGE, video_token_id=91, audio_token_id=94)
+LATENT = TEXT | dict(
+    num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+    n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1,
+)  # fmt: skip
 LLAVA = dict(
     text_config=TEXT | dict(model_type="llama"),
     vision_config=TOWER | dict(model_type="clip_vision_model", projection_dim=32),
@@ -60,6 +69,24 @@ KINDS: dict[str, dict[str, Any]] = {
     ),
     "qwen3_vl": QWEN | dict(text_config=MROPE, vision_config=DEEP),
     "qwen3_vl_moe": QWEN | dict(text_config=MROPE | EXPERTS, vision_config=DEEP),
+    "gemma4": PLACES | dict(
+        text_config=SHARING, audio_config=None,
+        vision_config=dict(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+            patch_size=14,
+        ),
+    ),
+    "gemma4_unified": PLACES | dict(
+        text_config=TEXT | dict(global_head_dim=16, layer_types=["sliding_attention", "full_attention"]),
+        audio_config=None, vision_config=dict(mm_embed_dim=32, mm_posemb_size=16, output_proj_dims=32),
+    ),
+    "kimi_k25": dict(
+        text_config=LATENT | dict(model_type="deepseek_v3"), image_token_id=IMAGE, video_token_id=91,
+        vision_config=TOWER | dict(pos_emb_height=4, pos_emb_width=4), projection_hidden_size=32,
+    ),
+    "qwen3_5_moe": QWEN | dict(
+        text_config=MROPE | LINEAR | EXPERTS | dict(shared_expert_intermediate_size=32), vision_config=DEEP
+    ),
     "qwen3_5": QWEN | dict(text_config=MROPE | LINEAR, vision_config=DEEP),
     "glm4v": QWEN | dict(text_config=MROPE, vision_config=PATCHES | dict(image_size=28)),
     "llava_next": LLAVA | dict(image_grid_pinpoints=[[28, 28]]),

@@ -27,11 +27,12 @@ from nearplane.calibration.recorder import (
     with_part,
 )
 from nearplane.calibration.rounded_stream import RoundedStream
+from nearplane.calibration.shared_states import SharedStates, with_shared
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.texts import check_vocabulary
 from nearplane.calibration.two_stacks import FinalNorm
 from nearplane.errors import CalibrationError
-from nearplane.models.kinds import InputKind, input_kind
+from nearplane.models.kinds import InputKind, input_kind, shared_layers
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 from nearplane.system.ranks import ONE_PROCESS, Ranks, evened
 
@@ -118,6 +119,8 @@ class Stream:
         dealt: Where these batches lie among all windows: on several ranks each has a share of them.
         rounding: Rounding of inputs in the quantized network; None: they are not rounded.
         cache: What looks at keys and values in the quantized network, or rounds them; None: nothing does.
+        shares: Whether some blocks use keys and values of earlier ones.
+        shared: {(whether of the quantized network, batch): keys and values that later blocks use instead of their own}.
     """
 
     def __init__(
@@ -135,15 +138,24 @@ class Stream:
         self.dealt = Dealt.among(ONE_PROCESS, self.sizes)
         self.rounding: RoundedStream | None = None
         self.cache: CacheRange | RoundedCaches | None = None
+        self.shares = False
+        self.shared: dict[tuple[bool, int], SharedStates] = {}
         self._finite: list[Tensor] = []  # whether each output of the present block is finite
 
-    def forward(self, block: Block, module: Callable[..., Any] | None, batch: int, hidden: Tensor) -> Tensor:
-        """Run a copy of a block on one batch and return its output hidden states."""
+    def forward(
+        self, block: Block, module: Callable[..., Any] | None, batch: int, hidden: Tensor, *, trial: bool = False
+    ) -> Tensor:
+        """Run a copy of a block on one batch and return its output hidden states.
+
+        If it is a `trial`, later blocks do not get the keys and values that this pass computes for them.
+        """
         assert module is not None, NOT_IN_MEMORY
         call = self.calls[block.name][batch]
         quantized = block.quantized is module
         if self.cache is not None and quantized and batch < self.dealt.fitted:
             call = self.cache.watched(block.name, batch, call)
+        known = self.shared.setdefault((quantized, batch), SharedStates()) if self.shares else SharedStates()
+        call = with_shared(call, SharedStates(known) if trial else known)
         whole = hidden.clone()  # a block may work in place
         del hidden  # while the block pauses, nobody else may hold it
         if call.encoder_positions is not None:
@@ -246,7 +258,9 @@ def skeleton(
             original = tape.run(network, batches, place, keep)
             network.get_input_embeddings().weight.copy_(embeddings)
         hidden = tape.run(network, batches, place, keep)
-    return Stream(hidden, tape.calls, original=original, extra=tape.extra, between=tape.between)
+    stream = Stream(hidden, tape.calls, original=original, extra=tape.extra, between=tape.between)
+    stream.shares = shared_layers(model.config) > 0
+    return stream
 
 
 def positions_per_window(model: Model, windows: Tensor) -> int:

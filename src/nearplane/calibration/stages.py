@@ -17,7 +17,8 @@ from torch import Tensor, UntypedStorage
 
 from nearplane.calibration.activations import Stream, skeleton
 from nearplane.calibration.expert_rows import RoutedRows
-from nearplane.calibration.rows import Additions, Results, Rows, Seen, Uses, wide
+from nearplane.calibration.recorder import mapped
+from nearplane.calibration.rows import Additions, Results, Rows, Seen, Uses, tensors_in, wide
 from nearplane.errors import CalibrationError, ModelError, NearplaneError, first_few, first_line
 from nearplane.models.ignored import pattern_of
 from nearplane.models.layers import Layer, unwatched
@@ -64,6 +65,8 @@ class FirstLook:
         operands: {layer: numbers of the results to whose sum its output is added}; None for a result without number.
         missing: Names of layers that did not run.
         unwatched: Name of a module whose operations depend on the tokens, which makes result numbers useless; or "".
+        beside: Bytes that the network keeps for one window beside its hidden states: arguments of blocks that differ between
+            windows, and keys and values that blocks share, of one network.
     """
 
     groups: tuple[tuple[Layer, ...], ...]
@@ -71,6 +74,7 @@ class FirstLook:
     operands: dict[str, tuple[int | None, ...]]
     missing: tuple[str, ...]
     unwatched: str
+    beside: tuple[int, int] = (0, 0)
 
 
 def stages(block: Block, stream: Stream) -> list[tuple[Layer, ...]]:
@@ -227,15 +231,25 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
     """
     dtype = device.compute_dtype(model.dtype)
     looks: dict[str, FirstLook] = {}
+    first_of_a_kind = [blocks[0] for blocks in blocks_by_kind(model) if blocks[0].layers]
     try:
-        stream = skeleton(model, [tokens[:1]], device=device.place, dtype=dtype)
-        for block in (blocks[0] for blocks in blocks_by_kind(model) if blocks[0].layers):
+        stream = skeleton(model, tokens[:2].split(1), device=device.place, dtype=dtype)
+        last = max(map(model.blocks.index, first_of_a_kind), default=-1)
+        for block in (
+            model.blocks[: last + 1] if stream.shares else first_of_a_kind
+        ):  # those between may share what others need
             with block.on(device.place, dtype, original=False):
+                if block not in first_of_a_kind:
+                    with torch.no_grad():
+                        stream.forward(block, block.quantized, 0, stream.quantized[0])
+                    continue
                 look = first_look(block, stream, trial=True)
             _refuse_never_run(model, block, look)
             if not look.missing:
                 looks[block.name] = look
-        return looks
+        shared = sum(each.nbytes for states in stream.shared.values() for each in tensors_in(states.values()))
+        beside = _bytes_of_arguments(stream), shared
+        return {name: replace(look, beside=beside) for name, look in looks.items()}
     except NearplaneError:
         raise
     except Exception as error:  # the code of a model may raise anything
@@ -245,6 +259,24 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
             f"{type(model.network).__name__} does not run on a window of {tokens.shape[1]} tokens ({first_line(error)}). Use "
             f"another --seqlen, or --solver round-to-nearest, which does not run the model."
         ) from error
+
+
+def _bytes_of_arguments(stream: Stream) -> int:
+    """Return the bytes of the arguments of all blocks that the second of two windows has for itself."""
+
+    def storages(number: int) -> dict[int, UntypedStorage]:
+        found: dict[int, UntypedStorage] = {}
+
+        def add(each: Any) -> None:
+            if isinstance(each, Tensor):
+                found[each.untyped_storage().data_ptr()] = each.untyped_storage()
+
+        for calls in stream.calls.values():
+            mapped(add, [*calls[number].args, *calls[number].kwargs.values()])
+        return found
+
+    first, second = (storages(number) for number in (0, -1))
+    return sum(each.nbytes() for place, each in second.items() if place not in first)
 
 
 def _refuse_never_run(model: Model, block: Block, look: FirstLook) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from nearplane.models.kinds import has_head, has_two_stacks, towers
+from nearplane.models.kinds import has_head, has_two_stacks, shared_layers, towers
 from nearplane.models.model import Block, Model
 
 NUMBER, STATE_NUMBER = 2, 4  # bytes of a key or value, and of a number in a state
@@ -47,7 +47,7 @@ def cache_bytes(model: Model, context: int) -> int | None:
         return None
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or [None] * len(model.blocks)
-    shared = getattr(config, "num_kv_shared_layers", None) or 0  # the last ones use the keys of earlier ones
+    shared = shared_layers(config)  # the last ones use the keys of earlier ones
     own = list(zip(model.blocks, kinds, strict=True))[: len(model.blocks) - shared]
     sizes = [_of_block(block, kind, config, context) for block, kind in own]
     known = [size for size in sizes if size is not None]

@@ -268,7 +268,9 @@ def shapes_of(
             look is not None and recipe.calibration.true_sequential and not never_pauses(look, correct=scheme.correct)
         )
         blocks.append(Blocks(count=len(kind), weights=weights, groups=groups, pauses=pauses))
-    return shapes_with(model, plan, windows, blocks, device)
+    arguments, shared = next(iter(looks.values())).beside if looks else (0, 0)
+    shapes = shapes_with(model, plan, windows, blocks, device)
+    return replace(shapes, beside=shared + arguments // shapes.streams)  # both networks have the same arguments
 
 
 def shapes_with(model: Model, plan: Plan, windows: Windows, blocks: Sequence[Blocks], device: Device) -> Shapes:

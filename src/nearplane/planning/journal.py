@@ -18,9 +18,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream
+from nearplane.calibration.shared_states import SharedStates
 from nearplane.calibration.walk import Stage
 from nearplane.errors import FormatError
 from nearplane.formats.container import Container
@@ -129,7 +131,7 @@ class Journal:
                 taken(stream)
             except FormatError as error:
                 raise self._pages.changed_page(page) from error
-            found |= taken.states.keys()
+            found |= {name for name in taken.states if name.count(".") == 1}  # others are shared states of these
         if len(found) != stream.dealt.batches * len(_networks(stream)):
             raise self._pages.changed_page(_behind(self.blocks, 0))
 
@@ -186,6 +188,16 @@ class _Taken:
                             f"The journal has hidden states of shape {tuple(new.shape)}, not {tuple(old.shape)}. {REMEDY}."
                         )
                     states[batch] = new.to(old.device)
+                    stream.shared[name == "quantized", batch] = self._shared(f"{name}.{number}.", old.device)
+
+    def _shared(self, start: str, device: torch.device) -> SharedStates:
+        """Return what blocks of a network left for later ones, on one batch."""
+        parts: dict[str, dict[int, Tensor]] = {}
+        for name, each in self.states.items():
+            if name.startswith(start):
+                key, _, place = name.removeprefix(start).rpartition(".")
+                parts.setdefault(key, {})[int(place)] = each.to(device)
+        return SharedStates({key: tuple(each[place] for place in sorted(each)) for key, each in parts.items()})
 
 
 def _count(stage: Stage) -> int:
@@ -207,8 +219,13 @@ class _Asked:
 
 def _page(stream: Stream, number: int) -> dict[str, Tensor]:
     """Return a page with hidden states of this rank, by network and number of the batch."""
-    numbers = stream.dealt.numbers
-    return {f"{name}.{numbers[batch]}": getattr(stream, name)[batch].cpu() for name, batch in _split(stream)[number]}
+    page: dict[str, Tensor] = {}
+    for name, batch in _split(stream)[number]:
+        place = f"{name}.{stream.dealt.numbers[batch]}"
+        page[place] = getattr(stream, name)[batch].cpu()
+        for key, parts in stream.shared.get((name == "quantized", batch), {}).items():
+            page |= {f"{place}.{key}.{number}": part.cpu() for number, part in enumerate(parts)}
+    return page
 
 
 def _networks(stream: Stream) -> list[str]:

@@ -104,6 +104,7 @@ class Shapes:
         probe: Work of the probe before the first layer; None: no probe.
         backward: Tokens of the backward pass; 0: no backward pass.
         rounded: Whether the quantized network rounds the inputs of its layers.
+        beside: Bytes that one network keeps for one window beside its hidden states, see `FirstLook`.
         number: Bytes of a number of weights and hidden states in the network that runs.
         heads: Attention heads of a block.
         ranks: Processes of the run, among which the windows are dealt.
@@ -124,6 +125,7 @@ class Shapes:
     probe: Extent | None = None
     backward: int = 0
     rounded: bool = False
+    beside: int = 0
     number: int = SINGLE
     heads: int = 0
     ranks: int = 1
@@ -300,12 +302,13 @@ def _moments(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:
 def _states(shapes: Shapes, setting: MemorySetting) -> tuple[int, int]:
     """Return the bytes of one network's hidden states where the run computes, and those moved aside to the host."""
     windows = shapes.most_windows(setting.batch)
+    beside = windows * shapes.beside  # stays where the run computes
     if setting.states == "device":
-        return windows * shapes.state, 0
+        return windows * shapes.state + beside, 0
     if setting.states == "host":
         pinned = -(-windows // setting.batch) * pinned_bytes(setting.batch * shapes.state)
-        return SENT_STATES * setting.batch * shapes.state, pinned
-    return setting.batch * shapes.state, 0
+        return SENT_STATES * setting.batch * shapes.state + beside, pinned
+    return setting.batch * shapes.state + beside, 0
 
 
 def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[Moment]:

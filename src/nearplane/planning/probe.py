@@ -228,7 +228,8 @@ def _onward(
 ) -> Tensor:
     """Return the difference of a batch after the block in its present form, given the difference before it."""
     x = before[batch]
-    return (stream.forward(block, block.quantized, batch, x + difference.to(x)) - after[batch]).to(torch.bfloat16)
+    output = stream.forward(block, block.quantized, batch, x + difference.to(x), trial=True)
+    return (output - after[batch]).to(torch.bfloat16)
 
 
 def extent(model: Model, tokens: Tensor, points: int) -> Extent:

@@ -31,7 +31,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from nearplane.errors import RecipeError, first_line
 from nearplane.formats.layer_format import GridFormat, LayerFormat
 from nearplane.formats.table import FORMATS, format_of
-from nearplane.models.ignored import pattern_of
+from nearplane.models.ignored import merged_experts, pattern_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.number_formats import NumberFormat
@@ -41,6 +41,8 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.system.safetensors_files import DTYPE_NAMES
 
 Configure = Callable[[Sequence[Layer]], dict[str, Any]]  # quantization_config for these quantized layers
+EIGHT_BITS = 8  # floats, which transformers passes on as they are if the file has no steps for them
+_READERS = "--runtime nearplane, or --runtime vllm if vLLM has this type of model: they read the files by themselves"
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 SILENCED_LOGGERS = ("transformers", "compressed_tensors")  # their messages are returned as faults
 log = logging.getLogger("nearplane")
@@ -78,6 +80,7 @@ def check_loads(model: Model, plan: Plan, configure: Configure) -> None:
             "Experts in GPTQ have the names that vLLM and SGLang read. GPTQModel reads them; transformers alone does not."
         )
         layers = [layer for layer in layers if not layer.routed]
+    _refuse_merged(model, plan, layers)
     all_faults = faults(model, plan, configure, layers) if layers else []
     if not all_faults:
         return
@@ -162,12 +165,27 @@ def tensors_of(model: Model, plan: Plan, layers: Sequence[Layer], layout: LayerF
     return tensors
 
 
+def _refuse_merged(model: Model, plan: Plan, layers: Sequence[Layer]) -> None:
+    """Refuse quantized experts beside other weights that transformers merges, and are not: it decodes both by one scheme.
+
+    Raises:
+        RecipeError: There are both; the message names one of each.
+    """
+    experts = [layer for layer in layers if layer.routed and plan.layers[layer.name].number_format.bits < EIGHT_BITS]
+    if not plan.recipe.files.rounds_inputs or not experts or not (left := merged_experts(model, layers)):
+        return
+    raise RecipeError(
+        f"{experts[0].name}: transformers merges experts, and also what it makes {left[0]} of, and decodes either both or none "
+        f"of them. Leave experts unquantized with --ignore '{_pattern(model, experts[0])}', or use {_READERS}."
+    )
+
+
 def _remedy(model: Model, recipe: Recipe, layers: Sequence[Layer], all_faults: Sequence[Fault]) -> str:
     """Return a remedy for faults: leave the named layers unquantized, or choose another format for all."""
     patterns = dict.fromkeys(_pattern(model, layer) for fault in all_faults if (layer := _faulty_layer(fault, layers)))
     listed = " ".join(f"'{pattern}'" for pattern in patterns)
-    other_format = f"ry another --format, or use --rate {recipe.scheme.number_format.bits}, which nearplane.load reads."
-    return f"Leave these layers unquantized with --ignore {listed}, t{other_format}" if patterns else f"T{other_format}"
+    others = f"se another --format, --rate {recipe.scheme.number_format.bits}, or {_READERS}."
+    return f"Leave these layers unquantized with --ignore {listed}, or u{others}" if patterns else f"U{others}"
 
 
 def _pattern(model: Model, layer: Layer) -> str:

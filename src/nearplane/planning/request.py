@@ -324,7 +324,7 @@ def quantization_config(model: Model, plan: Plan, layers: Sequence[Layer] | None
         quantized=[layer.name for layer in layers],
         ignore=unquantized_patterns(model, layers),
         grids=own_grids,
-        experts=merged_experts(model, layers),
+        experts=merged_experts(model, layers) if recipe.readers.by_transformers else [],
         routed={name for layer in layers if layer.routed for name in (layer.name, layer.written(model.weights))},
         layers={  # matrices made of several tensors are refused later, see `planning/rehearsal.py`
             layer.written(model.weights): grids[layer.name] for layer in layers if layer.stored_alone(model.weights)

@@ -27,7 +27,7 @@ from nearplane.lattice.octaves import OctaveGrid
 from nearplane.lattice.product_grid import ProductGrid
 from nearplane.lattice.shared_grid import SharedGrid
 from nearplane.lattice.superblock import SuperGrid
-from nearplane.models.kinds import has_head
+from nearplane.models.kinds import has_head, shared_layers
 from nearplane.models.model import Model
 from nearplane.recipe.layer_plan import LayerPlan, Plan
 from nearplane.recipe.recipe import Calibration, Recipe
@@ -177,6 +177,11 @@ def check_layers(model: Model, called: str) -> None:
         raise RecipeError(
             f"{called} cannot be tuned: {type(model.network).__name__} has an encoder and a decoder, but tuning supports one "
             f"stack of blocks. Leave out --tune, or use the checkpoint as it is."
+        )
+    if (shared := shared_layers(model.config)) > 0:
+        raise RecipeError(
+            f"{called} cannot be tuned: the last {shared} blocks of {type(model.network).__name__} use keys and values of earlier "
+            f"blocks, through which tuning does not follow gradients. Leave out --tune, or use the checkpoint as it is."
         )
 
 
