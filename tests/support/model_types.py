@@ -38,7 +38,10 @@ MIXED = dict(layer_types=["linear_attention", "full_attention"])
 INDEXED = LATENT | dict(index_n_heads=4, index_head_dim=32, index_topk=8)
 SLIDING = dict(swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16)
 OWN: dict[str, dict[str, Any]] = {  # what some types need besides; None takes a field away
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), INDEXED),
+    "deepseek_v32": INDEXED,
+    **dict.fromkeys(
+        ("glm_moe_dsa", "hy_v4"), INDEXED | dict(num_hidden_layers=4, indexer_types=["full", "shared"] * 2)
+    ),
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT),
     **dict.fromkeys(("longcat_flash", "minicpm3", "youtu"), LATENT),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), MIXED),

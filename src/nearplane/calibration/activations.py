@@ -120,7 +120,8 @@ class Stream:
         rounding: Rounding of inputs in the quantized network; None: they are not rounded.
         cache: What looks at keys and values in the quantized network, or rounds them; None: nothing does.
         shares: Whether some blocks use keys and values of earlier ones.
-        shared: {(whether of the quantized network, batch): keys and values that later blocks use instead of their own}.
+        handed: Names of what blocks return for the next one after the hidden states, see `Handed`.
+        shared: {(whether of the quantized network, batch): keys and values that later blocks use, and what is handed on}.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Stream:
         self.dealt = Dealt.among(ONE_PROCESS, self.sizes)
         self.rounding: RoundedStream | None = None
         self.cache: CacheRange | RoundedCaches | None = None
-        self.shares = False
+        self.shares, self.handed = False, frozenset[str]()
         self.shared: dict[tuple[bool, int], SharedStates] = {}
         self._finite: list[Tensor] = []  # whether each output of the present block is finite
 
@@ -155,7 +156,8 @@ class Stream:
         if self.cache is not None and quantized and batch < self.dealt.fitted:
             call = self.cache.watched(block.name, batch, call)
         known = self.shared.setdefault((quantized, batch), SharedStates()) if self.shares else SharedStates()
-        call = with_shared(call, SharedStates(known) if trial else known)
+        known = SharedStates(known) if trial else known
+        call = with_shared(call, known)
         whole = hidden.clone()  # a block may work in place
         del hidden  # while the block pauses, nobody else may hold it
         if call.encoder_positions is not None:
@@ -165,6 +167,8 @@ class Stream:
             call = replace(call, args=args, kwargs=kwargs)
         output = call.run(module, part_of(whole, call.positions))
         states: Tensor = output[0] if isinstance(output, tuple) else output
+        if self.handed:
+            known.hand_on(block.name, output, self.handed)
         return with_part(whole, call.positions, states)
 
     def block_input(self, block: Block, batch: int) -> Tensor:
@@ -204,6 +208,8 @@ class Stream:
             CalibrationError: The block returned NaN or Inf.
         """
         self.check(block)
+        for states in self.shared.values():
+            states.drop_handed(but=block.name)
         self.ahead = False
         del self.calls[block.name]
 
@@ -259,7 +265,8 @@ def skeleton(
             network.get_input_embeddings().weight.copy_(embeddings)
         hidden = tape.run(network, batches, place, keep)
     stream = Stream(hidden, tape.calls, original=original, extra=tape.extra, between=tape.between)
-    stream.shares = shared_layers(model.config) > 0
+    stream.handed = frozenset(tape.handed)
+    stream.shares = bool(stream.handed) or shared_layers(model.config) > 0
     return stream
 
 

@@ -19,6 +19,7 @@ from nearplane.calibration.two_stacks import FinalNorm, joined_stacks
 from nearplane.errors import ModelError
 from nearplane.models.kinds import call_kwargs, main_input
 
+HANDED = "{}>{}"  # name of what a block returns after the hidden states for the next one: the block, and the place
 ENCODER_OUT = object()  # placeholder for the encoder's output in the recorded arguments of a decoder block
 
 
@@ -28,6 +29,17 @@ class Stop(Exception):  # noqa: N818  (not an error)
 
 def stop(*_: Any) -> None:
     raise Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """Placeholder for a tensor that the block before returned after its hidden states, in the arguments of a block.
+
+    Args:
+        key: Its name, see `HANDED`.
+    """
+
+    key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +72,7 @@ class Tape:
         first_blocks: {index: first block of a stack, in memory}; `probe` keeps those that compute values for all.
         between: Function from the end of the encoder to the decoder; None where there is one stack.
         extra: Values that each block returns after the hidden states, see `Stream`.
+        handed: Names of those tensors among them that the next block takes.
     """
 
     def __init__(self, names: list[str], starts: Sequence[int]) -> None:
@@ -68,6 +81,7 @@ class Tape:
         self.first_blocks: dict[int, Any] = {}
         self.between: FinalNorm | None = None
         self.extra: list[tuple[Any, ...] | None] = [None for _ in names]
+        self.handed: set[str] = set()
         self._names, self._starts = names, starts
         self._probing = False
         self._pool: dict[tuple[Any, ...], Tensor] = {}  # arguments that are equal in all batches are kept once
@@ -103,7 +117,10 @@ class Tape:
         """Reset the state of a batch."""
         self._next = 0
         self._current: Tensor | None = None
-        self._extra_zeros: list[Tensor] = []  # placeholders of other outputs of blocks; no block may receive them
+        self._extra_zeros: list[
+            Tensor
+        ] = []  # placeholders of other outputs of blocks; only the next block may receive them
+        self._next_zeros: list[Tensor] = []  # those of the last block
         self._shared_values: tuple[Any, ...] | None = None  # computed by the first block of a stack for all its blocks
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # id: (tensor of this batch, equal tensor that is kept)
 
@@ -127,8 +144,13 @@ class Tape:
                 return value
             if self.between is not None and value is self.between.output:
                 return ENCODER_OUT
+            for at, placeholder in enumerate(self._next_zeros):
+                if value is placeholder:
+                    handed = Handed(HANDED.format(self._names[index - 1], at))
+                    self.handed.add(handed.key)
+                    return handed
             if any(value is placeholder for placeholder in self._extra_zeros):
-                raise ModelError(f"{name} receives more than hidden states from the block before it: not supported.")
+                raise ModelError(f"{name} receives more than hidden states from a block that is not the one before it.")
             if id(value) not in self._kept:
                 known = self._pool.setdefault((index, place, value.shape, value.dtype), value)
                 self._kept[id(value)] = (value, known if known is value or torch.equal(known, value) else value)
@@ -150,7 +172,8 @@ class Tape:
         if self.extra[index] is None:
             return hidden
         extra = zeros(self.extra[index])
-        mapped(lambda value: self._extra_zeros.append(value) if isinstance(value, Tensor) else None, extra)
+        self._next_zeros = tensors_within(extra)
+        self._extra_zeros += self._next_zeros
         return (hidden, *extra)
 
     def _positions(self, index: int, hidden: Tensor) -> tuple[slice | None, slice | None]:
@@ -214,6 +237,13 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if type(value) is dict:
         return {key: mapped(function, item) for key, item in value.items()}
     return function(value)
+
+
+def tensors_within(value: Any) -> list[Tensor]:
+    """Return the tensors inside tuples, lists and dicts, in order."""
+    found: list[Tensor] = []
+    mapped(lambda each: found.append(each) if isinstance(each, Tensor) else None, value)
+    return found
 
 
 def zeros(extra: Any) -> Any:

@@ -1,15 +1,16 @@
-"""Keys and values that some blocks compute and later blocks use instead of their own, as in Gemma 4."""
+"""What blocks compute for later blocks beside hidden states: keys and values (Gemma 4), chosen tokens (DSA), a router's states."""
 
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nearplane.calibration.recorder import Call, mapped
+from nearplane.calibration.recorder import HANDED, Call, Handed, mapped, tensors_within
 
 
 class SharedStates(dict[Any, Any]):
@@ -17,9 +18,20 @@ class SharedStates(dict[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         with torch._C.DisableTorchFunction():  # what looks at a pass takes no part in it
-            super().__setitem__(
-                key, mapped(lambda each: each.detach().clone() if isinstance(each, Tensor) else each, value)
-            )
+            copies = mapped(lambda each: each.detach().clone() if isinstance(each, Tensor) else each, value)
+            super().__setitem__(key, copies)
+
+    def hand_on(self, block: str, output: Any, handed: Collection[str]) -> None:
+        """Keep what a block returns after the hidden states, if the next block takes it."""
+        for place, each in enumerate(tensors_within(output[1:]) if isinstance(output, tuple) else ()):
+            if (key := HANDED.format(block, place)) in handed:
+                self[key] = (each,)
+
+    def drop_handed(self, *, but: str) -> None:
+        """Drop what blocks have handed on, but for one of them."""
+        mark, kept = HANDED.format("", ""), HANDED.format(but, "")
+        for key in [key for key in self if mark in key and not key.startswith(kept)]:
+            del self[key]
 
 
 def with_shared(call: Call, states: SharedStates) -> Call:
@@ -27,4 +39,12 @@ def with_shared(call: Call, states: SharedStates) -> Call:
     names = [
         name for name, value in call.kwargs.items() if isinstance(value, UserDict)
     ]  # transformers' KVSharingDict is one
-    return replace(call, kwargs=call.kwargs | dict.fromkeys(names, states)) if names else call
+    if names:
+        call = replace(call, kwargs=call.kwargs | dict.fromkeys(names, states))
+    if any(isinstance(each, Handed) for each in (*call.args, *call.kwargs.values())):
+
+        def given(each: Any) -> Any:
+            return states[each.key][0] if isinstance(each, Handed) else each
+
+        call = replace(call, args=mapped(given, call.args), kwargs=mapped(given, call.kwargs))
+    return call

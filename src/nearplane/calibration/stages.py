@@ -242,8 +242,12 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
                 if block not in first_of_a_kind:
                     with torch.no_grad():
                         stream.forward(block, block.quantized, 0, stream.quantized[0])
-                    continue
-                look = first_look(block, stream, trial=True)
+                else:
+                    look = first_look(block, stream, trial=True)
+            for states in stream.shared.values():
+                states.drop_handed(but=block.name)
+            if block not in first_of_a_kind:
+                continue
             _refuse_never_run(model, block, look)
             if not look.missing:
                 looks[block.name] = look

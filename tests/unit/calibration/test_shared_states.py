@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import nearplane
+from bare_blocks import both
 from killing import contents, stopped_behind
 from model_types import VOCABULARY, save_type
 from nearplane.calibration.activations import skeleton
+from nearplane.calibration.network_ends import readout
 from nearplane.calibration.shared_states import SharedStates
 from nearplane.calibration.stages import try_blocks
 from nearplane.errors import RecipeError
@@ -58,16 +60,19 @@ def inputs_of(network: PreTrainedModel, name: str, tokens: Tensor) -> tuple[Tens
     return rows[0]
 
 
-def test_block_by_block_equals_the_whole_network(model: Path) -> None:
-    opened = open_model(str(model))
-    stream = skeleton(opened, TOKENS.split(5), device="cpu", dtype=torch.float32)
+@pytest.mark.parametrize("kind", ["gemma4_text", "glm_moe_dsa", "hy_v4", "zaya"])
+def test_block_by_block_equals_the_whole_network(kind: str, tmp_path: Path) -> None:
+    """Keys and values go to all later blocks; what is chosen of an index (DSA) and a router's state to the next one."""
+    opened = open_model(str(save_type(tmp_path, kind)))
+    stream = both(skeleton(opened, TOKENS.split(5), device="cpu", dtype=torch.float32))
     for block in opened.blocks:
-        with block.on("cpu", torch.float32, original=False):
+        with block.on("cpu", torch.float32):
             stream.advance(block)
-    with torch.no_grad():
-        whole = loaded(model).model(TOKENS, use_cache=False).last_hidden_state
-        ours = loaded(model).model.norm(torch.cat(list(stream.quantized)))
-    assert torch.allclose(ours, whole, atol=1e-5)
+    with torch.no_grad(), readout(opened, stream, device="cpu", dtype=torch.float32) as logits:
+        whole = loaded(tmp_path)(TOKENS, use_cache=False).logits
+        for states in (stream.quantized, stream.original):
+            found = [logits(part, each) for part, each in zip(TOKENS.split(5), states or [], strict=True)]
+            assert (torch.cat(found) - whole).abs().max() <= 1e-5 * whole.abs().max()
 
 
 def test_each_network_has_its_own(model: Path, out: Path, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_refusal_names_a_layer_and_what_to_do(source: Callable[[str], Path], t
     assert said.startswith(
         "transformer.h.0.attn.c_proj: transformers would not load this gpt_bigcode from compressed-tensors"
     )
-    assert said.endswith(", try another --format, or use --rate 4, which nearplane.load reads.")
+    assert said.endswith("if vLLM has this type of model: they read the files by themselves.")
     assert not any(tmp_path.iterdir())
     patterns = re.findall("'([^']*)'", said)
     assert patterns == [r"attn\.c_proj$", r"mlp\.c_proj$"]
@@ -157,9 +157,11 @@ def test_experts_in_gptq_are_for_the_types_that_gptqmodel_reads(
 
 
 def test_where_no_layer_is_to_blame_none_is_to_be_left_out(source: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"needs .*experts.*\. Try another --format, or use --rate 4, which"):
+    with pytest.raises(
+        RecipeError, match=r"needs .*experts.*\. Use another --format, --rate 4, or --runtime nearplane, or"
+    ):
         rounded(source("llama4_text"), tmp_path / "out", bits=4, ignore=["experts"])
-    with pytest.raises(RecipeError, match=r"packed\. .* or use --rate 4, which nearplane\.load reads\.$"):
+    with pytest.raises(RecipeError, match=r"packed\. .* --rate 4, or --runtime nearplane, or --runtime vllm if"):
         rounded(source("rwkv"), tmp_path / "out", bits=4)
 
 
@@ -172,7 +174,7 @@ def test_a_weight_that_is_put_together_has_no_name_to_be_written_under(
     ) as refused:
         rounded(source("hrm_text"), tmp_path / "out", bits=4, format="gptq")
     patterns = re.findall("'([^']*)'", str(refused.value))
-    with pytest.raises(RecipeError, match=r"source keys=.*or use --rate 4"):
+    with pytest.raises(RecipeError, match=r"source keys=.*, --rate 4, or --runtime nearplane"):
         rounded(source("hrm_text"), tmp_path / "out", bits=4, ignore=patterns)
     assert not any(tmp_path.iterdir())
     assert len(rounded(source("hrm_text"), tmp_path / "out", bits=4, format="gptq", ignore=patterns).layers) == 4
