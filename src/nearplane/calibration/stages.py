@@ -235,22 +235,15 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
     try:
         stream = skeleton(model, tokens[:2].split(1), device=device.place, dtype=dtype)
         last = max(map(model.blocks.index, first_of_a_kind), default=-1)
-        for block in (
-            model.blocks[: last + 1] if stream.shares else first_of_a_kind
-        ):  # those between may share what others need
+        for block in model.blocks[: last + 1] if stream.shares else first_of_a_kind:
             with block.on(device.place, dtype, original=False):
-                if block not in first_of_a_kind:
-                    with torch.no_grad():
-                        stream.forward(block, block.quantized, 0, stream.quantized[0])
-                else:
-                    look = first_look(block, stream, trial=True)
+                look = first_look(block, stream, trial=True)
             for states in stream.shared.values():
                 states.drop_handed(but=block.name)
-            if block not in first_of_a_kind:
-                continue
-            _refuse_never_run(model, block, look)
-            if not look.missing:
-                looks[block.name] = look
+            if block in first_of_a_kind:  # others compute what later blocks need
+                _refuse_never_run(model, block, look)
+                if not look.missing:
+                    looks[block.name] = look
         shared = sum(each.nbytes for states in stream.shared.values() for each in tensors_in(states.values()))
         beside = _bytes_of_arguments(stream), shared
         return {name: replace(look, beside=beside) for name, look in looks.items()}
