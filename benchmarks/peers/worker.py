@@ -2,14 +2,15 @@
 
     python worker.py TOOL TASKS.json
 
-TASKS is a list of tasks, which run one after the other. A task holds `model` and `warm` (folders; no `warm`: no first run),
-`tokens` (safetensors with `windows`, (windows, seqlen)), `out` (folder to write), `bits`, `group_size`, `symmetric`,
-`iterations` and `search` of the peers, instead of the first three a `scheme` of llm-compressor, of which only weights are
-quantized, also by auto-round, and `recipe`, the options of nearplane. GPTQModel and llm-compressor compute on `device` in
-`dtype`, or else on the CPU in float32. A line of JSON is printed for each task: CPU
-seconds of the imports, of the first run (on the model `warm`, which compiles what is compiled), of loading, quantizing and
-writing `model`; wall seconds of the same, peak bytes; or `error`. Weights of llm-compressor and auto-round are written decoded,
-in float32, as they stand in memory after the run; the files that these tools write themselves are in the folder `packed`.
+TASKS is a list of tasks, which run one after the other. A task holds `model` and `warm` (folders; no `warm`: no first
+run), `tokens` (safetensors with `windows`, (windows, seqlen)), `out` (folder to write), `bits`, `group_size`,
+`symmetric`, `iterations` and `search` of the peers, instead of the first three a `scheme` of llm-compressor, of which
+only weights are quantized, also by auto-round, or `schemes` of its own with the layers that have each, inputs
+included, and `recipe`, the options of nearplane. GPTQModel and llm-compressor compute on `device` in `dtype`, or else
+on the CPU in float32. A line of JSON is printed for each task: CPU seconds of the imports, of the first run (on the
+model `warm`, which compiles what is compiled), of loading, quantizing and writing `model`; wall seconds of the same,
+peak bytes; or `error`. Weights of llm-compressor and auto-round are written decoded, in float32, as they stand in
+memory after the run; the files that these tools write themselves are in the folder `packed`.
 """
 
 from __future__ import annotations
@@ -81,6 +82,17 @@ def llmcompressor() -> Callable[[SimpleNamespace], None]:
         model = AutoModelForCausalLM.from_pretrained(task.model, dtype=_dtype(task))
         rows = _tokens(task).tolist()
         data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
+        if hasattr(task, "schemes"):
+            oneshot(
+                model=model,
+                dataset=data,
+                recipe=_of_parts(task),
+                max_seq_length=len(rows[0]),
+                num_calibration_samples=len(rows),
+            )
+            _save(model, task)
+            model.save_pretrained(Path(task.out) / "packed", save_compressed=True)
+            return
         if hasattr(task, "scheme"):
             weights = preset_name_to_scheme(task.scheme, ["Linear"]).weights.model_dump()
         else:
@@ -97,6 +109,18 @@ def llmcompressor() -> Callable[[SimpleNamespace], None]:
         _save(model, task)
         stored = AutoConfig.from_pretrained(task.model).dtype or torch.float32  # of steps, in the file that it writes
         model.to(stored).save_pretrained(Path(task.out) / "packed", save_compressed=True)
+
+    def _of_parts(task: SimpleNamespace) -> GPTQModifier:
+        """Return a recipe by which parts of the network have schemes of their own, inputs included."""
+        groups = {}
+        for name, targets in task.schemes.items():
+            scheme = preset_name_to_scheme(name, targets)
+            search = "nvfp4_expanded_mse" if name == "NVFP4" else "memoryless_mse"
+            weights = scheme.weights.model_dump() | {"observer": search if task.search else "memoryless_minmax"}
+            groups[name] = QuantizationScheme(
+                targets=targets, weights=weights, input_activations=scheme.input_activations
+            )
+        return GPTQModifier(config_groups=groups, ignore=["lm_head", "re:.*mlp.gate$"])
 
     return run
 

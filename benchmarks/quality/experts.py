@@ -1,6 +1,7 @@
 """Mixtures of experts: what quantizing costs predictions, and the peak memory of blocks as wide as a large model's.
 
 python benchmarks/quality/experts.py quality MODEL [--only WORD]    # MODEL by train_model.py mixture; means over calibrations
+python benchmarks/quality/experts.py parts MODEL [--peers FOLDER]    # experts and attention in other formats, inputs rounded
 python benchmarks/quality/experts.py memory [--experts 128] [--blocks 2] [--samples 16]    # random, shaped like Qwen3-30B-A3B
 """
 
@@ -17,11 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import nearplane
 from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.demo import MODEL as DEMO
+from nearplane.verbs.evaluation_result import Evaluation
+
+sys.path.append(str(Path(__file__).parents[1] / "peers"))
+from run import run_tasks
 
 GRID = {"group_size": 32}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -34,6 +40,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rate 2": {"rate": 2.0},
     "rate 2, not corrected": {"rate": 2.0, "correct": False},
 }
+EXPERTS, ATTENTION = "re:.*experts.*proj$", "re:.*self_attn.*proj$"
+FP8: dict[str, Any] = {"grid": "fp8", "activations": "fp8"}
+NVFP4: dict[str, Any] = {"grid": "nvfp4", "activations": "fp4"}
+PARTS: dict[str, tuple[dict[str, Any], dict[str, list[str]]]] = {  # our options; schemes of llm-compressor
+    "experts nvfp4, attention fp8": (
+        NVFP4 | {"layers": {"self_attn": FP8}}, {"NVFP4": [EXPERTS], "FP8_DYNAMIC": [ATTENTION]}
+    ),
+    "all nvfp4": (NVFP4, {"NVFP4": ["Linear"]}),
+}  # fmt: skip
 OFFSETS, SEQLEN, WINDOWS = (0, 20_000, 40_000), 256, 48  # where calibrations begin; windows that are held out
 
 
@@ -65,6 +80,38 @@ def quality(model: str, only: str) -> None:
             f"{sum(kl) / len(kl):.5f} | {min(kl):.5f} to {max(kl):.5f} | {alike:.3f} | {seconds:.0f} s |",
             flush=True,
         )
+
+
+def parts(model: str, peers: Path) -> None:
+    """Quantize experts and attention to other number formats, ours and llm-compressor's, and print KL as programs compute."""
+    windows = calibration(model, 0)
+    tokens = torch.tensor(AutoTokenizer.from_pretrained(model)(HELD_OUT.read_text())["input_ids"])
+    held_out = tokens[: 2 * WINDOWS * SEQLEN].view(-1, SEQLEN)
+    print("| | tool | KL, weights alone | KL, inputs rounded, too |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as place:
+        save_file({"windows": windows}, Path(place) / "tokens.safetensors")
+        for title, (ours, schemes) in PARTS.items():
+            out = Path(place) / "ours"
+            nearplane.quantize(model, out, calibration=windows, overwrite=True, runtime="vllm", **ours)
+            print(
+                _row(title, "nearplane", nearplane.evaluate(out, held_out, against=model, activations=True)), flush=True
+            )
+            shared = {"model": model, "tokens": f"{place}/tokens.safetensors", "schemes": schemes}
+            tasks = [shared | {"out": f"{place}/theirs-{search}", "search": search} for search in (0, 1)]
+            python = peers / "llmcompressor" / "bin" / "python"
+            spent = run_tasks("llmcompressor", tasks, Path(place), python, 1)
+            for task, each, tool in zip(tasks, spent, ("llm-compressor", "llm-compressor, mse"), strict=True):
+                if "error" in each:
+                    sys.exit(f"{each['error']}: {each['printed']}")
+                folder = Path(str(task["out"])) / "packed"
+                print(
+                    _row(title, tool, nearplane.evaluate(folder, held_out, against=model, activations=True)), flush=True
+                )
+
+
+def _row(title: str, tool: str, found: Evaluation) -> str:
+    computed = found.computed.kl if found.computed is not None else None
+    return f"| {title} | {tool} | {found.kl:.5f} | {computed:.5f} |"
 
 
 def memory(experts: int, blocks: int, samples: int) -> None:
@@ -114,9 +161,10 @@ def run(folder: str, out: str, samples: str) -> None:
 def main() -> None:
     """Measure one of both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("quality", "memory"))
+    parser.add_argument("what", choices=("quality", "parts", "memory"))
     parser.add_argument("model", nargs="?")
     parser.add_argument("--only", default="", metavar="WORD")
+    parser.add_argument("--peers", type=Path, default=Path("build/peers"))
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--samples", type=int, default=16)
@@ -125,10 +173,12 @@ def main() -> None:
         memory(options.experts, options.blocks, options.samples)
     elif options.model is None:
         parser.error(f"{options.what} needs the folder of a model")
+    elif options.what == "parts":
+        parts(options.model, options.peers)
     else:
         quality(options.model, options.only)
 
 
 if __name__ == "__main__":
-    parts = {"--build": build, "--run": run}
-    parts[sys.argv[1]](*sys.argv[2:]) if sys.argv[1:2] and sys.argv[1] in parts else main()
+    steps = {"--build": build, "--run": run}
+    steps[sys.argv[1]](*sys.argv[2:]) if sys.argv[1:2] and sys.argv[1] in steps else main()

@@ -186,15 +186,6 @@ class LayerFormat(ABC):
         """
         return self
 
-    def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:
-        """Return whether transformers keeps layers packed until the network is called, and computes with their values alone.
-
-        Args:
-            config: The quantization_config of the checkpoint.
-            dtype: The dtype of the loaded network, None if unknown; layers decoded to another dtype would fail.
-        """
-        return False
-
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return the names of the tensors of every quantized layer, by the name of the layer.
 

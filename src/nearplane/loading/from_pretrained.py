@@ -35,14 +35,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from nearplane.errors import FormatError, ModelError, RecipeError
 from nearplane.formats.layer_format import METHOD, WEIGHTS, read_config
 from nearplane.formats.native import DEFAULT, Native
-from nearplane.formats.stored import check_finite, quantization_of, reader_of
+from nearplane.formats.stored import quantization_of, reader_of
 from nearplane.formats.table import FORMATS
 from nearplane.loading.coded_linear import CodedLinear
 from nearplane.loading.dense_network import (
     JoinedBlobs,
     SingleBlob,
-    check_stored_floats,
-    check_stored_shape,
     dense_network,
     fill_all,
     make_places,
@@ -87,10 +85,9 @@ def load(
     """Load a model: a checkpoint of nearplane in any format, or any folder of safetensors that transformers loads.
 
     On the CPU, layers on grids stay packed and are multiplied without decoding them, where `grid_linear.py` takes the
-    grid; all others are decoded. The log says how many. On another device, grids are decoded to `dtype`. Those of
-    compressed-tensors then stay packed until the first call, if transformers decodes them to `dtype` and the model is
-    not an encoder with a decoder. Where runtimes round the inputs of layers (`quantize --activations`), the weights
-    alone are loaded and inputs are not rounded, unless `activations` asks for it.
+    grid; all others are decoded. The log says how many. On another device, grids are decoded to `dtype`. Where runtimes
+    round the inputs of layers (`quantize --activations`), the weights alone are loaded and inputs are not rounded, unless
+    `activations` asks for it.
 
     Args:
         source: A folder, a hub id, or a .gguf file of an architecture that nearplane writes.
@@ -119,7 +116,6 @@ def load(
     config = read_config(folder)
     method = quantization.get("quant_method")
     grid_format = isinstance(method, str) and method in FORMATS and method != METHOD  # a list in a damaged config
-    two_stacks = config.get("is_encoder_decoder") is True  # called part by part, so that nothing can stay packed
     if dtype == "auto":
         compute_dtype = getattr(torch, str(config.get("dtype", config.get("torch_dtype"))), None)
     if compute_dtype == torch.float64 and place.type in WITHOUT_FLOAT64:
@@ -127,16 +123,7 @@ def load(
     on_kernels = packed and not activations and place.type == "cpu" and compute_dtype != torch.float64
     reader = reader_of(folder)
     widened = isinstance(reader, WidenedReader) and not reader.by_transformers
-    dense = widened or (
-        grid_format
-        and (
-            on_kernels
-            or activations
-            or two_stacks
-            or not FORMATS[str(method)].layers.stays_packed(quantization, compute_dtype)
-        )
-    )
-    if dense:
+    if widened or grid_format:
         options = {"check": check, "trust_remote_code": trust_remote_code, "packed": on_kernels}
         model = dense_network(folder, dtype=dtype, device=place, **options)
     else:
@@ -144,8 +131,6 @@ def load(
         if check:
             check_hashes(folder, weights=method != METHOD)  # transformers reads the files, native ones through `verify`
         model = network_of(folder, dtype=dtype, device=place, empty=empty, trust_remote_code=trust_remote_code)
-        if grid_format:
-            _check_packed(model, folder)
     if not packed and isinstance(getattr(model, "hf_quantizer", None), NearplaneQuantizer):
         model = model.dequantize(model.dtype)
     if activations:
@@ -165,24 +150,6 @@ def check_head(head: str | None, place: torch.device) -> None:
         raise RecipeError(f"head is {head!r}; expected int8, or nothing to leave the head as it is.")
     if head is not None and place.type != "cpu":
         raise RecipeError(f"head is int8, which is for the CPU; the device is {place}. Use --device cpu.")
-
-
-def _check_packed(model: PreTrainedModel, folder: Path) -> None:
-    """Refuse a network of compressed-tensors that would fail when it is called.
-
-    Raises:
-        FormatError: A packed layer has another shape than its tensors name or steps that are not finite, or an unquantized
-            weight is stored in integers.
-    """
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and isinstance(stored := getattr(module, "weight_shape", None), Tensor):
-            shape = (module.out_features, module.in_features)
-            check_stored_shape(f"{folder}: {path}.weight_shape", tuple(stored.tolist()), shape)
-        for name, parameter in module.named_parameters(path, recurse=False):
-            if not hasattr(module, "quantization_scheme"):
-                check_stored_floats(f"{folder}: {name}", parameter)
-            elif parameter.is_floating_point() and parameter.dtype.itemsize > 1:  # else codes
-                check_finite(path, [parameter])
 
 
 class NearplaneConfig(QuantizationConfigMixin):

@@ -84,18 +84,6 @@ class CompressedTensors(GridFormat):
         readers_of("compressed-tensors", "nearplane").check(name, Weights(format))
         packing_of(format).check(name, shape, kind, format)
 
-    def stays_packed(self, config: Mapping[str, Any], dtype: torch.dtype | None) -> bool:
-        """Return whether all packings of the config decode to the network's dtype, without zero points or rounded inputs."""
-        if self.configured(config).rounds_inputs:
-            return False
-        every = object_of("compressed-tensors: config_groups", config.get("config_groups")).values()
-        groups = [group for group in every if isinstance(group, Mapping)]
-        weights = [each for group in groups if isinstance(each := group.get("weights"), Mapping)]
-        if any(each.get("symmetric") is False for each in weights):
-            return False
-        formats = [config.get("format"), *(group.get("format") for group in groups)]
-        return all(each.DECODED in (None, dtype) for each in PACKINGS if each.FORMAT in formats)
-
     def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of steps for number formats that do not fix it."""
         return PACKINGS[0].scale_dtype(model_dtype)

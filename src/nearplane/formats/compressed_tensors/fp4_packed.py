@@ -89,7 +89,6 @@ class FP4Packed(Packing):
 
     TYPE = "float"
     WORDS = torch.uint8
-    DECODED = torch.bfloat16
     HOLDS: ClassVar[NumberFormat]
     SCALE: ClassVar[torch.dtype]
 

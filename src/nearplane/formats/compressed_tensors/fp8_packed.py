@@ -128,7 +128,6 @@ class MXFP8Packed(FP8Packed):
 
     FORMAT = "mxfp8-quantized"
     HOLDS = MXFP8
-    DECODED = torch.bfloat16
     GRID = OctaveGrid
 
     def weights(self, format: NumberFormat, order: str) -> dict[str, Any]:

@@ -29,7 +29,6 @@ class Packing(ABC):
         STRATEGY: Name in config.json of how weights share steps; None: by the number format.
         WORDS_IN: Suffix of the name of the tensor with the codes.
         WORDS: Its dtype.
-        DECODED: The dtype to which transformers decodes it in every network; None: the network's dtype.
     """
 
     KEY: ClassVar[str] = "weight_scale"
@@ -41,7 +40,6 @@ class Packing(ABC):
     HOLDS: ClassVar[NumberFormat | None] = None
     STRATEGY: ClassVar[str | None] = None
     WORDS: ClassVar[torch.dtype]
-    DECODED: ClassVar[torch.dtype | None] = None
 
     def weights(self, format: NumberFormat, order: str) -> dict[str, Any]:
         """Return the `weights` object of the config for a number format and a rounding order."""
