@@ -2,7 +2,8 @@
 
 Needs mlx and mlx-lm, which run on Linux too; skipped without them. Written for mlx 0.32.4 and mlx-lm 0.32.2. In float32 MLX
 decodes `step * code + minimum` as we do. In 16 bits it rounds the product, and then the sum, so values differ from ours
-by up to two roundings to 16 bits: there we compare with what these two roundings make of our numbers.
+by up to two roundings to 16 bits: there we compare with what these two roundings make of our numbers. Its modes of floats
+decode to equal values in float32 and bfloat16; float16 rounds those below 2^-14.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from nearplane.demo import CALIBRATION, MODEL
 from nearplane.formats.stored import Stored, read_matrices
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.loading.dense_network import dense_network
-from nearplane.recipe.runtimes import MLX_BITS, MLX_GROUP_SIZES, MLX_MODEL_TYPES
+from nearplane.number_formats import number_format
+from nearplane.recipe.runtimes import MLX_BITS, MLX_FLOATS, MLX_GROUP_SIZES, MLX_MODEL_TYPES
 
 mx = pytest.importorskip("mlx.core", reason="needs mlx")
 mlx_lm = pytest.importorskip("mlx_lm.utils", reason="needs mlx-lm")
@@ -83,6 +85,38 @@ def test_mlx_decodes_our_values(bits: int, dtype: torch.dtype, tmp_path: Path) -
             assert torch.equal(theirs, twice.to(dtype).float())
             if dtype == torch.float32:
                 assert torch.equal(theirs, matrix.decode())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mode", MLX_FLOATS)
+def test_mlx_decodes_our_floats(mode: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    save_type(tmp_path / "model", "llama", dtype, hidden_size=128, intermediate_size=256, head_dim=32)
+    out, format = tmp_path / "out", number_format(mode)
+    nearplane.quantize(tmp_path / "model", out, format="mlx", grid=mode, solver="round-to-nearest")
+    stored, how = Stored(out), {"group_size": format.group, "bits": format.bits, "mode": mode}
+    for name, matrix in read_matrices(out):
+        tensors = mx.load(str(stored.file(name)))
+        weight, scales = (tensors[f"{name}.{part}"] for part in ("weight", "scales"))
+        theirs = mx.dequantize(weight, scales, **how, dtype=getattr(mx, str(dtype).removeprefix("torch.")))
+        assert torch.equal(numbers(theirs), matrix.decode().to(dtype).float())
+        assert dtype == torch.float16 or torch.equal(numbers(theirs), matrix.decode())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", *EXPERTS])
+@pytest.mark.parametrize("mode", MLX_FLOATS)
+def test_networks_in_floats_compute_what_our_values_say(mode: str, kind: str, tmp_path: Path) -> None:
+    """With embeddings and head, which mlx_lm looks up in bfloat16 and computes with in float32, and some layers in integers."""
+    save_type(tmp_path / "model", kind)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | MORE_FIELDS.get(kind, {})))
+    words: dict[str, Any] = dict(format="mlx", grid=mode, layers={"v_proj": {"grid": "int5-g32-min"}})
+    ends = dict(include_embeddings=True, include_head=True)
+    record = nearplane.quantize(tmp_path / "model", tmp_path / "out", solver="round-to-nearest", **words, **ends)
+    assert {layer.format for layer in record.layers} == {mode, "int5-g32-min"}
+    theirs, dense = logits(tmp_path / "out"), logits(dense_copy(tmp_path / "out", tmp_path / "dense"))
+    assert float((theirs - dense).abs().max() / dense.abs().max()) < SAME
+    ours = dense_network(tmp_path / "out")(TOKENS).logits.detach()
+    assert float((theirs - ours).abs().max() / ours.abs().max()) < SAME
 
 
 @pytest.mark.parametrize("kind", MLX_MODEL_TYPES)
@@ -148,6 +182,26 @@ def test_conversions_of_mlx_lm_are_read(kind: str, tmp_path: Path) -> None:
         q_group_size=64,
         quant_predicate=bits_of,
     )
+    ours, theirs = nearplane.load(tmp_path / "out", dtype="float32")(TOKENS).logits.detach(), logits(tmp_path / "out")
+    assert float((theirs - ours).abs().max() / ours.abs().max()) < SAME
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("mode", MLX_FLOATS)
+def test_conversions_of_mlx_lm_to_floats_are_read(mode: str, kind: str, tmp_path: Path) -> None:
+    """Embeddings are floats, too; layers with an entry of their own are integers, as the entry has no mode."""
+    from mlx_lm.convert import convert
+
+    save_type(tmp_path / "model", kind)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config |= {"rope_theta": config["rope_parameters"]["rope_theta"]} | MORE_FIELDS.get(kind, {})
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+
+    def mode_of(path: str, module: Any) -> bool | dict[str, int]:
+        return {"group_size": 32, "bits": 6} if "down_proj" in path else True
+
+    model, out = str(tmp_path / "model"), str(tmp_path / "out")
+    convert(model, out, quantize=True, q_mode=mode, quant_predicate=mode_of)
     ours, theirs = nearplane.load(tmp_path / "out", dtype="float32")(TOKENS).logits.detach(), logits(tmp_path / "out")
     assert float((theirs - ours).abs().max() / ours.abs().max()) < SAME
 

@@ -89,7 +89,7 @@ def decoded(folder: Path) -> dict[str, Raw]:
     how, stored = config.get("quantization_config"), raw_tensors(folder)
     if (own := config.get("quantization")) is not None:  # the entry that MLX reads
         stored, stacks = _experts_apart(stored)
-        return _layers(stored, CODED[2], lambda layer, parts: _mlx(parts, own | own.get(stacks.get(layer, layer), {})))
+        return _layers(stored, CODED[2], lambda layer, parts: _mlx(parts, own.get(stacks.get(layer, layer), own)))
     if how is None:
         return stored
     with np.errstate(all="ignore"):
@@ -201,11 +201,13 @@ def _gptq(parts: Mapping[str, Raw], how: Mapping[str, Any]) -> NDArray[np.float3
 
 
 def _mlx(parts: Mapping[str, Raw], how: Mapping[str, Any]) -> NDArray[np.float32]:
-    if how.get("mode", "affine") != "affine":
-        raise UnsureError(how["mode"])
-    bits, size, step, minimum = how["bits"], how["group_size"], parts["scales"].floats(), parts["biases"].floats()
-    codes = _bits(parts["weight"].values, bits, step.shape[1] * size).astype(np.float32)
-    return np.repeat(step, size, 1) * codes + np.repeat(minimum, size, 1)
+    bits, size, scales = how["bits"], how["group_size"], parts["scales"]
+    codes = _bits(parts["weight"].values, bits, scales.values.shape[1] * size)
+    if (mode := how.get("mode", "affine")) == "affine":
+        step, minimum = scales.floats(), parts["biases"].floats()
+        return np.repeat(step, size, 1) * codes.astype(np.float32) + np.repeat(minimum, size, 1)
+    step = EIGHTS[scales.values] if mode == "nvfp4" else np.float32(2) ** (scales.values.astype(np.float32) - 127)
+    return np.repeat(step, size, 1) * (EIGHTS if bits == 8 else FLOATS4)[codes]
 
 
 def _awq(parts: Mapping[str, Raw]) -> NDArray[np.float32]:

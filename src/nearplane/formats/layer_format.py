@@ -93,6 +93,7 @@ class LayerFormat(ABC):
         SUFFIXES: Suffixes of the names of all tensors of a layer.
         CHECKSUMS: Whether the index of the folder holds a checksum of every tensor.
         METADATA: Value of "format" in the metadata of weight files.
+        GLOBAL_SCALES: Whether files have a place for the global scale of a layer; else it is 1.
         ON_DEVICE: Whether `pack` and `unpack` compute where the matrix is; else it has to be on the CPU.
     """
 
@@ -100,6 +101,7 @@ class LayerFormat(ABC):
     SUFFIXES: ClassVar[tuple[str, ...]]
     CHECKSUMS: ClassVar[bool] = False
     METADATA: ClassVar[str] = "pt"
+    GLOBAL_SCALES: ClassVar[bool] = True
     ON_DEVICE: ClassVar[bool] = False
 
     @abstractmethod
@@ -285,7 +287,7 @@ def config_text(source: Path, config: Mapping[str, Any], network: Mapping[str, A
     elif config.get("meta", {}).get("experts"):
         kept[WEIGHTS] = EXPERTS_WITH
     elif config.get("quant_method") == MLX:
-        kept = _rope(kept) | kept | {WEIGHTS: MLX_WITH}
+        kept = rope_for_mlx(kept) | kept | {WEIGHTS: MLX_WITH}
         kept[QUANTIZATION] = {key: value for key, value in config.items() if key != "quant_method"}
     return json_text(kept | {"quantization_config": dict(config)})
 
@@ -298,7 +300,7 @@ def as_tensors_are(config: Mapping[str, Any], network: Mapping[str, Any]) -> dic
     return kept
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def rope_for_mlx(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that most models of mlx_lm read instead of rope_parameters, which transformers has written since 5.0."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:

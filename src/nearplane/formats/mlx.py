@@ -5,7 +5,7 @@
     NAME.biases  (out, groups)      model's  minima: value = step * code + minimum
 
 In float32, MLX decodes exactly these values. In 16 bits it rounds the product and then the sum to the dtype of the steps.
-The config stands in config.json twice; MLX reads `quantization`.
+Its other modes are in `mlx_floats.py`. The config stands in config.json twice; MLX reads `quantization`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ from nearplane.formats.integers import consecutive, expect, group_size_of, objec
 from nearplane.formats.layer_format import MLX as METHOD
 from nearplane.formats.layer_format import Held, LayerFormat, Quantized, check_groups, check_kind
 from nearplane.formats.mlx_experts import MLXFolder, MLXReader, stack_of
+from nearplane.formats.mlx_floats import MODES, pack_floats, unpack_floats
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.number_formats import NumberFormat, integers
 from nearplane.recipe.readers import Weights, readers_of
 from nearplane.recipe.runtimes import MLX_BITS
+
+AFFINE = "affine"  # mode of integers with a minimum
+DEFAULTS = {  # of MLX, for fields that the entry of a layer leaves out
+    AFFINE: {"group_size": 64, "bits": 4},
+    **{mode: {"group_size": format.group, "bits": format.bits} for mode, format in MODES.items()},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,7 @@ class MLX(LayerFormat):
     KEY = "scales"
     SUFFIXES = ("weight", "scales", "biases")
     METADATA = "mlx"
+    GLOBAL_SCALES = False
 
     def configured(self, config: Mapping[str, Any]) -> Self:
         """Return the format with the config, without which group sizes are unknown."""
@@ -76,6 +84,8 @@ class MLX(LayerFormat):
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer."""
         grid, columns = matrix.grid, matrix.codes.shape[1]
+        if grid.levels is not None:
+            return pack_floats(name, matrix, dtype)
         groups = grid.d.shape[1] if isinstance(grid, SuperGrid) else 0
         bits = (grid.high or 0).bit_length()
         if not groups or grid.dmin is None or (grid.low, grid.high) != (0, 2**bits - 1) or bits not in MLX_BITS:
@@ -92,11 +102,13 @@ class MLX(LayerFormat):
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return (out, in) from the shape of scales and the group size."""
-        out, groups = expect(name, tensors, "scales", (None, None), SCALES).shape
+        out, groups = expect(name, tensors, "scales", (None, None), {*SCALES, torch.uint8}).shape
         return out, groups * (self.grid_of(self.config, name).group or 1)
 
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer."""
+        if format.levels is not None:
+            return unpack_floats(name, tensors, format)
         out, groups = expect(name, tensors, "scales", (None, None), SCALES).shape
         columns = groups * (format.group or 1)
         words = expect(name, tensors, "weight", (out, words_of(columns, format.bits)), {torch.uint32})
@@ -119,19 +131,37 @@ class MLX(LayerFormat):
         usual = network.scheme.number_format
         if network.layers:
             usual = Counter(network.layers.values()).most_common(1)[0][0]
-        others = {stack_of(name): _fields(format) for name, format in network.layers.items() if format != usual}
-        return {"quant_method": METHOD, **_fields(usual), "mode": "affine", **others}
+        one_mode = len({_mode(format) for format in (usual, *network.layers.values())}) == 1
+        others = {
+            stack_of(name): _fields(format) | ({} if one_mode else {"mode": _mode(format)})
+            for name, format in network.layers.items()
+            if format != usual
+        }
+        return {"quant_method": METHOD, **_fields(usual), "mode": _mode(usual), **others}
 
     def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
-        """Return the number format of a layer: integers with a minimum."""
-        key = next((key for key in (name, stack_of(name), stack_of(name, "experts")) if key in config), name)
-        entry = dict(config) | object_of(f"MLX: {name}", config.get(key))
-        bits, mode = entry.get("bits"), entry.get("mode", "affine")
-        if mode != "affine":
-            raise FormatError(f"MLX: {name} has mode {mode!r}; nearplane reads only affine.")
+        """Return the number format of a layer: integers with a minimum, or that of another mode."""
+        key = next((key for key in (name, stack_of(name), stack_of(name, "experts")) if key in config), None)
+        entry = dict(config) if key is None else object_of(f"MLX: {name}", config[key])
+        mode = entry.get("mode", AFFINE)
+        if not isinstance(mode, str) or mode not in DEFAULTS:
+            raise FormatError(f"MLX: {name} has mode {mode!r}; nearplane reads only {', '.join(DEFAULTS)}.")
+        entry = DEFAULTS[mode] | entry
+        bits, size = entry["bits"], entry["group_size"]
+        if entry.get("global_scale"):
+            raise FormatError(f"MLX: {name} has global scales, which nearplane does not read. Convert it without them.")
+        if mode != AFFINE:
+            if {"group_size": size, "bits": bits} != DEFAULTS[mode]:
+                raise FormatError(f"MLX: {name} has {bits!r} bits in groups of {size!r}, which {mode} has not.")
+            return MODES[mode]
         if type(bits) is not int or bits not in MLX_BITS:
             raise FormatError(f"MLX: {name} has bits {bits!r}, expected {', '.join(map(str, MLX_BITS))}.")
-        return integers(bits, group_size_of(f"MLX: group_size of {name}", entry.get("group_size"), ()), minimum=True)
+        return integers(bits, group_size_of(f"MLX: group_size of {name}", size, ()), minimum=True)
+
+
+def _mode(format: NumberFormat) -> str:
+    """Return MLX's name of how weights of a number format are stored."""
+    return AFFINE if format.minimum else format.name
 
 
 def _fields(format: NumberFormat) -> dict[str, Any]:

@@ -120,8 +120,11 @@ def refuse_infinite(storage: torch.dtype, *rounded: Tensor) -> None:
 
 def other_steps(storage: torch.dtype) -> str:
     """Return a sentence with what to do about weights whose steps a dtype cannot store."""
-    wider = ", or use a --format whose steps have the dtype of a bfloat16 model: compressed-tensors or mlx"
-    return f"Leave the layer unquantized with --ignore{wider if storage == torch.float16 else ''}."
+    others = {
+        torch.float16: ", or use a --format whose steps have the dtype of a bfloat16 model: compressed-tensors or mlx",
+        torch.float8_e4m3fn: ", or use --grid mxfp4",
+    }
+    return f"Leave the layer unquantized with --ignore{others.get(storage, '')}."
 
 
 def too_small(largest: float, storage: torch.dtype, lost: str = "") -> NumericalError:

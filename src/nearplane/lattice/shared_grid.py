@@ -24,6 +24,7 @@ from nearplane.lattice.scale import Steps, least_error, other_steps
 
 E4M3 = torch.tensor([level for level in number_formats.E4M3 if level > 0])  # all positive values, ascending
 SMALLEST, LARGEST = float(E4M3[0]), float(E4M3[-1])  # 2^-9 and 448
+UNIT_PEAK = LARGEST * number_formats.E2M1[-1]  # largest magnitude of weights in NVFP4 whose divisor is 1
 WINDOW = range(-20, 9)  # candidates for a block's step around the one that covers its weights, in places of E4M3
 
 

@@ -103,7 +103,8 @@ def tensor_bytes(model: Model, plan: Plan) -> int:
 def _layer_bytes(recipe: Recipe, shape: tuple[int, int], scheme: AnyScheme, dtype: torch.dtype) -> int:
     """Return the bytes of the tensors of a layer in a model of a dtype; 0 where only the size of the folder is given."""
     format, layers, (out, columns) = scheme.number_format, FORMATS[str(recipe.format)].layers, shape
-    steps = (2 if format.minimum else 1) * layers.scale_dtype(dtype).itemsize
+    step = layers.scale_dtype(dtype) if format.steps is None else getattr(torch, format.steps)
+    steps = (2 if format.minimum else 1) * step.itemsize
     if scheme.entropy_coded:
         return math.ceil(out * columns * (scheme.average or 0.0) / 8)
     if scheme.average is not None:

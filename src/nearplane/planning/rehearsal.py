@@ -136,8 +136,7 @@ def _refuse_unlike_experts(model: Model, plan: Plan) -> None:
     if len(first) > 1:
         (one, name), (other, second) = list(first.items())[:2]
         raise RecipeError(
-            f"{second} has {other.bits} bits in groups of {other.group or 'a row'}, but {name} has {one.bits} in groups of "
-            f"{one.group or 'a row'}. Readers of {recipe.format} take one grid for the experts of all blocks. Use one, for example "
+            f"{second} has the number format {other.name}, but {name} has {one.name}. Readers of {recipe.format} take one grid for the experts of all blocks. Use one, for example "
             f"with --layer 'experts=bits:4', or use --rate {one.bits}, which nearplane.load reads."
         )
     left = {part for name in model.ignored for part in (name, name.rpartition(".")[0].rpartition(".")[0])}

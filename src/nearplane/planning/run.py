@@ -22,7 +22,7 @@ from nearplane.formats.journal_pages import RunInputs, run_inputs
 from nearplane.formats.table import FORMATS, open_container
 from nearplane.lattice.factor import read
 from nearplane.lattice.scale import StepStorage
-from nearplane.lattice.shared_grid import LARGEST, SMALLEST
+from nearplane.lattice.shared_grid import LARGEST, SMALLEST, UNIT_PEAK
 from nearplane.models.converted_tokenizer import tokenizer_folder
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
@@ -137,7 +137,8 @@ class Run:
         self._ledger = Ledger(self.model, container, self._record, self.plan) if coded else None
         self.count: Callable[[int], None] = lambda _: None
         self._began = working_time()
-        self._storage = FORMATS[str(self.plan.recipe.format)].layers.scale_dtype(self.model.dtype)
+        layout = FORMATS[str(self.plan.recipe.format)].layers
+        self._storage, self._scales = layout.scale_dtype(self.model.dtype), layout.GLOBAL_SCALES
         if journal.before is not None:
             self._note(journal.before.record.layers, [*chain(*map(self.model.unquantized, range(journal.blocks)))])
         journal.begin(self.plan, self._record)
@@ -157,7 +158,8 @@ class Run:
         if self._ledger is not None:
             plans = [replace(plan, rate=self._ledger.rate(x)) for x, plan in zip(stage.layers, plans, strict=True)]
         scaled = [layer for layer, each in zip(stage.layers, plans, strict=True) if each.number_format.global_scale]
-        peaks = peaks_of(scaled)  # before the first of them is solved
+        # before the first of them is solved
+        peaks = peaks_of(scaled) if self._scales else {layer.name: UNIT_PEAK for layer in scaled}
         return [
             Order(number=number, again=again, plan=plan, storage=StepStorage(self._storage, peaks.get(layer.name)))
             for number, (layer, plan) in enumerate(zip(stage.layers, plans, strict=True))

@@ -19,7 +19,7 @@ class FileFormat:
     Args:
         any_network: Whether readers accept encoders and encoder-decoder models besides language models.
         every_tensor: Whether readers load also the tensors that transformers leaves out.
-        minimum: Whether every group has a real-valued minimum, also in embeddings and head.
+        minimum: Whether integers have a real-valued minimum in every group; embeddings and head may then be quantized, too.
         block_types: Whether layers have types of blocks.
         one_file: Whether a checkpoint is one file, with tokenizer and run record in it, whose other matrices are never float32.
         steps_of_model: Whether steps have the dtype of the model.

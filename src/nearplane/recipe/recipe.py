@@ -20,7 +20,7 @@ from nearplane.recipe.layer_scheme import LayerScheme, check_pattern, layer_sche
 from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.readers import Readers, readers_of, usual_format
 from nearplane.recipe.refusals import check_activations, check_kv_cache, check_like
-from nearplane.recipe.runtimes import Runtime
+from nearplane.recipe.runtimes import MLX_FLOATS, Runtime
 from nearplane.recipe.scheme import Activations, Allocation, CacheNumbers, names_of
 from nearplane.recipe.schemes import AnyScheme, GridScheme, scheme_of
 from nearplane.recipe.spellings import translated_options
@@ -140,19 +140,21 @@ class Recipe:
         return readers_of(self.format, self.runtime)
 
     def _check_minima(self) -> None:
-        """Refuse minima in formats other than MLX and grids without minima in MLX, and likewise embeddings and head.
+        """Refuse minima in formats other than MLX and integers without minima in MLX, and likewise embeddings and head.
+
+        Which named grids a format holds is checked with its readers.
 
         Raises:
             RecipeError: The format cannot hold the weights of a scheme; the message names a format that can.
         """
         for scheme in self.schemes:
-            if getattr(scheme, "minimum", False) == self.files.minimum:
+            named = isinstance(scheme, GridScheme) and scheme.grid is not None
+            if named or getattr(scheme, "minimum", False) == self.files.minimum:
                 continue
             if self.files.minimum:
-                grid = getattr(scheme, "grid", None) or "without a minimum"
                 raise RecipeError(
-                    f"--format mlx stores integers with a minimum of every group, but the grid is {grid}. Use --bits, or "
-                    f"GridScheme(minimum=True), with this format."
+                    f"--format mlx stores integers with a minimum of every group, but the grid is without one. Use --bits, "
+                    f"GridScheme(minimum=True), or --grid {', '.join(MLX_FLOATS[:-1])} or {MLX_FLOATS[-1]}."
                 )
             raise RecipeError(f"Only --format mlx stores minima, found --format {self.format}. Use --format mlx.")
         if isinstance(self.scheme, GridScheme) and any(self.scheme.ends) and not self.files.minimum:

@@ -84,6 +84,7 @@ MLX_MODEL_TYPES = (  # that it computes as transformers does, see tests/journeys
     "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 FLOATS = ("mxfp4", "nvfp4", "fp8", "fp8-block", "mxfp8")
+MLX_FLOATS = ("mxfp4", "nvfp4", "mxfp8")
 NEWER = "a newer vLLM, which loads such grids"  # than 0.9 of May 2025
 
 
@@ -101,7 +102,10 @@ def _gptq_of_servers(four: Known, eight: Known) -> dict[Format, tuple[Form, ...]
     return {"gptq": gptq, "gptq_v2": gptq, "awq": (Form(bits=(4,), integers="zero points", dense=four),)}
 
 
-MLX = Form(bits=MLX_BITS, integers="minima", groups=MLX_GROUP_SIZES, dense=RUN, experts=RUN)
+MLX = (
+    Form(bits=MLX_BITS, integers="minima", groups=MLX_GROUP_SIZES, dense=RUN, experts=RUN),
+    Form(grids=MLX_FLOATS, dense=RUN, experts=RUN),
+)
 GGUF = (Form(grids=tuple(TYPES), dense=RUN, experts=RUN), Form(bits=(4, 5, 8), groups=(32,), dense=RUN, experts=RUN))
 RUNTIMES: Mapping[Runtime, Program] = {
     "vllm": Program(
@@ -161,7 +165,7 @@ RUNTIMES: Mapping[Runtime, Program] = {
     "mlx": Program(
         title="mlx_lm",
         version="0.32.2",
-        loads={"mlx": (MLX,)},
+        loads={"mlx": MLX},
         one_grid_for_experts=("mlx",),
         all_experts=True,
         model_types=MLX_MODEL_TYPES,
@@ -176,7 +180,7 @@ RUNTIMES: Mapping[Runtime, Program] = {
                 Form(grids=("int8-row", *FLOATS), rounded=None, dense=RUN, experts=RUN),
             ),
             **_gptq(RUN, experts=RUN),
-            "mlx": (MLX,),
+            "mlx": MLX,
             "gguf": GGUF,
             "nearplane": (Form(grids=("coded",), dense=RUN, experts=RUN),),
         },

@@ -89,9 +89,11 @@ def test_folders_of_mlx_lm_are_read(model, tmp_path):
     assert all(
         torch.equal(tensor, ours[name]) for name, tensor in nearplane.load(theirs, packed=False).state_dict().items()
     )
-    config["quantization"]["model.layers.0.mlp.up_proj"] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    config["quantization"]["model.layers.0.mlp.up_proj"] = {"group_size": 32, "bits": 6, "mode": "mxfp6"}
     (theirs / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatError, match=r"up_proj has mode 'mxfp4'; nearplane reads only affine"):
+    with pytest.raises(
+        FormatError, match=r"up_proj has mode 'mxfp6'; nearplane reads only affine, mxfp4, nvfp4, mxfp8"
+    ):
         nearplane.load(theirs)
 
 
@@ -131,7 +133,7 @@ def test_a_rope_that_transformers_nests_is_also_where_mlx_reads_it(tmp_path):
         (
             "llama",
             {"grid": "fp8"},
-            "integers with a minimum of every group, but the grid is fp8",
+            "mlx does not store fp8, but integers of .*, mxfp4, nvfp4, mxfp8. Use --format compressed-tensors",
         ),
         (
             "llama",
@@ -154,7 +156,9 @@ def test_what_mlx_does_not_hold_is_refused(family, options, message, tmp_path):
 def test_a_grid_with_minima_is_for_mlx():
     assert Recipe(scheme=GridScheme(grid="int3-g64-min")).format == "mlx"
     assert Recipe.from_spellings(bits=3, group_size=64, format="mlx").scheme == GridScheme(grid="int3-g64-min")
-    with pytest.raises(RecipeError, match=r"the grid is without a minimum. Use --bits, or GridScheme\(minimum=True\)"):
+    with pytest.raises(
+        RecipeError, match=r"the grid is without one. Use --bits, GridScheme\(minimum=True\), or --grid mxfp4"
+    ):
         Recipe(scheme=GridScheme(bits=3, group_size=64), format="mlx")
 
 
