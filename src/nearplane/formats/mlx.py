@@ -34,7 +34,7 @@ from nearplane.recipe.readers import Weights, readers_of
 from nearplane.recipe.runtimes import MLX_BITS
 
 AFFINE = "affine"  # mode of integers with a minimum
-DEFAULTS = {  # of MLX, for fields that the entry of a layer leaves out
+DEFAULTS: dict[str, dict[str, Any]] = {  # of MLX, for fields that the entry of a layer leaves out
     AFFINE: {"group_size": 64, "bits": 4},
     **{mode: {"group_size": format.group, "bits": format.bits} for mode, format in MODES.items()},
 }
