@@ -79,7 +79,7 @@ class ExportRequest:
         out: New or empty folder to write.
         format: safetensors decodes all weights, for any program. Others hold the same integers: compressed-tensors and gptq if
             symmetric, gptq_v2, awq at 4 bits, mlx, gguf at 4, 5 and 8 symmetric bits in groups that are multiples of 32, and at
-            4 asymmetric bits in multiples of 256.
+            4 asymmetric bits in multiples of 256. Floats move between mlx and compressed-tensors.
         runtime: Program that must load the result, as quantize takes it: with vllm, compressed-tensors holds zero points, too.
             Default: the usual readers of the format.
         dtype: Dtype of all weights, only with safetensors. Default: bfloat16 for decoded weights, and every other tensor keeps
