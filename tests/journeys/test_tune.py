@@ -43,6 +43,7 @@ WAYS = {
     "compressed-tensors, four-bit floats": ("llama", {"grid": "mxfp4"}),
     "compressed-tensors, four-bit floats and a global scale": ("llama", {"grid": "nvfp4"}),
     "mlx": ("llama", {"bits": 2, "group_size": 32, "format": "mlx", "include_embeddings": True}),
+    "mlx, four-bit floats": ("llama", {"grid": "nvfp4", "format": "mlx"}),
     "llama.cpp": ("llama", {"grid": "q4_0", "embeddings": "f32"}),
     "llama.cpp, embeddings and head": ("llama", {"grid": "q4_0"}),
     "llama.cpp, one matrix for both": ("qwen3", {"grid": "q4_0", "embeddings": "q8_0"}),

@@ -148,8 +148,6 @@ class MLX(LayerFormat):
             raise FormatError(f"MLX: {name} has mode {mode!r}; nearplane reads only {', '.join(DEFAULTS)}.")
         entry = DEFAULTS[mode] | entry
         bits, size = entry["bits"], entry["group_size"]
-        if entry.get("global_scale"):
-            raise FormatError(f"MLX: {name} has global scales, which nearplane does not read. Convert it without them.")
         if mode != AFFINE:
             if {"group_size": size, "bits": bits} != DEFAULTS[mode]:
                 raise FormatError(f"MLX: {name} has {bits!r} bits in groups of {size!r}, which {mode} has not.")

@@ -65,13 +65,18 @@ class MLXReader(ShardReader):
 
     Raises:
         ModelError: The folder holds no safetensors files, or one is truncated or unreadable.
-        FormatError: A tensor has more experts than any model.
+        FormatError: A tensor has more experts than any model, or the steps of a layer have a global scale.
     """
 
     def __init__(self, folder: Path, *, unfinished: bool = False) -> None:
         super().__init__(folder, unfinished=unfinished)
         self._stacks: dict[str, tuple[str, int]] = {}  # {name of an expert's tensor: stack, index}
         for name, info in [*self.infos.items()]:
+            if (layer := name.removesuffix(".global_scale")) != name and f"{layer}.scales" in self.infos:
+                raise FormatError(
+                    f"{info.file}: {name} scales the steps of nvfp4, which nearplane does not read from MLX. Convert the "
+                    f"original model without global scales."
+                )
             stack = STACK.fullmatch(name)
             if stack is None or len(info.shape) != 3:
                 continue
