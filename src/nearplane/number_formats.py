@@ -216,6 +216,12 @@ FP8_MX = InputRounding(kind="fp", bits=8, group=32, steps="float8_e8m0fnu")
 FP8_TOKEN, INT8_TOKEN = InputRounding(kind="fp", bits=8), InputRounding(kind="int", bits=8)
 MXFP4 = TYPES["mxfp4"]  # also in compressed-tensors
 NVFP4 = NumberFormat(name="nvfp4", bits=4, group=16, levels=E2M1, steps="float8_e4m3fn", fit="shared", inputs=FP4_NV)
+GGUF_TYPES = TYPES | {  # also the type of a GGUF whose blocks are multiplied with one number for the whole matrix
+    NVFP4.name: BlockType(
+        name="nvfp4", number=40, columns=64, bytes=36, bits=4, group=16, levels=E2M1, steps="float8_e4m3fn",
+        fit="shared", inputs=FP4_NV,
+    ),
+}  # fmt: skip
 _HALF = [m / 8 * 2**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][1:-1]
 E4M3 = (*(-level for level in reversed(_HALF)), 0.0, *_HALF)  # eight-bit floats to 448, without not-a-number, 0 once
 FP8 = NumberFormat(name="fp8", bits=8, levels=E4M3, inputs=FP8_TOKEN)

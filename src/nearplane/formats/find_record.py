@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nearplane.errors import FormatError
 from nearplane.formats.gguf.gguf_header import FILE, MAGIC, NUMBER, RECORD_KEY, check_metadata, read_header
-from nearplane.number_formats import TYPES
+from nearplane.number_formats import GGUF_TYPES
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import parsed_record, read_record
 from nearplane.system.files import digest_of
@@ -77,7 +77,7 @@ def foreign_tensors(path: Path) -> list[tuple[str, str, str, str]] | None:
 
     config_of(path, header)
     types = {number: name.lower() for name, number in NUMBER.items()} | {
-        each.number: each.name for each in TYPES.values()
+        each.number: each.name for each in GGUF_TYPES.values()
     }
     return [
         (info.name, types[info.type], " x ".join(map(str, info.shape)), f"{info.size:,}") for info in header.tensors

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from nearplane.number_formats import TYPES
+from nearplane.number_formats import GGUF_TYPES
 from nearplane.recipe.file_formats import Format
 
 Runtime = Literal["vllm", "sglang", "transformers", "gptqmodel", "llama.cpp", "mlx", "nearplane"]
@@ -106,7 +106,10 @@ MLX = (
     Form(bits=MLX_BITS, integers="minima", groups=MLX_GROUP_SIZES, dense=RUN, experts=RUN),
     Form(grids=MLX_FLOATS, dense=RUN, experts=RUN),
 )
-GGUF = (Form(grids=tuple(TYPES), dense=RUN, experts=RUN), Form(bits=(4, 5, 8), groups=(32,), dense=RUN, experts=RUN))
+GGUF = (
+    Form(grids=tuple(GGUF_TYPES), dense=RUN, experts=RUN),
+    Form(bits=(4, 5, 8), groups=(32,), dense=RUN, experts=RUN),
+)
 RUNTIMES: Mapping[Runtime, Program] = {
     "vllm": Program(
         title="vLLM",
@@ -161,7 +164,7 @@ RUNTIMES: Mapping[Runtime, Program] = {
         one_grid_for_experts=("compressed-tensors",),
     ),
     "gptqmodel": Program(title="GPTQModel", version="7.6.0", loads=_gptq(RUN, experts=RUN)),
-    "llama.cpp": Program(title="llama.cpp", version="of llama-cpp-python 0.3.36", loads={"gguf": GGUF}),
+    "llama.cpp": Program(title="llama.cpp", version="of llama-cpp-python 0.3.36 and xllamacpp 2026.10.11549", loads={"gguf": GGUF}),
     "mlx": Program(
         title="mlx_lm",
         version="0.32.2",

@@ -48,6 +48,7 @@ class Architecture:
         square: Whether all heads together must be as wide as the hidden states.
         experts: Whether `tell` leaves the metadata of experts to the caller.
         untied: Whether a head that is not tied to the embeddings is allowed.
+        scaled: Whether llama.cpp multiplies the products of MLPs, and of experts, with global scales.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Architecture:
     square: bool = False
     experts: bool = False
     untied: bool = True
+    scaled: bool = False
 
 
 def _llama(writer: Any, config: Config) -> None:
@@ -147,16 +149,16 @@ GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use
 GPT2 = {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 QWEN2_MOE, QWEN3_MOE = QWEN | {"norm_topk_prob": False}, QWEN | {"norm_topk_prob": True}
 ARCHITECTURES = {  # by model_type of config.json
-    "llama": Architecture(name="llama", tell=_llama, fixed=LLAMA),
-    "mistral": Architecture(name="llama", tell=_llama, fixed=LLAMA),
+    "llama": Architecture(name="llama", tell=_llama, fixed=LLAMA, scaled=True),
+    "mistral": Architecture(name="llama", tell=_llama, fixed=LLAMA, scaled=True),
     "qwen2": Architecture(name="qwen2", tell=_qwen, fixed=QWEN, square=True),
-    "qwen3": Architecture(name="qwen3", tell=_qwen, fixed=QWEN),
+    "qwen3": Architecture(name="qwen3", tell=_qwen, fixed=QWEN, scaled=True),
     "gemma2": Architecture(name="gemma2", tell=_gemma2, fixed=GEMMA, untied=False),
     "gemma3_text": Architecture(name="gemma3", tell=_gemma3, fixed=GEMMA),
     "phi3": Architecture(name="phi3", tell=_phi3, fixed=SILU, square=True),
     "gpt2": Architecture(name="gpt2", tell=_gpt2, fixed=GPT2),
-    "mixtral": Architecture(name="llama", tell=_llama, fixed=LLAMA, experts=True),
-    "qwen3_moe": Architecture(name="qwen3moe", tell=_qwen, fixed=QWEN3_MOE, experts=True),
+    "mixtral": Architecture(name="llama", tell=_llama, fixed=LLAMA, experts=True, scaled=True),
+    "qwen3_moe": Architecture(name="qwen3moe", tell=_qwen, fixed=QWEN3_MOE, experts=True, scaled=True),
     "qwen2_moe": Architecture(name="qwen2moe", tell=_qwen, fixed=QWEN2_MOE, square=True, experts=True),
     "olmoe": Architecture(name="olmoe", tell=_olmoe, fixed=QWEN2_MOE | {"clip_qkv": None}, square=True),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import struct
 import tempfile
@@ -23,13 +24,19 @@ from torch import Tensor
 
 from nearplane.errors import INSTALL, FormatError, RecipeError
 from nearplane.formats.container import Container, Format, Place
+from nearplane.formats.gguf import nvfp4_blocks
 from nearplane.formats.gguf.architecture import architecture_of, rope_factors, tell
 from nearplane.formats.gguf.gguf_header import (
+    DIVISORS,
     FILE,
+    FOUR_BITS,
+    GLOBAL_SCALE,
     KEY_PREFIX,
+    MARKED,
     METADATA,
     NUMBER,
     RECORD_KEY,
+    SCALE,
     SHA_SIZE,
     STAR,
     SUMS,
@@ -41,11 +48,11 @@ from nearplane.formats.gguf.gguf_header import (
     parts_of,
     read_header,
 )
-from nearplane.formats.gguf.gguf_reader import DENSE
-from nearplane.formats.gguf.names import llama_names, reshaping, rule_of, stacked_name
+from nearplane.formats.gguf.gguf_reader import DENSE, divisors_of
+from nearplane.formats.gguf.names import is_scale, llama_names, reshaping, rule_of, stacked_name
 from nearplane.formats.gguf.tokenizer_files import tokenizer_files
 from nearplane.formats.layer_format import read_config
-from nearplane.number_formats import TYPES
+from nearplane.number_formats import GGUF_TYPES
 from nearplane.record.record import RunRecord
 from nearplane.system.files import flush_all, sha256
 from nearplane.system.paths import INCOMPLETE, RECORD
@@ -136,6 +143,11 @@ class GGUFFile(Container):
         writer.add_string(METADATA, "0" * SHA_SIZE)
         writer.add_array(TENSORS, names)
         writer.add_array(SUMS, ["0" * SHA_SIZE * (planned[name][1][0] if STAR in name else 1) for name in names])
+        if marked := [name for name, _, kind in planned.values() if kind == nvfp4_blocks.KIND.number]:
+            count = sum(math.prod(shape) for name, shape, _ in planned.values() if is_scale(name))
+            writer.add_array(MARKED, marked)
+            writer.add_array(FOUR_BITS, [False] * len(marked))
+            writer.add_array(DIVISORS, [0.0] * count)  # overwritten once they are known
         tensors = [*planned.values(), *((name, tuple(each.shape), 0) for name, each in factors.items())]
         for name, shape, kind in tensors:
             size = nbytes(path, name, shape, kind)
@@ -165,6 +177,7 @@ class GGUFFile(Container):
         self._fields, self._places, self._size, self._infos = header.fields, header.places, header.size, {}
         for name, info in zip(header.fields[TENSORS], header.tensors, strict=True):
             self._infos |= parts_of(info, name or info.name)
+        self._divisors = list(divisors_of(path, header, self._infos))
 
     def state(self) -> dict[str, Any]:
         """Flush the file to disk and return the tensors that were written."""
@@ -243,12 +256,22 @@ class GGUFFile(Container):
         size = 0
         for name, tensor in tensors.items():
             stem, _, suffix = name.rpartition(".")
-            name = f"{stem}.weight" if suffix in self.layers.SUFFIXES else name
+            if suffix == GLOBAL_SCALE:
+                self._list(file, name, float(tensor))
+            elif suffix in self.layers.SUFFIXES:
+                name = f"{stem}.weight"
             if (info := self._infos.get(name)) is not None:  # llama.cpp needs no others
                 rule = rule_of(info.name, self._fields, dims=1 if info.type not in DENSE else tensor.dim())
                 self._put(file, name, info, rule.into(tensor.detach().cpu()))
                 size += self._share(name)
         return size
+
+    def _list(self, file: BinaryIO, name: str, divisor: float) -> None:
+        """Write a global scale into the list of the header."""
+        place = self._divisors.index(name)
+        self._fields[DIVISORS][place] = divisor
+        file.seek(self._places[DIVISORS].start + 4 + 8 + 4 * place)  # after type and number of entries
+        file.write(struct.pack("<f", divisor))
 
     def _put(self, file: BinaryIO, name: str, info: Info, tensor: Tensor) -> None:
         """Write one tensor in the type that the header gives."""
@@ -329,6 +352,8 @@ def planned_tensors(
 ) -> dict[str, tuple[str, tuple[int, ...], int]]:
     """Return (name in the file, shape, type) of every tensor by name in the checkpoint, in file order.
 
+    Behind the blocks of a layer in nvfp4 comes its global scale, in a stack those of all experts.
+
     Args:
         source: Reader of the model's tensors; only their shapes and dtypes are looked at.
         network: config.json as transformers completes it.
@@ -351,7 +376,7 @@ def planned_tensors(
         if new.startswith("position_embd") or dims == 1 or part.endswith("norm") or part.startswith("ffn_gate_inp"):
             kind = NUMBER["F32"]
         elif name in layer_of:
-            kind = TYPES[types[layer_of[name]]].number
+            kind = GGUF_TYPES[types[layer_of[name]]].number
         elif new in EMBEDDING_TENSORS:
             dtype = config.get("embeddings") or source.dtype(name)
             kind = NUMBER.get(dtype.upper(), NUMBER["F32"])
@@ -365,4 +390,9 @@ def planned_tensors(
                 f"{name} would have the type {ours}, but in another expert {theirs}. A GGUF has one tensor for all experts of "
                 f"a block: use one type, for example --layer '\\.experts\\.=grid:q4_k'."
             )
+        if kind == nvfp4_blocks.KIND.number:
+            nvfp4_blocks.check_scaled(name, new, name.replace(".weight", ".bias") in new_names, network)
+            layer, stored_layer = (each.removesuffix("weight") for each in (joint, new))
+            count = 1 if joint == name else experts[joint]
+            plan[layer + GLOBAL_SCALE] = (stored_layer + SCALE, (count,), NUMBER["F32"])
     return plan

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nearplane.errors import ModelError
-from nearplane.number_formats import TYPES
+from nearplane.number_formats import GGUF_TYPES
 
 FILE = "model.gguf"
 LONE = "nearplane-gguf-"  # prefix of the temporary folder of a GGUF without a folder
@@ -25,7 +25,7 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 TEXT, LIST = 8, 9
 NUMBER = {"F32": 0, "F16": 1, "BF16": 30}  # of the types without blocks
 WIDTH = {NUMBER["F32"]: 4, NUMBER["F16"]: 2, NUMBER["BF16"]: 2}  # bytes of such a value
-BLOCKS = {kind.number: kind for kind in TYPES.values()}
+BLOCKS = {kind.number: kind for kind in GGUF_TYPES.values()}
 MAX_TEXT_BYTES = 1 << 28
 MAX_ENTRIES = 1 << 24  # tensors, keys, and entries of nearplane's own lists
 MOST_DIMS = 4
@@ -33,10 +33,20 @@ KEY_PREFIX = "nearplane."  # of nearplane's own keys
 RECORD_KEY = f"{KEY_PREFIX}record"  # the run record as JSON, padded with spaces
 TENSORS = f"{KEY_PREFIX}tensors"  # name of every tensor in the checkpoint; experts with a star
 SUMS = f"{KEY_PREFIX}sha256"  # SHA-256 of the data of every tensor; one per expert
+DIVISORS = f"{KEY_PREFIX}global_scales"  # global scales in the order of their tensors, which hold rounded reciprocals
+GLOBAL_SCALE = "weight_global_scale"  # suffix of such a number's name in the checkpoint, and in the file:
+SCALE = "scale"
+MARKED = "general.tensor_extra.name"  # tensors of llama.cpp's choice of inputs
+FOUR_BITS = "general.tensor_extra.prec_a4"  # whether their inputs may be rounded to 4 bits
 LIKE_KEY = f"{KEY_PREFIX}like"  # name of the file of which `--like` took the header; `TENSORS` are then of `Content`
 STAR = "*"  # replaces the expert's number in the name of a tensor with the matrices of all experts
 METADATA = f"{KEY_PREFIX}metadata_sha256"  # SHA-256 of the metadata of network and tokenizer
-NETWORK_KEYS = ("general.architecture", "general.alignment")  # general keys that change what tensors are
+NETWORK_KEYS = (
+    "general.architecture",
+    "general.alignment",
+    MARKED,
+    FOUR_BITS,
+)  # general keys that change what tensors are
 SHA_SIZE = 64  # letters of a SHA-256 in hexadecimal
 
 
@@ -192,7 +202,7 @@ def nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
     block = BLOCKS.get(kind)
     if block is None or len(shape) not in (2, 3) or shape[-1] % block.columns:
         raise ModelError(
-            f"{path}: {name} has type {kind} and shape {shape}; nearplane reads {', '.join(TYPES)}, f32, f16 and bf16."
+            f"{path}: {name} has type {kind} and shape {shape}; nearplane reads {', '.join(GGUF_TYPES)}, f32, f16 and bf16."
         )
     return math.prod(shape) // block.columns * block.bytes
 

@@ -1,6 +1,7 @@
 """Storage of quantized layers in a GGUF, and their config in config.json. A layer is one tensor of blocks:
 
-    NAME.weight_q4_k  (out, bytes of a row)  uint8
+    NAME.weight_q4_k          (out, bytes of a row)  uint8
+    NAME.weight_global_scale  (1,)                   float32  nvfp4 alone, see `nvfp4_blocks.py`
 
 The type of the blocks is part of the name here and stands in the header of the file.
 
@@ -22,14 +23,16 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.compressed_tensors.fp4_packed import codes_of, exponents, nibbles, powers
-from nearplane.formats.gguf.gguf_header import FILE
+from nearplane.formats.gguf import nvfp4_blocks
+from nearplane.formats.gguf.gguf_header import FILE, GLOBAL_SCALE
 from nearplane.formats.gguf.kquants import KQUANTS, Fields, in_bytes, split
 from nearplane.formats.integers import expect
 from nearplane.formats.layer_format import Held, LayerFormat, Quantized, check_kind
 from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.octaves import OctaveGrid
+from nearplane.lattice.shared_grid import SharedGrid
 from nearplane.lattice.superblock import SuperGrid, in_blocks, on_two_levels
-from nearplane.number_formats import MXFP4, TYPES, BlockType, NumberFormat, integers
+from nearplane.number_formats import GGUF_TYPES, MXFP4, TYPES, BlockType, NumberFormat, integers, number_format
 from nearplane.recipe.readers import Weights, readers_of
 
 METHOD, FORMAT_VERSION = "gguf", 1
@@ -42,10 +45,10 @@ INTEGERS = {  # types that hold plain integers
 
 
 class Blocks(LayerFormat):
-    """Storage of a layer as one tensor of blocks."""
+    """Storage of a layer as one tensor of blocks, in nvfp4 with a global scale."""
 
     KEY = "weight"
-    SUFFIXES = tuple(f"weight_{name}" for name in TYPES)
+    SUFFIXES = (*(f"weight_{name}" for name in GGUF_TYPES), GLOBAL_SCALE)
 
     def check(self, name: str, shape: tuple[int, int], kind: str, format: NumberFormat) -> None:
         """Refuse grids that no type of llama.cpp has, and rows that are no whole number of blocks."""
@@ -59,6 +62,8 @@ class Blocks(LayerFormat):
 
     def pack(self, name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the blocks of one layer."""
+        if isinstance(matrix.grid, SharedGrid):
+            return nvfp4_blocks.pack(name, matrix)
         kind, matrix = _with_blocks(name, matrix)
         return {f"{name}.weight_{kind.name}": packed_blocks(kind, matrix)}
 
@@ -78,12 +83,12 @@ class Blocks(LayerFormat):
         return Held(matrix, format)
 
     def parts(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return the one tensor of every layer."""
-        parts = {}
-        for name in names:
+        """Return the tensor of blocks of every layer, and its global scale."""
+        parts = dict[str, list[str]]()
+        for name in sorted(names, key=lambda name: name.endswith(GLOBAL_SCALE)):
             layer, _, suffix = name.rpartition(".")
-            if suffix in self.SUFFIXES:
-                parts[layer] = [name]
+            if suffix in self.SUFFIXES and (suffix != GLOBAL_SCALE or layer in parts):
+                parts.setdefault(layer, []).append(name)
         return parts
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
@@ -95,9 +100,12 @@ class Blocks(LayerFormat):
     def unpack(self, name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
         """Return the matrix of one layer."""
         kind = _stored(name, tensors)
-        if kind != format:
+        if kind.name != format.name:
             raise FormatError(f"{name} is {kind.name}, but {format.name} in config.json. Fetch the folder again.")
-        return unpack(kind, tensors[f"{name}.weight_{kind.name}"], self.shape_of(name, tensors)[1])
+        shape = self.shape_of(name, tensors)
+        if kind == nvfp4_blocks.KIND:
+            return nvfp4_blocks.unpack(name, tensors, shape)
+        return unpack(kind, tensors[f"{name}.weight_{kind.name}"], shape[1])
 
     def describe(self, network: Quantized) -> dict[str, Any]:
         """Return the config of a network."""
@@ -113,7 +121,7 @@ class Blocks(LayerFormat):
         }
 
     def grid_of(self, config: Mapping[str, Any], name: str) -> NumberFormat:
-        """Return the block type of a layer in the config."""
+        """Return the number format of a layer in the config."""
         if config.get("format_version") != FORMAT_VERSION or config.get("file") != FILE:
             raise FormatError(
                 f"quantization_config has version {config.get('format_version')!r} and file {config.get('file')!r}, "
@@ -121,11 +129,11 @@ class Blocks(LayerFormat):
             )
         types = config.get("types")
         kind = types.get(name) if isinstance(types, Mapping) else None
-        if not isinstance(kind, str) or kind not in TYPES:
+        if not isinstance(kind, str) or kind not in GGUF_TYPES:
             raise FormatError(
-                f"{name} has type {kind!r} in config.json, expected one of {', '.join(TYPES)}. Fetch config.json again."
+                f"{name} has type {kind!r} in config.json, expected one of {', '.join(GGUF_TYPES)}. Fetch config.json again."
             )
-        return TYPES[kind]
+        return number_format(kind)
 
 
 def block_type(name: str, format: NumberFormat) -> BlockType:
@@ -135,7 +143,7 @@ def block_type(name: str, format: NumberFormat) -> BlockType:
         RecipeError: No block type stores it.
     """
     readers_of("gguf", "nearplane").check(name, Weights(format))
-    return TYPES.get(format.name) or INTEGERS[format]
+    return GGUF_TYPES.get(format.name) or INTEGERS[format]
 
 
 def _with_blocks(name: str, matrix: QuantizedMatrix[Any]) -> tuple[BlockType, QuantizedMatrix[Any]]:
@@ -159,7 +167,7 @@ def _with_blocks(name: str, matrix: QuantizedMatrix[Any]) -> tuple[BlockType, Qu
 
 def _stored(name: str, tensors: Mapping[str, Tensor]) -> BlockType:
     """Return the type of a layer's blocks from the name of their tensor."""
-    kinds = [kind for kind in TYPES.values() if f"{name}.weight_{kind.name}" in tensors]
+    kinds = [kind for kind in GGUF_TYPES.values() if f"{name}.weight_{kind.name}" in tensors]
     if len(kinds) != 1:
         raise FormatError(f"{name} has {len(kinds)} tensors of blocks, expected one. Fetch the folder again.")
     return kinds[0]

@@ -13,11 +13,14 @@ from torch import Tensor
 from nearplane.errors import FormatError, ModelError
 from nearplane.formats.gguf.gguf_header import (
     BLOCKS,
+    DIVISORS,
     FILE,
+    GLOBAL_SCALE,
     LONE,
     SHA_SIZE,
     STAR,
     SUMS,
+    Header,
     Info,
     check_metadata,
     parts_of,
@@ -83,6 +86,7 @@ class GGUFReader(TensorReader):
                 self.infos[stored_name] = TensorInfo(dtype, self._shape(entry), entry.size, self.path)
                 if header.own and not unfinished:
                     self._sums[stored_name] = digests[SHA_SIZE * index : SHA_SIZE * (index + 1)]
+        self._divisors = divisors_of(self.path, header, self._infos)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors in the form of the checkpoint, with rows in its order.
@@ -96,7 +100,22 @@ class GGUFReader(TensorReader):
                 info = self._infos[name]
                 raw = self._raw(file, name, info, self._sums.get(name))
                 tensors[name] = self._rule(info).back(_tensor(raw, info))
+                if (divisor := self._divisors.get(name)) is not None:
+                    tensors[name] = self._exact(name, tensors[name], divisor)
         return tensors
+
+    def _exact(self, name: str, back: Tensor, divisor: float) -> Tensor:
+        """Return a global scale of the list in place of that which its reciprocal gives back.
+
+        Raises:
+            FormatError: They are not the same number but for the rounding.
+        """
+        exact = torch.full_like(back, divisor)
+        if not torch.equal(exact.reciprocal(), back.reciprocal()):
+            raise FormatError(
+                f"{self.path}: {name} is {divisor:g} in {DIVISORS}, but {float(back):g} by its tensor. Fetch the file again."
+            )
+        return exact
 
     def kept(self, name: str, tensor: Tensor) -> Tensor | None:
         """Return a tensor of the original model as the file stores it, rounded; None if llama.cpp does not need it."""
@@ -128,9 +147,11 @@ class GGUFReader(TensorReader):
                 f"the file again."
             )
         dims = len(info.shape)
-        stacked = dims == 3 and rule == Rule()  # values of experts are stored unchanged
+        stacked = (
+            STAR in name if rule.reciprocal else dims == 3 and rule == Rule()
+        )  # values of experts are stored unchanged
         size = SHA_SIZE * (info.shape[0] if stacked else 1) if self.header.own else 0
-        if dims > 2 + stacked or stacked != (STAR in name) or len(sums) != size:
+        if dims > (1 if rule.reciprocal else 2 + stacked) or stacked != (STAR in name) or len(sums) != size:
             raise ModelError(
                 f"{self.path}: {info.name} has the shape {info.shape} and {len(sums)} letters of SHA-256, which do not "
                 f"fit {name}. Fetch the file again."
@@ -161,6 +182,29 @@ class GGUFReader(TensorReader):
 
     def _rule(self, info: Info) -> Rule:
         return rule_of(info.name, self.header.fields, dims=len(info.shape) if info.type in DENSE else 1)
+
+
+def divisors_of(path: Path, header: Header, names: Iterable[str]) -> dict[str, float]:
+    """Return the global scales in nearplane's list by name in the checkpoint; none in files of other programs.
+
+    Args:
+        path: Path of the file, for the error.
+        header: Its header.
+        names: Names of all tensors in the checkpoint, in file order.
+
+    Raises:
+        ModelError: The list does not fit.
+    """
+    scaled, listed = [name for name in names if name.endswith(f".{GLOBAL_SCALE}")], header.fields.get(DIVISORS, [])
+    if not header.own:
+        return {}
+    if (
+        not isinstance(listed, list)
+        or len(listed) != len(scaled)
+        or not all(isinstance(each, float) for each in listed)
+    ):
+        raise ModelError(f"{path} has no valid key {DIVISORS} for {len(scaled)} global scales. Fetch the file again.")
+    return dict(zip(scaled, listed, strict=True))
 
 
 def _tensor(raw: bytearray, info: Info) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nearplane.errors import ModelError, RecipeError
 from nearplane.formats.gguf.architecture import Config, architecture_of
-from nearplane.formats.gguf.gguf_header import STAR, TENSORS, Header
+from nearplane.formats.gguf.gguf_header import GLOBAL_SCALE, SCALE, STAR, TENSORS, Header
 from nearplane.formats.gguf.mixes import blocks_of
 
 UNUSED_NAMES = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
@@ -73,15 +73,19 @@ class Rule:
         shift: Number that is added.
         transposed: Whether the checkpoint stores (in, out).
         row: Whether the checkpoint stores (1, in) and the file (in,).
+        reciprocal: Whether the file stores the reciprocal.
     """
 
     heads: int = 0
     shift: float = 0.0
     transposed: bool = False
     row: bool = False
+    reciprocal: bool = False
 
     def into(self, tensor: Tensor) -> Tensor:
         """Convert a tensor of the checkpoint to the form of the file."""
+        if self.reciprocal:
+            return tensor.reciprocal()
         if self.row:
             return tensor[0]
         if self.heads:
@@ -92,6 +96,8 @@ class Rule:
 
     def back(self, tensor: Tensor) -> Tensor:
         """Convert a tensor of the file to the form of the checkpoint."""
+        if self.reciprocal:
+            return tensor.reciprocal()
         if self.row:
             return tensor[None]
         tensor = tensor.T.contiguous() if self.transposed else tensor
@@ -116,6 +122,8 @@ def rule_of(name: str, fields: Mapping[str, Any], *, dims: int) -> Rule:
     """
     architecture = fields["general.architecture"]
     part = name.rsplit(".", 2)[-2]
+    if is_scale(name):
+        return Rule(reciprocal=True)
     if architecture == "llama" and part in ("attn_q", "attn_k"):
         heads = fields["llama.attention.head_count"]
         return Rule(heads=int(fields.get("llama.attention.head_count_kv", heads) if part == "attn_k" else heads))
@@ -129,6 +137,11 @@ def reshaping(name: str, architecture: str, *, dims: int) -> Rule:
     part = name.rsplit(".", 2)[-2]
     turned = architecture == "gpt2" and dims == 2 and part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
     return Rule(transposed=turned, row=part == "ffn_gate_inp_shexp")
+
+
+def is_scale(name: str) -> bool:
+    """Return whether a tensor of a file holds the global scale of a layer, or those of all experts of a block."""
+    return name.endswith(f".{SCALE}")
 
 
 def stacked_name(name: str) -> str:
@@ -198,8 +211,9 @@ def checkpoint_names(path: Path, header: Header) -> list[str]:
         name = parts.get(match[2]) if match else ends.get(stem)
         if info.name in ROTARY:
             names.append("")
-        elif name is None or suffix not in ("weight", "bias"):
+        elif name is None or suffix not in ("weight", "bias", SCALE):
             raise ModelError(f"{path}: nearplane knows no tensor {info.name} in a {architecture}. Use llama.cpp.")
         else:
+            suffix = GLOBAL_SCALE if suffix == SCALE else suffix
             names.append(f"{blocks}.{match[1]}.{name}.{suffix}" if match else f"{name}.{suffix}")
     return names

@@ -230,7 +230,7 @@ def test_experts_that_transformers_would_decode_wrong_are_refused_and_may_be_lef
     ("options", "message"),
     [
         ({"format": "gptq"}, "gptq does not store mxfp4, but integers of 2, 3, 4 and 8 bits"),
-        ({"format": "gguf", "grid": "nvfp4"}, "gguf does not store nvfp4, but integers of 4, 5 and 8 bits"),
+        ({"format": "gguf", "grid": "fp8"}, "gguf does not store fp8, but integers of 4, 5 and 8 bits"),
         ({"bits": 3}, "bits is 3, but --grid mxfp4 determines"),
         ({"rate": 3}, "grid is 'mxfp4' and rate 3"),
     ],
