@@ -18,6 +18,7 @@ from nearplane.calibration.cache_scales import cache_name, check_cache
 from nearplane.calibration.stages import FirstLook, blocks_by_kind, try_blocks
 from nearplane.calibration.windows import Windows, samples_of
 from nearplane.errors import RecipeError
+from nearplane.formats.gguf.gguf_layers import block_type
 from nearplane.formats.gguf.mixes import role_of, type_of
 from nearplane.formats.gguf.names import UNUSED_NAMES
 from nearplane.formats.gptq import FUSED_NAMES
@@ -27,7 +28,7 @@ from nearplane.models.ignored import merged_experts, refuse_unmatched, refuse_un
 from nearplane.models.kinds import has_head, has_two_stacks
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
-from nearplane.number_formats import TYPES, BlockType, NumberFormat
+from nearplane.number_formats import BlockType, NumberFormat
 from nearplane.planning.plan import check_budget
 from nearplane.planning.rehearsal import check_loads
 from nearplane.recipe.block_scheme import BlockScheme
@@ -199,7 +200,7 @@ def say_types(model: Model, plan: Plan) -> None:
         return
     counts = Counter(layer.number_format.name for layer in plan.layers.values())
     weights = {layer.name: layer.shape[0] * layer.shape[1] for layer in model.layers}
-    bits = sum(count * TYPES[plan.layers[name].number_format.name].rate for name, count in weights.items())
+    bits = sum(count * block_type(name, plan.layers[name].number_format).rate for name, count in weights.items())
     logger.info(
         "types of layers: %s; %.2f bits per weight. %d of them have rows that blocks of the type which was asked for do not "
         "divide, and get the one that llama.cpp uses instead",

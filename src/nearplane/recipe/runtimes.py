@@ -164,7 +164,9 @@ RUNTIMES: Mapping[Runtime, Program] = {
         one_grid_for_experts=("compressed-tensors",),
     ),
     "gptqmodel": Program(title="GPTQModel", version="7.6.0", loads=_gptq(RUN, experts=RUN)),
-    "llama.cpp": Program(title="llama.cpp", version="of llama-cpp-python 0.3.36 and xllamacpp 2026.10.11549", loads={"gguf": GGUF}),
+    "llama.cpp": Program(
+        title="llama.cpp", version="of llama-cpp-python 0.3.36 and xllamacpp 2026.10.11549", loads={"gguf": GGUF}
+    ),
     "mlx": Program(
         title="mlx_lm",
         version="0.32.2",

@@ -74,7 +74,12 @@ class LikeFile(GGUFFile):
                         f"would have the types {' and '.join(sorted(types))}. Use one type for them, "
                         f"for example with --layer."
                     )
-                kind = TYPES[types.pop()].number
+                if (chosen := types.pop()) not in TYPES:
+                    raise RecipeError(
+                        f"{info.name} would have the type {chosen}, whose global scale {self._like.path.name} has no tensor "
+                        f"for. Use --grid mxfp4, or leave out --like."
+                    )
+                kind = TYPES[chosen].number
             elif (
                 info.name in EMBEDDING_TENSORS
                 and NUMBER.get((self.config.get("embeddings") or "").upper(), kind) != kind

@@ -97,7 +97,7 @@ class Rule:
     def back(self, tensor: Tensor) -> Tensor:
         """Convert a tensor of the file to the form of the checkpoint."""
         if self.reciprocal:
-            return tensor.reciprocal()
+            return tensor.reciprocal().view(1)  # of an expert it is no vector in the file
         if self.row:
             return tensor[None]
         tensor = tensor.T.contiguous() if self.transposed else tensor
