@@ -22,6 +22,7 @@ from torch import Tensor
 import nearplane
 from families import FAMILIES, LLAMA, MOE, TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane.demo import CALIBRATION, HELD_OUT, MODEL
+from nearplane.formats.gguf import nvfp4_blocks
 from nearplane.formats.gguf.gguf_header import FILE
 from nearplane.formats.gguf.lone_file import folder_of_file
 from nearplane.formats.gguf.mixes import MIXES
@@ -155,6 +156,39 @@ def test_llama_cpp_computes_what_transformers_computes(
         1e-5 if name.startswith("gemma") else 1e-6
     )  # llama.cpp looks GELU up in a table of 16-bit numbers
     assert decoded < native < 0.1  # of random networks, which mind every rounding
+
+
+WIDE = dict(hidden_size=64, head_dim=16, intermediate_size=128, moe_intermediate_size=64, query_pre_attn_scalar=16)
+WIDE_GPT2 = dict(n_embd=64)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3_moe"])
+def test_llama_cpp_multiplies_products_with_the_global_scales_of_nvfp4(
+    name: str, source_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Of experts there is one for each. Decoding by llama.cpp leaves the scales where they are."""
+    nearplane.quantize(source_of(name, **WIDE), tmp_path / "out", grid="nvfp4", format="gguf", **QUICK)
+    windows = torch.randint(0, TEXT_VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(0))
+    decoded, native = both(tmp_path / "out", windows, tmp_path)
+    assert decoded < 1e-6
+    assert decoded < native < 0.1
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt2", "olmoe"])
+def test_elsewhere_it_does_so_in_attention_but_not_in_mlps_which_is_why_these_are_refused(
+    name: str, source_of: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = source_of(name, **(WIDE_GPT2 if name == "gpt2" else WIDE))
+    windows = torch.randint(0, TEXT_VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(0))
+    nearplane.quantize(source, tmp_path / "part", grid="nvfp4", format="gguf", ignore=("mlp",), **QUICK)
+    decoded, _ = both(tmp_path / "part", windows, tmp_path)
+    assert decoded < (1e-5 if name.startswith("gemma") else 1e-6)
+    with pytest.raises(nearplane.RecipeError, match="without their global scales"):
+        nearplane.quantize(source, tmp_path / "out", grid="nvfp4", format="gguf", **QUICK)
+    monkeypatch.setattr(nvfp4_blocks, "check_scaled", lambda *_: None)
+    nearplane.quantize(source, tmp_path / "out", grid="nvfp4", format="gguf", **QUICK)
+    decoded, _ = both(tmp_path / "out", windows, tmp_path)
+    assert not decoded < 1e-2  # it may be NaN
 
 
 @pytest.fixture(scope="module")

@@ -55,8 +55,8 @@ class QuantizeRequest:
         symmetric: Whether grids have no zero point. Integers in MLX have a minimum of every group instead. Default: true.
         grid: Name of a number format, for example int4-g128, int8, int3-g64-asym, nvfp4, mxfp4, fp8, fp8-block or mxfp8. MLX
             takes nvfp4, mxfp4 and mxfp8 of the last five. In a GGUF it may be a type of llama.cpp (q4_0, q4_1, q5_0, q5_1,
-            q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4) or one of its mixes (q2_k_m, q3_k_m, q4_k_m, q5_k_m).
-            It may also be a number of bits per weight with steps, for example 4.5: types of layers are then chosen by
+            q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4, nvfp4) or one of its mixes (q2_k_m, q3_k_m, q4_k_m,
+            q5_k_m). It may also be a number of bits per weight with steps, for example 4.5: types of layers are then chosen by
             measuring. Rows that blocks of 256 do not divide get the type that llama.cpp uses instead.
         embeddings: Type of the embeddings and the head. f32, f16 and bf16 store them unquantized in that type. Default: auto,
             which follows llama.cpp: q6_k for the head, also where it is tied to the embeddings; other embeddings get the type of
