@@ -134,7 +134,8 @@ def _in_gptqmodel(_: RunRecord, it: Named, __: str) -> Iterator[Use]:
 def _in_llama_cpp(record: RunRecord, it: Named, _: str) -> Iterator[Use]:
     command = f"llama-cli -m {typed(Path(it.folder) / 'model.gguf')}"
     yield Use(program="llama.cpp", phrase=command, code=command, language="sh")
-    if record.recipe.like is None:  # else transformers may not know the names in the file
+    scaled = any(layer.number_format.global_scale for layer in record.layers)  # which transformers leaves out
+    if record.recipe.like is None and not scaled:  # with --like transformers may not know the names in the file
         yield _loaded(f'{_quoted(it.folder)}, gguf_file="model.gguf"', it, "accelerate and gguf")
 
 
