@@ -96,7 +96,7 @@ def parts(model: str, peers: Path) -> None:
             print(
                 _row(title, "nearplane", nearplane.evaluate(out, held_out, against=model, activations=True)), flush=True
             )
-            shared = {"model": model, "tokens": f"{place}/tokens.safetensors", "schemes": schemes}
+            shared = {"model": model, "warm": None, "tokens": f"{place}/tokens.safetensors", "schemes": schemes}
             tasks = [shared | {"out": f"{place}/theirs-{search}", "search": search} for search in (0, 1)]
             python = peers / "llmcompressor" / "bin" / "python"
             spent = run_tasks("llmcompressor", tasks, Path(place), python, 1)
