@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from nearplane.recipe.readers import in_words
+from nearplane.recipe.readers import options_of
 from nearplane.recipe.runtimes import RUNTIMES, USUAL, Form
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "serving.md"
@@ -34,7 +34,7 @@ def main() -> None:
 
 def table() -> Iterator[str]:
     """Yield the lines of the table, one for each form; a program and a format are named where they change."""
-    yield "| program | format | weights | layers | experts |"
+    yield "| program | format | options | layers | experts |"
     yield "|---|---|---|---|---|"
     for name, program in RUNTIMES.items():
         title = f"{program.title} {program.version}".strip() + f" (`{name}`)"
@@ -46,9 +46,9 @@ def table() -> Iterator[str]:
 
 
 def weights(form: Form) -> str:
-    """Return the weights of a form in words."""
-    words = in_words([form])
-    return f"{words}, inputs rounded or not" if form.rounded is None else words
+    """Return the options that give weights of a form."""
+    options = ", ".join(f"`{each}`" for each in options_of([form]))
+    return f"{options}, with `--activations` or without" if form.rounded is None else options
 
 
 if __name__ == "__main__":

@@ -147,8 +147,7 @@ def check_experts(model: Model) -> None:
         first = next(layer for layer in model.layers if layer.routed)
         raise RecipeError(
             f"{first.name} is one of several experts in one parameter. Neither transformers nor GPTQModel reads the experts "
-            f"of {kind} from GPTQ. Use --format compressed-tensors if its reader takes them, --rate, which nearplane.load "
-            f"reads, or --ignore 'experts'."
+            f"of {kind} from GPTQ. Use --runtime vllm or nearplane, which do, another --format, or --ignore 'experts'."
         )
     dense = {pattern: layer.name for pattern in left for layer in model.layers if re.search(pattern, layer.name)}
     if dense:

@@ -37,6 +37,7 @@ from nearplane.models.model import Model
 from nearplane.number_formats import NumberFormat
 from nearplane.planning.gptq_rules import GPTQMODEL_ONLY_TYPES, RULES, Described, check_experts
 from nearplane.recipe.layer_plan import Plan
+from nearplane.recipe.rate_scheme import MAX_RATE
 from nearplane.recipe.recipe import Recipe
 from nearplane.system.safetensors_files import DTYPE_NAMES
 
@@ -137,8 +138,8 @@ def _refuse_unlike_experts(model: Model, plan: Plan) -> None:
         (one, name), (other, second) = list(first.items())[:2]
         raise RecipeError(
             f"{second} has the number format {other.name}, but {name} has {one.name}. Readers of {recipe.format} take one grid "
-            f"for the experts of all blocks. Use one, for example with --layer 'experts=bits:4', or use --rate {one.bits}, which "
-            f"nearplane.load reads."
+            f"for the experts of all blocks. Use one, for example with --layer 'experts=bits:4', or --format compressed-tensors with "
+            f"--runtime nearplane or vllm, which take one a block."
         )
     left = {part for name in model.ignored for part in (name, name.rpartition(".")[0].rpartition(".")[0])}
     whole = [program.title for program in recipe.readers.programs if program.all_experts]
@@ -184,7 +185,7 @@ def _remedy(model: Model, recipe: Recipe, layers: Sequence[Layer], all_faults: S
     """Return a remedy for faults: leave the named layers unquantized, or choose another format for all."""
     patterns = dict.fromkeys(_pattern(model, layer) for fault in all_faults if (layer := _faulty_layer(fault, layers)))
     listed = " ".join(f"'{pattern}'" for pattern in patterns)
-    others = f"se another --format, --rate {recipe.scheme.number_format.bits}, or {_READERS}."
+    others = f"se another --format, --rate {min(recipe.scheme.number_format.bits, MAX_RATE)}, or {_READERS}."
     return f"Leave these layers unquantized with --ignore {listed}, or u{others}" if patterns else f"U{others}"
 
 

@@ -12,6 +12,8 @@ from nearplane.system.arguments import check_fields, within
 
 Rows = Literal["sensitivity", "equal"]
 
+MIN_RATE, MAX_RATE = 0.5, 7  # bits per weight that may be asked for
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateScheme(Scheme):
@@ -38,7 +40,8 @@ class RateScheme(Scheme):
             given = "neither" if self.rate is None else "both"
             raise RecipeError(f"Entropy-coded weights need either --rate or --size; found {given}.")
         numeric = isinstance(self.rate, int | float)
-        within("rate", self.rate, self.rate is None or (numeric and 0.5 <= float(self.rate or 0) <= 7), "0.5 to 7 bits")
+        known = self.rate is None or (numeric and MIN_RATE <= float(self.rate or 0) <= MAX_RATE)
+        within("rate", self.rate, known, f"{MIN_RATE:g} to {MAX_RATE:g} bits")
         check_fields(self, "include_head", "include_embeddings", "rows")
 
     def unfit(self, format: str) -> str:

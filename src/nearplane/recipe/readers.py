@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from nearplane.errors import RecipeError
-from nearplane.number_formats import NumberFormat, integers
+from nearplane.number_formats import NumberFormat, integers, number_format
 from nearplane.recipe.file_formats import Format
 from nearplane.recipe.runtimes import RUNTIMES, USUAL, Form, Integers, Program, Runtime
 
@@ -37,10 +37,12 @@ class Readers:
     Args:
         format: The format of the files; None: not chosen yet, by which nothing is refused.
         runtimes: The programs; the rules of the last are kept.
+        named: Whether this is a program that was asked for, and not the usual ones.
     """
 
     format: Format | None
     runtimes: tuple[Runtime, ...]
+    named: bool = False
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -84,32 +86,35 @@ class Readers:
 
     def fault(self, weights: Weights) -> str | None:
         """Return why such weights are not loaded, and what to do; None: they are."""
-        if self.format is None or _form(self.forms, weights) is not None:
+        if self.format is None or self.takes(weights):
             return None
-        others = [name for name in RUNTIMES if needs(name, self.format, weights) is not None]
+        others = [name for name in RUNTIMES if loads(name, self.format, weights)]
         inputs, program = weights.format.inputs, self.programs[-1]
         what = f"experts in {weights.format.name}" if weights.expert else weights.format.name
         what += f" with {inputs.name} inputs" if weights.rounded and inputs is not None else ""
-        forms = self.forms if others else RUNTIMES["nearplane"].loads[self.format]
-        loaded = [form for form in forms if (form.experts if weights.expert else form.dense) is not None]
-        said = f"{program.title} {program.version}".strip() + f" does not load {what} from {self.format}"
+        judge = "" if self.named else ", whose rules hold without --runtime,"
+        said = f"{program.title} {program.version}".strip() + f"{judge} does not load {what} from {self.format}"
         if not others:
             said = f"{self.format} does not store {what}"
-        ways = []
-        if _form(self.forms, weights._replace(rounded=not weights.rounded)) is not None and inputs is not None:
-            ways.append("--activations none" if weights.rounded else f"--activations {inputs.name}")
-        format = weights.format
-        if format.name.startswith("int") and not format.minimum:
-            other = integers(format.bits, format.group, symmetric=not format.symmetric)
-            flag = "--no-symmetric" if format.symmetric else "--symmetric"
-            ways += [flag] if self.takes(weights._replace(format=other)) else []
+        forms = self.forms if others else RUNTIMES["nearplane"].loads[self.format]
+        ways = self._near(weights) or options_of(forms, expert=weights.expert)
         ways += [f"--runtime {_listed(others, 'or')}"] if others else []
         files = [each for each in USUAL if each != self.format and self._elsewhere(each, weights)]
         ways += [f"--format {_listed(files, 'or')}"] if files else []
         if weights.expert and self.takes(weights._replace(expert=False)):
             ways.append("--ignore 'experts'")
-        said += f", but {in_words(loaded)}" if loaded else ""
-        return f"{said}. Use {', or '.join(ways or ['one of these'])}."
+        return f"{said}. Use {', or '.join(ways)}."
+
+    def _near(self, weights: Weights) -> list[str]:
+        """Return the options by which weights that are not loaded would be: rounded inputs or none, zero points or none."""
+        ways, format = list[str](), weights.format
+        if format.inputs is not None and self.takes(weights._replace(rounded=not weights.rounded)):
+            ways.append("--activations none" if weights.rounded else f"--activations {format.inputs.name}")
+        if format.name.startswith("int") and not format.minimum:
+            other = integers(format.bits, format.group, symmetric=not format.symmetric)
+            flag = "--no-symmetric" if format.symmetric else "--symmetric"
+            ways += [flag] if self.takes(weights._replace(format=other)) else []
+        return ways
 
     def takes(self, weights: Weights) -> bool:
         """Return whether such weights are loaded."""
@@ -117,7 +122,7 @@ class Readers:
 
     def _elsewhere(self, format: Format, weights: Weights) -> bool:
         """Return whether the program whose rules are kept loads such weights from another format, or its usual readers do."""
-        if self.runtimes in (("nearplane",), USUAL.get(self.format or "nearplane")):
+        if not self.named or self.runtimes == ("nearplane",):
             return Readers(format, USUAL[format]).takes(weights)
         return format in self.programs[-1].loads and Readers(format, self.runtimes).takes(weights)
 
@@ -140,14 +145,14 @@ def readers_of(format: Format | None, runtime: Runtime | None) -> Readers:
     """
     if runtime is None:
         return Readers(format, () if format is None else USUAL[format])
-    loads = RUNTIMES[runtime].loads
-    if format is None or format not in loads:
+    known = RUNTIMES[runtime].loads
+    if format is None or format not in known:
         others = " or ".join(name for name, other in RUNTIMES.items() if format in other.loads)
         raise RecipeError(
-            f"{RUNTIMES[runtime].title} does not read the format {format}, but {', '.join(loads)}. Use --format with one of "
-            f"these, or --runtime {others}."
+            f"--runtime {runtime} writes --format {_listed(known, 'or')}, found --format {format}. Use one of these with options "
+            f"that go with it, or --runtime {others}."
         )
-    return Readers(format, (runtime,))
+    return Readers(format, (runtime,), named=True)
 
 
 def usual_format(runtime: object) -> Format | None:
@@ -158,11 +163,10 @@ def usual_format(runtime: object) -> Format | None:
     return None
 
 
-def needs(runtime: Runtime, format: Format | None, weights: Weights) -> str | None:
-    """Return the version of a program that loads such weights, "" if any does; None: it does not load them."""
-    loads = RUNTIMES[runtime].loads
-    form = _form(loads[format], weights) if format is not None and format in loads else None
-    return None if form is None else form.needs
+def loads(runtime: Runtime, format: Format | None, weights: Weights) -> bool:
+    """Return whether a program loads such weights from a format."""
+    known = RUNTIMES[runtime].loads
+    return format is not None and format in known and _form(known[format], weights) is not None
 
 
 def packing(format: Format | None, weights: Weights) -> tuple[Runtime, ...]:
@@ -170,7 +174,7 @@ def packing(format: Format | None, weights: Weights) -> tuple[Runtime, ...]:
     found = []
     for name, program in RUNTIMES.items():
         kept = program.packed or tuple(program.loads)
-        usual = next((each for each in program.loads if each in kept and needs(name, each, weights) is not None), None)
+        usual = next((each for each in program.loads if each in kept and loads(name, each, weights)), None)
         found += [name] if usual == format else []
     return tuple(found)
 
@@ -181,26 +185,34 @@ def loads_experts(runtime: Runtime, format: Format | None) -> bool:
     return any(form.experts is not None for form in forms)
 
 
-def in_words(forms: Iterable[Form]) -> str:
-    """Return weights in words, with integers of one kind together: integers of 2 to 8 bits, nvfp4."""
-    widths, grids = dict[tuple[Integers, tuple[int, ...]], set[int]](), dict[str, None]()
+def options_of(forms: Iterable[Form], *, expert: bool = False) -> list[str]:
+    """Return the options that give weights of these forms: --bits 2 to 8, --grid mxfp4 or fp8, --grid nvfp4 --activations fp4."""
+    widths, plain = dict[tuple[Integers, tuple[int, ...]], set[int]](), dict[str, None]()
+    rounded = dict[str, dict[str, None]]()  # by the numbers of their inputs
     for form in forms:
+        if (form.experts if expert else form.dense) is None:
+            continue
         widths.setdefault((form.integers, form.groups), set()).update(form.bits)
-        grids |= dict.fromkeys(f"{each} with rounded inputs" if form.rounded else each for each in form.grids)
-    words = []
+        for name in form.grids:
+            inputs = number_format(name).inputs
+            grids = rounded.setdefault(inputs.name, {}) if form.rounded and inputs is not None else plain
+            grids[name.removesuffix("-row")] = None
+    options = []
     for (kind, groups), bits in widths.items():
-        ends = {"symmetric": "", "zero points": " with zero points", "minima": " with minima"}[kind]
-        if kind != "minima" and widths.get(("symmetric", groups)) == widths.get(("zero points", groups)):
-            ends = " with or without zero points"
-        ends += f" in groups of {_listed(groups, 'or')}" if groups else ""
-        words += [f"integers of {_range(sorted(bits))} bits{ends}"] if bits else []
-    grids = {each: None for each in grids if each.partition(" ")[0] not in grids or " " not in each}
-    return ", ".join(dict.fromkeys([*words, *grids]))
+        more = " --no-symmetric" if kind == "zero points" else ""
+        more += f" --group-size {_listed(groups, 'or')}" if groups else ""
+        options += [f"--bits {_range(sorted(bits))}{more}"] if bits else []
+    options += ["--rate"] if plain.pop("coded", "") is None else []
+    options += [f"--grid {_listed(plain, 'or')}"] if plain else []
+    for name, grids in rounded.items():
+        left = [each for each in grids if each not in plain]
+        options += [f"--grid {_listed(left, 'or')} --activations {name}"] if left else []
+    return options
 
 
 def _range(numbers: list[int]) -> str:
     whole = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
-    return f"{numbers[0]} to {numbers[-1]}" if whole else _listed(numbers, "and")
+    return f"{numbers[0]} to {numbers[-1]}" if whole else _listed(numbers, "or")
 
 
 def _listed(numbers: Iterable[int | str], word: str) -> str:

@@ -34,7 +34,6 @@ class Form:
         groups: Sizes of their groups; empty: any, and one step a row.
         rounded: Whether inputs are rounded, too; None: they may be or not.
         dense, experts: From what it is known that layers, and the matrices of experts, load; None: they do not.
-        needs: Version that loads them, where an older one is in wide use.
     """
 
     grids: tuple[str, ...] = ()
@@ -44,7 +43,6 @@ class Form:
     rounded: bool | None = False
     dense: Known | None = None
     experts: Known | None = None
-    needs: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +83,6 @@ MLX_MODEL_TYPES = (  # that it computes as transformers does, see tests/journeys
 )  # fmt: skip
 FLOATS = ("mxfp4", "nvfp4", "fp8", "fp8-block", "mxfp8")
 MLX_FLOATS = ("mxfp4", "nvfp4", "mxfp8")
-NEWER = "a newer vLLM, which loads such grids"  # than 0.9 of May 2025
 
 
 def _gptq(known: Known, *, experts: Known | None) -> dict[Format, tuple[Form, ...]]:
@@ -116,17 +113,15 @@ RUNTIMES: Mapping[Runtime, Program] = {
         version="0.32.0",
         loads={
             "compressed-tensors": (
-                Form(bits=(4, 8), dense=REPLACED, experts=REPLACED),
-                Form(bits=(2, 3, 5, 6, 7), dense=REPLACED, experts=REPLACED, needs=NEWER),
-                Form(bits=(4, 8), integers="zero points", dense=REPLACED, experts=REPLACED),
-                Form(bits=(2, 3, 5, 6, 7), integers="zero points", dense=REPLACED, experts=REPLACED, needs=NEWER),
+                Form(bits=COMPRESSED_TENSORS_BITS, dense=REPLACED, experts=REPLACED),
+                Form(bits=COMPRESSED_TENSORS_BITS, integers="zero points", dense=REPLACED, experts=REPLACED),
                 Form(grids=("int8-row",), rounded=True, dense=REPLACED, experts=REPLACED),
                 Form(grids=("fp8", "fp8-block"), dense=SOURCE),
                 Form(grids=("fp8", "fp8-block"), rounded=True, dense=RUN, experts=REPLACED),
                 Form(grids=("nvfp4",), dense=SOURCE, experts=REPLACED),
                 Form(grids=("nvfp4",), rounded=True, dense=SOURCE, experts=REPLACED),
-                Form(grids=("mxfp4", "mxfp8"), dense=SOURCE, experts=REPLACED, needs=NEWER),
-                Form(grids=("mxfp4", "mxfp8"), rounded=True, dense=SOURCE, experts=SOURCE, needs=NEWER),
+                Form(grids=("mxfp4", "mxfp8"), dense=SOURCE, experts=REPLACED),
+                Form(grids=("mxfp4", "mxfp8"), rounded=True, dense=SOURCE, experts=SOURCE),
             ),
             **_gptq_of_servers(REPLACED, SOURCE),
         },
@@ -154,8 +149,9 @@ RUNTIMES: Mapping[Runtime, Program] = {
             "compressed-tensors": (
                 Form(bits=COMPRESSED_TENSORS_BITS, dense=RUN, experts=RUN),
                 Form(grids=("int8-row",), rounded=True, dense=RUN),  # experts: it does not merge them
-                Form(grids=("mxfp4", "fp8", "fp8-block", "mxfp8"), rounded=None, dense=RUN, experts=RUN),
-                Form(grids=("nvfp4",), rounded=None, dense=RUN),  # experts: it decodes them without their global scale
+                Form(grids=("mxfp4", "fp8", "fp8-block"), rounded=None, dense=RUN, experts=RUN),
+                # experts: it decodes those in nvfp4 without their global scale, and does not merge those in mxfp8
+                Form(grids=("nvfp4", "mxfp8"), rounded=None, dense=RUN),
             ),
             **_gptq(RUN, experts=None),
         },

@@ -14,7 +14,7 @@ from nearplane.errors import RecipeError
 from nearplane.number_formats import E2M1, TYPES, NumberFormat, find_format, integers, number_format
 from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
-from nearplane.recipe.rate_scheme import RateScheme
+from nearplane.recipe.rate_scheme import MAX_RATE, RateScheme
 from nearplane.recipe.scheme import (
     DEFAULT_GROUP_SIZES,
     Allocation,
@@ -118,7 +118,7 @@ class GridScheme(Scheme):
     def unfit(self, format: str) -> str:
         """Return the error message for a format that cannot hold such weights, with the alternatives."""
         given = f"--bits {self.bits}" if self.grid is None else f"--grid {self.grid}"
-        instead = f"Use --rate {self.bits} or --size"
+        instead = f"Use --rate {min(self.bits, MAX_RATE):g} or --size"
         return self._unfit(format, "entropy-coded weights", f"{given} is for fixed grids", instead)
 
     @property

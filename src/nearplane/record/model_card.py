@@ -115,7 +115,7 @@ def hub_id(record: RunRecord, config: Mapping[str, Any]) -> str | None:
 
 def _metadata(record: RunRecord, origin: Origin, dense: str | None) -> dict[str, Any]:
     """Return the metadata by key, without those that are unknown."""
-    files, given = record.recipe.files, origin.metadata
+    given = origin.metadata
     taken = {key: _plain(given.get(key)) for key in TAKEN}
     taken["license"] = taken["license"] or _plain(origin.config.get("license"))
     own = ["nearplane"] if dense else ["nearplane", str(record.recipe.format)]
@@ -124,11 +124,17 @@ def _metadata(record: RunRecord, origin: Origin, dense: str | None) -> dict[str,
     metadata = {
         "base_model": origin.base,
         "base_model_relation": origin.base and "quantized",  # without it the hub lists a fine-tune
-        "library_name": "transformers" if dense else files.library,
+        "library_name": "transformers" if dense else _library(record),
         "pipeline_tag": _plain(given.get("pipeline_tag")) or pipeline_tag(origin.config),
         **taken,
     }
     return {key: metadata[key] for key in KEYS if metadata[key]}
+
+
+def _library(record: RunRecord) -> str:
+    """Return the hub's name of the library that loads a checkpoint; of one made for another program, this program."""
+    library, readers = record.recipe.files.library, record.recipe.readers
+    return readers.runtimes[-1] if library == "transformers" and not readers.by_transformers else library
 
 
 def _plain(value: object) -> str | list[str] | None:

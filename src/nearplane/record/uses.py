@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nearplane.errors import FormatError
-from nearplane.recipe.readers import needs
+from nearplane.recipe.readers import loads
 from nearplane.recipe.runtimes import Runtime
 from nearplane.record.record import RunRecord
 from nearplane.record.words import weights_of
@@ -84,15 +84,14 @@ def uses(record: RunRecord, it: Named) -> list[Use]:
     ways, weights = list[Use](), set(weights_of(record))
     readers = record.recipe.readers
     for runtime in readers.runtimes:
-        needed = [needs(runtime, readers.format, each) for each in weights]
-        if None not in needed:
-            ways += USES[runtime](record, it, max(filter(None, needed), default=""))
+        if all(loads(runtime, readers.format, each) for each in weights):
+            ways += USES[runtime](record, it)
     return [*ways, _decoded(it.folder)] if readers.joins and not readers.by_transformers else ways
 
 
 def uses_of_dense(it: Named) -> list[Use]:
     """Return how a folder of unquantized weights is used, see `uses`."""
-    served = [_served(it.folder, "")] if is_served(it.config) else []
+    served = [_served(it.folder)] if is_served(it.config) else []
     return [*served, _loaded(_quoted(it.folder), it, "")]
 
 
@@ -100,10 +99,9 @@ def _quoted(folder: str) -> str:
     return json.dumps(folder, ensure_ascii=False)
 
 
-def _served(folder: str, needed: str) -> Use:
+def _served(folder: str) -> Use:
     command = f"vllm serve {typed(folder)}"
-    phrase = f"{command} (in {needed})" if needed else command
-    return Use(program="vLLM", phrase=phrase, code=command, language="sh", needs=needed)
+    return Use(program="vLLM", phrase=command, code=command, language="sh")
 
 
 def _loaded(arguments: str, it: Named, needed: str) -> Use:
@@ -111,27 +109,27 @@ def _loaded(arguments: str, it: Named, needed: str) -> Use:
     return Use(program="transformers", phrase=phrase, code=_loading(arguments, it), needs=needed)
 
 
-def _in_vllm(_: RunRecord, it: Named, needed: str) -> Iterator[Use]:
+def _in_vllm(_: RunRecord, it: Named) -> Iterator[Use]:
     if is_served(it.config):
-        yield _served(it.folder, needed)
+        yield _served(it.folder)
 
 
-def _in_sglang(_: RunRecord, it: Named, __: str) -> Iterator[Use]:
+def _in_sglang(_: RunRecord, it: Named) -> Iterator[Use]:
     if is_served(it.config):
         command = f"python3 -m sglang.launch_server --model-path {typed(it.folder)}"
         yield Use(program="SGLang", phrase=command, code=command, language="sh")
 
 
-def _in_transformers(record: RunRecord, it: Named, _: str) -> Iterator[Use]:
+def _in_transformers(record: RunRecord, it: Named) -> Iterator[Use]:
     yield _loaded(_quoted(it.folder), it, record.recipe.files.needs)
 
 
-def _in_gptqmodel(_: RunRecord, it: Named, __: str) -> Iterator[Use]:
+def _in_gptqmodel(_: RunRecord, it: Named) -> Iterator[Use]:
     call = f"GPTQModel.load({_quoted(it.folder)})"
     yield Use(program="GPTQModel", phrase=call, code=f"from gptqmodel import GPTQModel\n\nmodel = {call}")
 
 
-def _in_llama_cpp(record: RunRecord, it: Named, _: str) -> Iterator[Use]:
+def _in_llama_cpp(record: RunRecord, it: Named) -> Iterator[Use]:
     command = f"llama-cli -m {typed(Path(it.folder) / 'model.gguf')}"
     yield Use(program="llama.cpp", phrase=command, code=command, language="sh")
     scaled = any(layer.number_format.global_scale for layer in record.layers)  # which transformers leaves out
@@ -139,7 +137,7 @@ def _in_llama_cpp(record: RunRecord, it: Named, _: str) -> Iterator[Use]:
         yield _loaded(f'{_quoted(it.folder)}, gguf_file="model.gguf"', it, "accelerate and gguf")
 
 
-def _in_mlx(_: RunRecord, it: Named, __: str) -> Iterator[Use]:
+def _in_mlx(_: RunRecord, it: Named) -> Iterator[Use]:
     command = f"mlx_lm.generate --model {typed(it.folder)} --prompt TEXT"
     yield Use(program="mlx_lm", phrase=command, code=command, language="sh")
     yield _decoded(it.folder)
@@ -150,7 +148,7 @@ def _decoded(folder: str) -> Use:
     return Use(program="nearplane", phrase=call, code=f"import nearplane\n\nmodel = {call}")
 
 
-def _in_nearplane(record: RunRecord, it: Named, _: str) -> Iterator[Use]:
+def _in_nearplane(record: RunRecord, it: Named) -> Iterator[Use]:
     yield _decoded(it.folder)
     if record.recipe.files.entropy_coded:
         yield _registered(it)
@@ -173,7 +171,7 @@ def _registered(it: Named) -> Use:
     )
 
 
-USES: dict[Runtime, Callable[[RunRecord, Named, str], Iterator[Use]]] = {  # from the version that it needs
+USES: dict[Runtime, Callable[[RunRecord, Named], Iterator[Use]]] = {
     "vllm": _in_vllm,
     "sglang": _in_sglang,
     "transformers": _in_transformers,

@@ -65,7 +65,7 @@ def for_one_program(record: RunRecord) -> Iterator[str]:
     usual = readers_of(recipe.format, None)
     faults = (fault for weights in weights_of(record) if (fault := usual.fault(weights)) is not None)
     if recipe.runtime is not None and (fault := next(faults, None)) is not None:
-        yield f"made for {recipe.runtime}: {fault.partition(', but ')[0]}"
+        yield f"made for {recipe.runtime}: {fault.partition('. Use ')[0].replace(', whose rules hold without --runtime,', '')}"
 
 
 def in_words(record: RunRecord) -> str:

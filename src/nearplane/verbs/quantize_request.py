@@ -233,6 +233,12 @@ def _check_number_formats(recipe: Recipe) -> None:
     Raises:
         RecipeError: The format does not hold them; the message says which it holds.
     """
+    bits, widths = getattr(recipe.scheme, "bits", None), recipe.readers.widths
+    if recipe.allocate != "uniform" and isinstance(bits, float) and widths and bits < widths[0]:
+        raise RecipeError(
+            f"--bits is {bits:g}, but {recipe.readers.programs[-1].title} takes at least {widths[0]} from {recipe.format}. Use more "
+            f"bits, another --format or another --runtime."
+        )
     schemes = [("all layers", recipe.scheme, recipe.activations)]
     schemes += [
         (f"layers {each.pattern!r}", each.scheme, each.activations or recipe.activations) for each in recipe.layers

@@ -83,9 +83,9 @@ def test_layers_that_are_left_are_named_in_the_config(model, tokens, tmp_path):
     [
         (
             {"symmetric": True},
-            "awq does not store int4-g32, but integers of 4 bits with zero points. Use --no-symmetric",
+            "awq does not store int4-g32. Use --no-symmetric",
         ),
-        ({"bits": 3}, "awq does not store int3-g32-asym, but integers of 4 bits with zero points"),
+        ({"bits": 3}, "awq does not store int3-g32-asym. Use --bits 4 --no-symmetric"),
         (
             {"layers": {"down_proj": {"group_size": 16}}},
             "one group size for all layers; found int4-g32-asym and int4-g16",

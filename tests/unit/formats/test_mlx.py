@@ -125,15 +125,15 @@ def test_a_rope_that_transformers_nests_is_also_where_mlx_reads_it(tmp_path):
         (
             "llama",
             {"bits": 7},
-            "does not store int7-g32-min, but integers of 2, 3, 4, 5, 6 and 8 bits with minima",
+            "does not store int7-g32-min. Use --bits 2, 3, 4, 5, 6 or 8 --group-size 32",
         ),
-        ("llama", {"group_size": 16}, "does not store int4-g16-min, but .* in groups of 32, 64 or 128"),
+        ("llama", {"group_size": 16}, "does not store int4-g16-min. Use --bits .* --group-size 32, 64 or 128"),
         ("llama", {"group_size": None}, "int4-row-min: only groups have a minimum. Use --group-size 32, 64 or 128"),
         ("llama", {"symmetric": True}, "in MLX every group has a minimum. Leave out this option"),
         (
             "llama",
             {"grid": "fp8"},
-            "mlx does not store fp8, but integers of .*, mxfp4, nvfp4, mxfp8. Use --format compressed-tensors",
+            "mlx does not store fp8. Use --bits .* --grid mxfp4, nvfp4 or mxfp8, or --format compressed-tensors",
         ),
         (
             "llama",

@@ -44,10 +44,13 @@ def test_every_runtime_is_in_the_table_and_every_format_has_one() -> None:
     [
         (
             {"runtime": "mlx", "format": "gptq"},
-            "mlx_lm does not read the format gptq, but mlx.*--runtime vllm or sglang or",
+            "--runtime mlx writes --format mlx, found --format gptq.*--runtime vllm or sglang or",
         ),
         ({"runtime": "llama.cpp", "rate": 3.0}, "--format gguf"),
-        ({"runtime": "vllm", "rate": 3.0}, "vLLM does not read the format nearplane, but compressed-tensors, gptq"),
+        (
+            {"runtime": "vllm", "rate": 3.0},
+            "--runtime vllm writes --format compressed-tensors, gptq, gptq_v2 or awq, found --format nearplane",
+        ),
         ({"runtime": "ollama"}, "runtime is 'ollama'; expected"),
     ],
 )
@@ -74,7 +77,7 @@ def test_zero_points_in_compressed_tensors_are_for_vllm(bits: int) -> None:
 def test_servers_load_less_of_gptq_than_gptqmodel() -> None:
     three = Weights(Recipe.from_spellings(bits=3, format="gptq", group_size=128).scheme.number_format)
     assert readers_of("gptq", "gptqmodel").fault(three) is None
-    assert "not load int3-g128 from gptq, but integers of 4 and 8 bits" in str(readers_of("gptq", "vllm").fault(three))
+    assert "not load int3-g128 from gptq. Use --bits 4 or 8, or" in str(readers_of("gptq", "vllm").fault(three))
 
 
 def test_weights_in_nvfp4_are_for_sglang_with_rounded_inputs_alone() -> None:

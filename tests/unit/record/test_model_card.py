@@ -54,7 +54,7 @@ KINDS = {  # record, config, library, task, lines of code in the card, and those
     "grid": (GRID, CAUSAL, "transformers", "text-generation",
              ["vllm serve FOLDER", "AutoModelForCausalLM", "**transformers** (needs compressed-tensors)"], ["**vLLM** (needs"]),
     "narrow": (run(Recipe.from_spellings(bits=3), format="int3-g16"), CAUSAL, "transformers", "text-generation",
-               ["**vLLM** (needs a newer vLLM", "vllm serve FOLDER"], []),
+               ["vllm serve FOLDER"], []),
     "gptq": (run(Recipe.from_spellings(bits=4, format="gptq")), CAUSAL, "transformers", "text-generation",
              ["vllm serve FOLDER", "(needs gptqmodel and optimum)", 'GPTQModel.load("FOLDER")'], []),
     "gptq in 3 bits": (run(Recipe.from_spellings(bits=3, format="gptq"), format="int3-g16"), CAUSAL, "transformers",

@@ -254,8 +254,6 @@ NEEDS = " (which needs compressed-tensors)"
     [
         ("int4-g16", {"architectures": ["LlamaForCausalLM"]},
          'vllm serve {out}, or from_pretrained("{out}") in transformers' + NEEDS),
-        ("int3-g16", {"architectures": ["LlamaForCausalLM"]}, "vllm serve {out} (in a newer vLLM, which loads such grids), or "
-         'from_pretrained("{out}") in transformers' + NEEDS),
         ("int4-g16", {"architectures": ["BertModel"]}, 'from_pretrained("{out}") in transformers' + NEEDS),
         ("int4-g16", {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
          'from_pretrained("{out}") in transformers' + NEEDS),

@@ -270,7 +270,7 @@ def test_numbers_that_no_packing_holds_are_refused_before_work_begins() -> None:
         format = NumberFormat(name="other", bits=4, group=group, levels=levels)
         with pytest.raises(
             RecipeError,
-            match=r"layer: .* does not store other, but integers of 2 to 8 bits with or without zero points, .*fp8",
+            match=r"layer: .* does not store other\. Use --bits 2 to 8, or .*fp8",
         ):
             FORMAT.layers.check("layer", (64, 64), "Linear", format)
     FORMAT.layers.check("layer", (64, 64), "Linear", MXFP4)

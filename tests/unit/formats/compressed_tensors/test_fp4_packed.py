@@ -229,8 +229,8 @@ def test_experts_that_transformers_would_decode_wrong_are_refused_and_may_be_lef
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "gptq"}, "gptq does not store mxfp4, but integers of 2, 3, 4 and 8 bits"),
-        ({"format": "gguf", "grid": "fp8"}, "gguf does not store fp8, but integers of 4, 5 and 8 bits"),
+        ({"format": "gptq"}, "gptq does not store mxfp4. Use --bits 2, 3, 4 or 8"),
+        ({"format": "gguf", "grid": "fp8"}, "gguf does not store fp8. Use --bits 4, 5 or 8 --group-size 32"),
         ({"bits": 3}, "bits is 3, but --grid mxfp4 determines"),
         ({"rate": 3}, "grid is 'mxfp4' and rate 3"),
     ],
