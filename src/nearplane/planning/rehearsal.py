@@ -138,8 +138,8 @@ def _refuse_unlike_experts(model: Model, plan: Plan) -> None:
         (one, name), (other, second) = list(first.items())[:2]
         raise RecipeError(
             f"{second} has the number format {other.name}, but {name} has {one.name}. Readers of {recipe.format} take one grid "
-            f"for the experts of all blocks. Use one, for example with --layer 'experts=bits:4', or --format compressed-tensors with "
-            f"--runtime nearplane or vllm, which take one a block."
+            f"for the experts of all blocks. Use one, for example with --layer 'experts=bits:4', or --format compressed-tensors "
+            f"with --runtime nearplane or vllm, which take one a block."
         )
     left = {part for name in model.ignored for part in (name, name.rpartition(".")[0].rpartition(".")[0])}
     whole = [program.title for program in recipe.readers.programs if program.all_experts]

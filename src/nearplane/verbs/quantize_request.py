@@ -235,9 +235,10 @@ def _check_number_formats(recipe: Recipe) -> None:
     """
     bits, widths = getattr(recipe.scheme, "bits", None), recipe.readers.widths
     if recipe.allocate != "uniform" and isinstance(bits, float) and widths and bits < widths[0]:
+        program = recipe.readers.programs[-1].title
         raise RecipeError(
-            f"--bits is {bits:g}, but {recipe.readers.programs[-1].title} takes at least {widths[0]} from {recipe.format}. Use more "
-            f"bits, another --format or another --runtime."
+            f"--bits is {bits:g}, but {program} takes at least {widths[0]} from {recipe.format}. Use more bits, another --format "
+            f"or another --runtime."
         )
     schemes = [("all layers", recipe.scheme, recipe.activations)]
     schemes += [
