@@ -131,7 +131,7 @@ def test_a_refusal_names_a_layer_and_what_to_do(source: Callable[[str], Path], t
         ("qwen3_next", r"linear_attn\.in_proj_ba would not load: .* --ignore 'linear_attn\\\.in_proj_ba\$'\.$"),
         (
             "mixtral",
-            r"GPTQModel reads the experts of mixtral from GPTQ\. Use --format compressed-tensors .* --rate, .* --ignore 'experts'",
+            r"GPTQModel reads the experts of mixtral from GPTQ\. Use --runtime vllm or nearplane, .* --ignore 'experts'",
         ),
     ],
 )

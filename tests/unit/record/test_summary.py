@@ -258,7 +258,7 @@ NEEDS = " (which needs compressed-tensors)"
         ("int4-g16", {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
          'from_pretrained("{out}") in transformers' + NEEDS),
     ],
-    ids=["served", "width", "encoder", "two stacks"],
+    ids=["served", "encoder", "two stacks"],
 )  # fmt: skip
 def test_vllm_is_named_only_for_what_it_serves(grid, config, said, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
