@@ -27,7 +27,7 @@ from nearplane.calibration.recorder import (
     with_part,
 )
 from nearplane.calibration.rounded_stream import RoundedStream
-from nearplane.calibration.shared_states import SharedStates, with_shared
+from nearplane.calibration.shared_states import SharedStates, has_place_for_shared, with_shared
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.texts import check_vocabulary
 from nearplane.calibration.two_stacks import FinalNorm
@@ -266,7 +266,9 @@ def skeleton(
         hidden = tape.run(network, batches, place, keep)
     stream = Stream(hidden, tape.calls, original=original, extra=tape.extra, between=tape.between)
     stream.handed = frozenset(tape.handed)
-    stream.shares = bool(stream.handed) or shared_layers(model.config) > 0
+    shared = shared_layers(model.config)
+    unknown = shared is None and any(has_place_for_shared(calls[0]) for calls in tape.calls.values())
+    stream.shares = bool(stream.handed) or bool(shared) or unknown
     return stream
 
 

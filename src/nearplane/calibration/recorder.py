@@ -167,6 +167,7 @@ class Tape:
             raise Stop
         if self.between is not None and self._next == self._starts[1]:
             self.between.begin(hidden)
+        self._next_zeros = []
         if self._shared_values is not None:
             return (hidden, *self._shared_values)
         if self.extra[index] is None:

@@ -17,7 +17,7 @@ class SharedStates(dict[Any, Any]):
     """What blocks leave for later ones: copies, as a pass frees what it has made once it has used it."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        with torch._C.DisableTorchFunction():  # what looks at a pass takes no part in it
+        with torch._C.DisableTorchFunction():  # hooks that count what a pass makes must not see these copies
             copies = mapped(lambda each: each.detach().clone() if isinstance(each, Tensor) else each, value)
             super().__setitem__(key, copies)
 
@@ -41,10 +41,13 @@ def with_shared(call: Call, states: SharedStates) -> Call:
     ]  # transformers' KVSharingDict is one
     if names:
         call = replace(call, kwargs=call.kwargs | dict.fromkeys(names, states))
-    if any(isinstance(each, Handed) for each in (*call.args, *call.kwargs.values())):
 
-        def given(each: Any) -> Any:
-            return states[each.key][0] if isinstance(each, Handed) else each
+    def given(each: Any) -> Any:
+        return states[each.key][0] if isinstance(each, Handed) else each
 
-        call = replace(call, args=mapped(given, call.args), kwargs=mapped(given, call.kwargs))
-    return call
+    return replace(call, args=mapped(given, call.args), kwargs=mapped(given, call.kwargs))
+
+
+def has_place_for_shared(call: Call) -> bool:
+    """Return whether a network gives its blocks a place for keys and values that later ones may use."""
+    return any(isinstance(value, UserDict) for value in call.kwargs.values())

@@ -129,7 +129,8 @@ def refuse_mixed(words: Sequence[str]) -> None:
     """
     given = [word.split("=")[0].replace("--no-", "--") for word in words]
     kinds = {kind: {f"--{name.replace('_', '-')}" for name in names_of(kind) & FLAGS.keys()} for kind in PURPOSES}
-    kinds[GridScheme] -= {"--grid"}  # which all kinds accept
+    for kind in (GridScheme, BlockScheme):
+        kinds[kind] -= {"--grid"}  # which grid it is decides the kind
     for first, second in combinations(PURPOSES, 2):
         one, other = (
             next((word for word in given if word in alone), None)

@@ -172,6 +172,6 @@ def read_out(network: PreTrainedModel, output: Any) -> Tensor:
     return outputs.roll(-1, 1) if has_two_stacks(network) else outputs
 
 
-def shared_layers(config: Any) -> int:
-    """Return the number of a network's last blocks that use keys and values of earlier ones."""
-    return getattr(config.get_text_config(), "num_kv_shared_layers", None) or 0
+def shared_layers(config: Any) -> int | None:
+    """Return the number of a network's last blocks that use keys and values of earlier ones; None if the config has no field."""
+    return getattr(config.get_text_config(), "num_kv_shared_layers", None)

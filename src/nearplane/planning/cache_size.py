@@ -47,7 +47,7 @@ def cache_bytes(model: Model, context: int) -> int | None:
         return None
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or [None] * len(model.blocks)
-    shared = shared_layers(config)  # the last ones use the keys of earlier ones
+    shared = shared_layers(config) or 0  # the last ones use the keys of earlier ones
     own = list(zip(model.blocks, kinds, strict=True))[: len(model.blocks) - shared]
     sizes = [_of_block(block, kind, config, context) for block, kind in own]
     known = [size for size in sizes if size is not None]

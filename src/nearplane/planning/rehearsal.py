@@ -38,6 +38,7 @@ from nearplane.number_formats import NumberFormat
 from nearplane.planning.gptq_rules import GPTQMODEL_ONLY_TYPES, RULES, Described, check_experts
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.rate_scheme import MAX_RATE
+from nearplane.recipe.readers import loads_experts
 from nearplane.recipe.recipe import Recipe
 from nearplane.system.safetensors_files import DTYPE_NAMES
 
@@ -76,7 +77,7 @@ def check_loads(model: Model, plan: Plan, configure: Configure) -> None:
     if not isinstance(FORMATS[str(recipe.format)].layers, GridFormat) or not recipe.readers.by_transformers:
         return  # transformers has no reader of this format, or need not read it
     layers = model.layers
-    if recipe.readers.without_experts and any(layer.routed for layer in layers):
+    if not loads_experts("transformers", recipe.format) and any(layer.routed for layer in layers):
         log.warning(
             "Experts in GPTQ have the names that vLLM and SGLang read. GPTQModel reads them; transformers alone does not."
         )

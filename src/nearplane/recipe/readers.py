@@ -70,11 +70,6 @@ class Readers:
         return tuple(name for name in self.runtimes if self.format in RUNTIMES[name].one_grid)
 
     @property
-    def without_experts(self) -> tuple[Runtime, ...]:
-        """Those that load no experts from the format."""
-        return tuple(name for name in self.runtimes if not loads_experts(name, self.format))
-
-    @property
     def one_grid_for_experts(self) -> bool:
         """Whether the experts of all blocks must have one number format, and not only those of each block."""
         return any(self.format in program.one_grid_for_experts for program in self.programs)
@@ -93,17 +88,17 @@ class Readers:
         what = f"experts in {weights.format.name}" if weights.expert else weights.format.name
         what += f" with {inputs.name} inputs" if weights.rounded and inputs is not None else ""
         judge = "" if self.named else ", whose rules hold without --runtime,"
-        said = f"{program.title} {program.version}".strip() + f"{judge} does not load {what} from {self.format}"
+        verb = "does not load" if program.version else "is not known to load"
+        said = f"{program.title} {program.version}".strip() + f"{judge} {verb} {what} from {self.format}"
         if not others:
             said = f"{self.format} does not store {what}"
-        forms = self.forms if others else RUNTIMES["nearplane"].loads[self.format]
-        ways = self._near(weights) or options_of(forms, expert=weights.expert)
+        ways = self._near(weights) or options_of(self.forms, expert=weights.expert)
         ways += [f"--runtime {_listed(others, 'or')}"] if others else []
         files = [each for each in USUAL if each != self.format and self._elsewhere(each, weights)]
         ways += [f"--format {_listed(files, 'or')}"] if files else []
         if weights.expert and self.takes(weights._replace(expert=False)):
             ways.append("--ignore 'experts'")
-        return f"{said}. Use {', or '.join(ways)}."
+        return f"{said}. Use {', or '.join(ways or ['other weights'])}."
 
     def _near(self, weights: Weights) -> list[str]:
         """Return the options by which weights that are not loaded would be: rounded inputs or none, zero points or none."""

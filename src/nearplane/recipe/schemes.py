@@ -209,7 +209,10 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
         raise RecipeError(f"{wrong[0]} is {given[wrong[0]]!r}, but {why}.")
     if kind is GridScheme and FILE_FORMATS[into].minimum and "grid" not in given:
         if given.get("symmetric"):
-            raise RecipeError("symmetric is True, but in MLX every group has a minimum. Leave out this option.")
+            raise RecipeError(
+                "The integers have no minimum, but in MLX every group has one. Use --bits without --symmetric, a grid such as "
+                "int4-g64-min, or --grid mxfp4, nvfp4 or mxfp8."
+            )
         given |= {"symmetric": False, "minimum": True}
     unset = {name: None for name, value in options.items() if value is None and name in names_of(kind)}
     return kind(**unset | given)

@@ -178,7 +178,7 @@ def check_layers(model: Model, called: str) -> None:
             f"{called} cannot be tuned: {type(model.network).__name__} has an encoder and a decoder, but tuning supports one "
             f"stack of blocks. Leave out --tune, or use the checkpoint as it is."
         )
-    if (shared := shared_layers(model.config)) > 0:
+    if shared := shared_layers(model.config):
         raise RecipeError(
             f"{called} cannot be tuned: the last {shared} blocks of {type(model.network).__name__} use keys and values of earlier "
             f"blocks, through which tuning does not follow gradients. Leave out --tune, or use the checkpoint as it is."

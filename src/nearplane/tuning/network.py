@@ -17,9 +17,11 @@ from torch.func import functional_call
 
 from nearplane.calibration.activations import skeleton
 from nearplane.calibration.network_ends import readout
+from nearplane.calibration.recorder import tensors_within
+from nearplane.calibration.shared_states import has_place_for_shared
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.states_on_host import pinned_bytes
-from nearplane.errors import CalibrationError, ModelError
+from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.models.divergence import Divergence, divergence
 from nearplane.models.experts import parameter_of
 from nearplane.models.layers import Layer
@@ -62,6 +64,12 @@ class TunedNetwork:
         self._ends = dict(ends or {})
         first = None if model.embeddings is None else self._ends.get(f"{model.embeddings.name}.weight")
         stream = skeleton(model, self._tokens, device=device, dtype=torch.float32, embeddings=first, keep=keep)
+        floats = any(each.is_floating_point() for each in tensors_within(list(stream.extra)))
+        if stream.shares and (floats or any(has_place_for_shared(calls[0]) for calls in stream.calls.values())):
+            raise RecipeError(
+                f"{type(model.network).__name__} cannot be tuned: its blocks hand more than hidden states to later ones, through "
+                f"which tuning does not follow gradients. Use the checkpoint as it is."
+            )
         self._stream, self._entering = stream, stream.quantized
         self._blocks: list[_Block] = []
         self._original = stream.original or keep(self._entering)  # hidden states of the original model

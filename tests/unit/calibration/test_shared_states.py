@@ -111,6 +111,14 @@ def test_they_are_copies() -> None:
     assert states["sliding_attention"][0].tolist() == [1, 1]
 
 
+def test_tuning_is_refused_where_gradients_would_pass_through_what_is_handed_on(tmp_path: Path) -> None:
+    """Chosen tokens have no gradients; a router's states do."""
+    source = save_type(tmp_path / "zaya", "zaya")
+    nearplane.quantize(source, tmp_path / "out", **FAST | {"runtime": "nearplane"})
+    with pytest.raises(RecipeError, match="ZayaForCausalLM cannot be tuned: its blocks hand more than hidden states"):
+        nearplane.tune(tmp_path / "out", tmp_path / "tuned", against=source, calibration=TOKENS)
+
+
 def test_tuning_is_refused(model: Path, out: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="the last 2 blocks of Gemma4ForCausalLM use keys and values of earlier"):
         nearplane.tune(out, tmp_path / "tuned", against=model, calibration=TOKENS)

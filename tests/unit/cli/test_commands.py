@@ -301,6 +301,8 @@ REFUSED = {  # commands, with places of the fixture `refusals` in braces, and wh
     "quantize {model} out --bits 7 --format mlx": "mlx does not store int7-g128-min. Use --bits 2, 3, 4, 5",
     "quantize {model} out --group-size 16 --format mlx": "does not store int4-g16-min. Use --bits 2, 3,",
     "quantize {model} out --format awq": "awq does not store int4-g128. Use --no-sym",
+    "quantize {model} out --grid q4_k --bits 3": "--grid q4_k determines how weights are stored; leave out one of them",
+    "quantize {model} out --grid q4_k --rate 3": "but entropy-coded weights have no fixed grid",
     "quantize {model} out --grid fp8 --format gguf": "gguf does not store fp8. Use --bits 4, 5 or 8",
     "quantize {model} out --layer d=bits:7 --format gptq": "layers 'd': gptq does not store int7",
     "quantize {model} out --memory much": "memory is 'much'; expected",

@@ -65,14 +65,6 @@ def test_layers_of_a_size_have_types():
         ),
         (["--rate=2.5", "--group-size=32"], "--group-size is for weights on a fixed grid, --rate"),
         (["--size", "1GB", "--no-symmetric"], "--symmetric is for weights on a fixed grid, --size"),
-        (
-            ["--grid", "q4_k", "--bits", "3"],
-            "--bits is for weights on a fixed grid, --grid is for weights on a named grid",
-        ),
-        (
-            ["--grid", "q4_k", "--rate", "3"],
-            "--grid is for weights on a named grid, --rate is for entropy-coded weights",
-        ),
         (["--rate", "3", "--polish", "3"], "--polish is for weights on a fixed grid, --rate"),
         (
             ["--include-head", "--embeddings", "f16"],

@@ -129,7 +129,7 @@ def test_a_rope_that_transformers_nests_is_also_where_mlx_reads_it(tmp_path):
         ),
         ("llama", {"group_size": 16}, "does not store int4-g16-min. Use --bits .* --group-size 32, 64 or 128"),
         ("llama", {"group_size": None}, "int4-row-min: only groups have a minimum. Use --group-size 32, 64 or 128"),
-        ("llama", {"symmetric": True}, "in MLX every group has a minimum. Leave out this option"),
+        ("llama", {"symmetric": True}, "in MLX every group has one. Use --bits without --symmetric"),
         (
             "llama",
             {"grid": "fp8"},

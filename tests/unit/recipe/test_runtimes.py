@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from itertools import product
 from typing import Any, get_args
 
 import pytest
 
 from nearplane.errors import RecipeError
-from nearplane.number_formats import FP8, FP8_BLOCK, NVFP4
+from nearplane.number_formats import BY_NAME, FP8, FP8_BLOCK, NVFP4, integers
 from nearplane.recipe.file_formats import Format
 from nearplane.recipe.readers import Weights, readers_of
 from nearplane.recipe.recipe import Recipe
@@ -84,7 +86,9 @@ def test_weights_in_nvfp4_are_for_sglang_with_rounded_inputs_alone() -> None:
     files = readers_of("compressed-tensors", "sglang")
     assert "--activations fp4" in str(files.fault(Weights(NVFP4)))
     assert files.fault(Weights(NVFP4, rounded=True)) is None
-    assert "SGLang does not load experts in nvfp4 with fp4 inputs" in str(files.fault(Weights(NVFP4, True, True)))
+    assert "SGLang is not known to load experts in nvfp4 with fp4 inputs" in str(
+        files.fault(Weights(NVFP4, True, True))
+    )
 
 
 def test_experts_in_nvfp4_are_for_servers_and_those_in_8_bit_floats_for_servers_with_rounded_inputs() -> None:
@@ -98,3 +102,24 @@ def test_experts_in_nvfp4_are_for_servers_and_those_in_8_bit_floats_for_servers_
         assert vllm.fault(Weights(format)) is None
         assert usual.fault(Weights(format, expert=True)) is None
         assert ours.fault(Weights(format, expert=True)) is None
+
+
+def test_every_way_that_a_refusal_names_takes_the_weights() -> None:
+    """Programs, formats and rounded inputs; what a program is not asked for is not named with it."""
+    formats = [*(each for each in BY_NAME.values() if each.bits), *(integers(bits, 32) for bits in range(2, 9))]
+    formats += [integers(bits, 32, symmetric=False) for bits in range(2, 9)]
+    refused = 0
+    for runtime, program in RUNTIMES.items():
+        for files, format, rounded, expert in product(program.loads, formats, (False, True), (False, True)):
+            weights = Weights(format, rounded, expert)
+            if (fault := readers_of(files, runtime).fault(weights)) is None:
+                continue
+            refused += 1
+            for name in re.findall(r"--runtime ([\w., ]+?)(?:, or|\.$)", fault):
+                assert all(readers_of(files, each).takes(weights) for each in re.split(", | or ", name)), fault
+            for name in re.findall(r"--format ([\w\-, ]+?)(?:, or|\.$)", fault):
+                for each in re.split(", | or ", name):
+                    asked = None if runtime == "nearplane" else runtime
+                    assert readers_of(each, asked).takes(weights), fault
+            assert "Use " in fault
+    assert refused > 100
