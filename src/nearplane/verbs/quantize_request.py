@@ -67,8 +67,8 @@ class QuantizeRequest:
         runtime: Program that must load the result: what it does not load is refused, and what only it loads is allowed, such as
             zero points in compressed-tensors with vllm. Default: the usual readers of the format.
         activations: Numbers to which runtimes round the inputs of quantized layers: int8 (with --grid int8), fp8 (with
-            --grid fp8) or fp4 (with --grid nvfp4 or mxfp4). The solve then takes this rounding into account. --layer
-            'self_attn=grid:fp8,activations:fp8' rounds those of some layers otherwise. Default: none.
+            --grid fp8, fp8-block or mxfp8) or fp4 (with --grid nvfp4 or mxfp4). The solve then takes this rounding into
+            account. --layer 'self_attn=grid:fp8,activations:fp8' rounds those of some layers otherwise. Default: none.
         kv_cache: Numbers in which vLLM keeps keys and values: fp8 measures their scales and stores them beside the weights.
             Weights are the same. Default: none, in 16 bits.
         size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used
