@@ -99,7 +99,7 @@ def test_experts_in_nvfp4_are_for_servers_and_those_in_8_bit_floats_for_servers_
     for format in (FP8, FP8_BLOCK):
         assert "--activations fp8" in str(vllm.fault(Weights(format, expert=True)))
         assert vllm.fault(Weights(format, rounded=True, expert=True)) is None
-        assert vllm.fault(Weights(format)) is None
+        assert (vllm.fault(Weights(format)) is None) == (format == FP8)  # of blocks an assertion of vLLM fails
         assert usual.fault(Weights(format, expert=True)) is None
         assert ours.fault(Weights(format, expert=True)) is None
 
