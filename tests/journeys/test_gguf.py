@@ -451,12 +451,12 @@ def test_a_gguf_of_another_tool_is_one_sentence(
         ("gemma3_text", {"layer_types": ["full_attention"]}, {}, "layer_types"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "'dynamic'"),
         ("gemma2", {"query_pre_attn_scalar": 32}, {}, "query_pre_attn_scalar"),
-        ("llama", {}, {"group_size": 16}, "groups of 16"),
-        ("llama", {}, {"bits": 3}, "3 bits"),
-        ("llama", {"intermediate_size": 80}, {"group_size": "auto"}, "groups of 16"),
+        ("llama", {}, {"group_size": 16}, "int4-g16"),
+        ("llama", {}, {"bits": 3}, "int3-g32"),
+        ("llama", {"intermediate_size": 80}, {"group_size": "auto"}, "int4-g16"),
         ("qwen2", {"rope_parameters": YARN}, {}, "beta_fast of rope_parameters in config.json is 16"),
         ("llama", {}, {"pre": "No Name"}, "--pre is 'No Name'"),
-        ("llama", {"attention_bias": True}, {"symmetric": False}, "asymmetric"),
+        ("llama", {"attention_bias": True}, {"symmetric": False}, "int4-g32-asym"),
     ],
 )
 def test_what_llama_cpp_would_not_load_is_refused_before_work_starts(
