@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
-from vllm_engine import distance, engine, in_this_process
+from vllm_engine import FUSED, decoded, distance, engine, in_this_process
 from written_folders import Written, needs_project, written
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM")
@@ -58,7 +57,6 @@ INT8: dict[str, Any] = {"grid": "int8", "activations": "int8"}
 CACHE: dict[str, Any] = {"bits": 4, "kv_cache": "fp8", "solver": "nearest-plane"}
 CLOSE = {"float32": 5e-5, "float16": 5e-2}  # nats, of log-probabilities: vLLM's other layers compute in these dtypes
 WIDE = torch.cpu._is_avx512_supported()  # whose kernels vLLM takes where they are
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +66,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
     return written(
         OWN_KERNELS | packed | refused | {"int8, inputs int8": INT8, "cache": CACHE}, tmp_path_factory.mktemp("folders")
     )
-
-
-def decoded(network: Any) -> dict[str, Tensor]:
-    return {name: module.plain for name, module in network.named_modules() if hasattr(module, "plain")}
 
 
 @pytest.mark.parametrize("form", OWN_KERNELS)

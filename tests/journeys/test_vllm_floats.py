@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_vllm import FUSED, decoded
 
-from vllm_engine import distance, engine, in_this_process
+from vllm_engine import FUSED, decoded, distance, engine, in_this_process
 from written_folders import Written, needs_project, written
 
 pytest.importorskip("vllm", reason="needs vLLM")

@@ -10,8 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from written_folders import TOKENS
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def decoded(network: Any) -> dict[str, Tensor]:
+    """Return the weights of the layers for which plain products stand."""
+    return {name: module.plain for name, module in network.named_modules() if hasattr(module, "plain")}
 
 
 @pytest.fixture(scope="module", autouse=True)
