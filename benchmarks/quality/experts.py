@@ -110,8 +110,8 @@ def parts(model: str, peers: Path) -> None:
 
 
 def _row(title: str, tool: str, found: Evaluation) -> str:
-    computed = found.computed.kl if found.computed is not None else None
-    return f"| {title} | {tool} | {found.kl:.5f} | {computed:.5f} |"
+    computed = "none" if found.computed is None else f"{found.computed.kl:.5f}"
+    return f"| {title} | {tool} | {found.kl:.5f} | {computed} |"
 
 
 def memory(experts: int, blocks: int, samples: int) -> None:

@@ -117,9 +117,8 @@ class Tape:
         """Reset the state of a batch."""
         self._next = 0
         self._current: Tensor | None = None
-        self._extra_zeros: list[
-            Tensor
-        ] = []  # placeholders of other outputs of blocks; only the next block may receive them
+        # placeholders of other outputs of blocks; only the next block may receive them
+        self._extra_zeros: list[Tensor] = []
         self._next_zeros: list[Tensor] = []  # those of the last block
         self._shared_values: tuple[Any, ...] | None = None  # computed by the first block of a stack for all its blocks
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # id: (tensor of this batch, equal tensor that is kept)

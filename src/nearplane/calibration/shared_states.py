@@ -35,10 +35,9 @@ class SharedStates(dict[Any, Any]):
 
 
 def with_shared(call: Call, states: SharedStates) -> Call:
-    """Return a call with these states in place of those of the network; the same call if the network has no place for any."""
-    names = [
-        name for name, value in call.kwargs.items() if isinstance(value, UserDict)
-    ]  # transformers' KVSharingDict is one
+    """Return a call with these states in place of those of the network, and with what blocks handed on where it takes that."""
+    # transformers' KVSharingDict is a UserDict
+    names = [name for name, value in call.kwargs.items() if isinstance(value, UserDict)]
     if names:
         call = replace(call, kwargs=call.kwargs | dict.fromkeys(names, states))
 

@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 
 from nearplane.calibration.activations import Stream, skeleton
 from nearplane.calibration.expert_rows import RoutedRows
-from nearplane.calibration.recorder import mapped
+from nearplane.calibration.recorder import tensors_within
 from nearplane.calibration.rows import Additions, Results, Rows, Seen, Uses, tensors_in, wide
 from nearplane.errors import CalibrationError, ModelError, NearplaneError, first_few, first_line
 from nearplane.models.ignored import pattern_of
@@ -262,15 +262,8 @@ def _bytes_of_arguments(stream: Stream) -> int:
     """Return the bytes of the arguments of all blocks that the second of two windows has for itself."""
 
     def storages(number: int) -> dict[int, UntypedStorage]:
-        found: dict[int, UntypedStorage] = {}
-
-        def add(each: Any) -> None:
-            if isinstance(each, Tensor):
-                found[each.untyped_storage().data_ptr()] = each.untyped_storage()
-
-        for calls in stream.calls.values():
-            mapped(add, [*calls[number].args, *calls[number].kwargs.values()])
-        return found
+        arguments = [[*calls[number].args, *calls[number].kwargs.values()] for calls in stream.calls.values()]
+        return {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors_within(arguments)}
 
     first, second = (storages(number) for number in (0, -1))
     return sum(each.nbytes() for place, each in second.items() if place not in first)

@@ -20,9 +20,10 @@ from nearplane.formats.compressed_tensors.compressed_tensors_format import packi
 from nearplane.formats.integers import expect
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.shared_grid import SharedGrid
-from nearplane.number_formats import MXFP4, MXFP8, NVFP4, NumberFormat
+from nearplane.number_formats import NumberFormat, number_format
+from nearplane.recipe.runtimes import MLX_FLOATS
 
-MODES = {each.name: each for each in (MXFP4, NVFP4, MXFP8)}
+MODES = {name: number_format(name) for name in MLX_FLOATS}
 
 
 def pack_floats(name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.activations import Stream
+from nearplane.calibration.recorder import tensors_within
 from nearplane.calibration.shared_states import SharedStates
 from nearplane.calibration.walk import Stage
 from nearplane.errors import FormatError
@@ -258,9 +259,10 @@ def _pages(stream: Stream, blocks: int) -> dict[str, Callable[[], dict[str, Tens
 
 
 def _bytes(stream: Stream) -> int:
-    """Return the bytes of the hidden states of all ranks."""
-    window = stream.quantized[0].nbytes // stream.sizes[0]
-    return window * (stream.dealt.windows + stream.dealt.extra_windows) * len(_networks(stream))
+    """Return the bytes of the hidden states of all ranks, and of the states that blocks share."""
+    shared = (each.nbytes for states in stream.shared.values() for each in tensors_within(list(states.values())))
+    held: int = sum(each.nbytes for name in _networks(stream) for each in getattr(stream, name)) + sum(shared)
+    return held * (stream.dealt.windows + stream.dealt.extra_windows) // sum(stream.sizes)
 
 
 def _behind(blocks: int, page: int | str) -> str:

@@ -174,7 +174,7 @@ def _refuse_merged(model: Model, plan: Plan, layers: Sequence[Layer]) -> None:
         RecipeError: There are both; the message names one of each.
     """
     experts = [layer for layer in layers if layer.routed and plan.layers[layer.name].number_format.bits < EIGHT_BITS]
-    if not plan.recipe.files.rounds_inputs or not experts or not (left := merged_experts(model, layers)):
+    if plan.recipe.format != "compressed-tensors" or not experts or not (left := merged_experts(model, layers)):
         return
     raise RecipeError(
         f"{experts[0].name}: transformers merges experts, and also what it makes {left[0]} of, and decodes either both or none "

@@ -1,6 +1,6 @@
 """What the programs that are to load a checkpoint accept, by the table of `runtimes.py`. Needs no torch.
 
-A run without a runtime writes what all usual readers of its format load; with one, what this program loads.
+A run without a runtime keeps the rules of one usual reader of its format (`USUAL`); with one, those of this program.
 """
 
 from __future__ import annotations
@@ -81,24 +81,29 @@ class Readers:
 
     def fault(self, weights: Weights) -> str | None:
         """Return why such weights are not loaded, and what to do; None: they are."""
-        if self.format is None or self.takes(weights):
+        if (reason := self.reason(weights)) is None:
             return None
-        others = [name for name in RUNTIMES if loads(name, self.format, weights)]
-        inputs, program = weights.format.inputs, self.programs[-1]
-        what = f"experts in {weights.format.name}" if weights.expert else weights.format.name
-        what += f" with {inputs.name} inputs" if weights.rounded and inputs is not None else ""
-        judge = "" if self.named else ", whose rules hold without --runtime,"
-        verb = "does not load" if program.version else "is not known to load"
-        said = f"{program.title} {program.version}".strip() + f"{judge} {verb} {what} from {self.format}"
-        if not others:
-            said = f"{self.format} does not store {what}"
+        others = _loading(self.format, weights)
+        judge = "" if self.named or not others else f" (without --runtime, the rules of {self.programs[-1].title} hold)"
         ways = self._near(weights) or options_of(self.forms, expert=weights.expert)
         ways += [f"--runtime {_listed(others, 'or')}"] if others else []
         files = [each for each in USUAL if each != self.format and self._elsewhere(each, weights)]
         ways += [f"--format {_listed(files, 'or')}"] if files else []
         if weights.expert and self.takes(weights._replace(expert=False)):
             ways.append("--ignore 'experts'")
-        return f"{said}. Use {', or '.join(ways or ['other weights'])}."
+        return f"{reason}{judge}. Use {', or '.join(ways or ['other weights'])}."
+
+    def reason(self, weights: Weights) -> str | None:
+        """Return why such weights are not loaded, as a clause; None: they are."""
+        if self.format is None or self.takes(weights):
+            return None
+        inputs, program = weights.format.inputs, self.programs[-1]
+        what = f"experts in {weights.format.name}" if weights.expert else weights.format.name
+        what += f" with {inputs.name} inputs" if weights.rounded and inputs is not None else ""
+        if not _loading(self.format, weights):
+            return f"{self.format} does not store {what}"
+        verb = "does not load" if program.version else "is not known to load"
+        return f"{program.title} {program.version}".strip() + f" {verb} {what} from {self.format}"
 
     def _near(self, weights: Weights) -> list[str]:
         """Return the options by which weights that are not loaded would be: rounded inputs or none, zero points or none."""
@@ -162,6 +167,10 @@ def loads(runtime: Runtime, format: Format | None, weights: Weights) -> bool:
     """Return whether a program loads such weights from a format."""
     known = RUNTIMES[runtime].loads
     return format is not None and format in known and _form(known[format], weights) is not None
+
+
+def _loading(format: Format | None, weights: Weights) -> list[Runtime]:
+    return [name for name in RUNTIMES if loads(name, format, weights)]
 
 
 def packing(format: Format | None, weights: Weights) -> tuple[Runtime, ...]:

@@ -16,9 +16,8 @@ Runtime = Literal["vllm", "sglang", "transformers", "gptqmodel", "llama.cpp", "m
 Integers = Literal["symmetric", "zero points", "minima"]
 Known = Literal["run", "loader run, kernel replaced", "read in its source", "said by its documentation"]
 RUN: Known = "run"
-REPLACED: Known = (
-    "loader run, kernel replaced"  # which this processor lacks; weights were decoded from the program's own tensors
-)
+# a kernel that processors lack: weights were decoded from the program's own tensors
+REPLACED: Known = "loader run, kernel replaced"
 SOURCE: Known = "read in its source"
 SAID: Known = "said by its documentation"
 
@@ -187,7 +186,7 @@ RUNTIMES: Mapping[Runtime, Program] = {
         packed=("nearplane",),
     ),
 }
-# whose rules a run without a runtime keeps, so that all usual readers load it: those of the last
+# usual readers of each format; a run without a runtime keeps the rules of the last
 USUAL: Mapping[Format, tuple[Runtime, ...]] = {
     "compressed-tensors": ("vllm", "transformers"),
     "gptq": ("vllm", "transformers", "gptqmodel"),

@@ -60,12 +60,12 @@ def as_computed(record: RunRecord) -> str:
 
 
 def for_one_program(record: RunRecord) -> Iterator[str]:
-    """Yield a sentence if the files are for one program, and not all usual readers of their format load them."""
+    """Yield a sentence if the files are for one program, and the usual reader of their format does not load them."""
     recipe = record.recipe
     usual = readers_of(recipe.format, None)
-    faults = (fault for weights in weights_of(record) if (fault := usual.fault(weights)) is not None)
-    if recipe.runtime is not None and (fault := next(faults, None)) is not None:
-        yield f"made for {recipe.runtime}: {fault.partition('. Use ')[0].replace(', whose rules hold without --runtime,', '')}"
+    reasons = (reason for weights in weights_of(record) if (reason := usual.reason(weights)) is not None)
+    if recipe.runtime is not None and (reason := next(reasons, None)) is not None:
+        yield f"made for {recipe.runtime}: {reason}"
 
 
 def in_words(record: RunRecord) -> str:

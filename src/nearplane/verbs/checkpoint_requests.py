@@ -81,7 +81,7 @@ class ExportRequest:
             symmetric, gptq_v2, awq at 4 bits, mlx, gguf at 4, 5 and 8 symmetric bits in groups that are multiples of 32, and at
             4 asymmetric bits in multiples of 256. Floats move between mlx and compressed-tensors.
         runtime: Program that must load the result, as quantize takes it: with vllm, compressed-tensors holds zero points, too.
-            Default: the usual readers of the format.
+            Default: the rules of transformers, GPTQModel (gptq), llama.cpp (gguf) or mlx_lm (mlx).
         dtype: Dtype of all weights, only with safetensors. Default: bfloat16 for decoded weights, and every other tensor keeps
             its own.
         trust_remote_code: Run model code that comes with the checkpoint, and copy it.

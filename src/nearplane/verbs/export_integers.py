@@ -197,9 +197,9 @@ def _tried(source: Path, stored: Stored, model: Model, format: str, readers: Rea
                 f"{source} cannot be exported to {format} without a change. {why}. Use another --format, or safetensors, which "
                 f"holds all weights decoded."
             ) from error
-        if (unread := readers.fault(Weights(held.format, stored.inputs(name) is not None, layer.routed))) is not None:
+        if (unread := readers.reason(Weights(held.format, stored.inputs(name) is not None, layer.routed))) is not None:
             raise RecipeError(
-                f"{source} cannot be exported to {format} without a change. {name}: {unread.partition('. Use ')[0]}. Use another "
+                f"{source} cannot be exported to {format} without a change. {name}: {unread}. Use another "
                 f"--runtime or --format, or safetensors, which holds all weights decoded."
             )
         formats[layer.name] = held.format

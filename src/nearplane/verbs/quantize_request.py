@@ -65,7 +65,8 @@ class QuantizeRequest:
             compressed-tensors (the default) is for vLLM and transformers; gptq, gptq_v2, awq and mlx are for readers of these.
             nearplane is entropy-coded (default with --rate or --size), gguf is for llama.cpp (default with --grid q4_k_m).
         runtime: Program that must load the result: what it does not load is refused, and what only it loads is allowed, such as
-            zero points in compressed-tensors with vllm. Default: the usual readers of the format.
+            zero points in compressed-tensors with vllm. Default: the rules of transformers, GPTQModel (gptq), llama.cpp (gguf)
+            or mlx_lm (mlx).
         activations: Numbers to which runtimes round the inputs of quantized layers: int8 (with --grid int8), fp8 (with
             --grid fp8, fp8-block or mxfp8) or fp4 (with --grid nvfp4 or mxfp4). The solve then takes this rounding into
             account. --layer 'self_attn=grid:fp8,activations:fp8' rounds those of some layers otherwise. Default: none.

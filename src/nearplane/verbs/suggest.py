@@ -155,10 +155,8 @@ class _Sizes:
             asked = Recipe.from_spellings(**mode.options)
         row = partial(Suggestion, options=mode.words, command=self._command(mode), runtimes=runtimes)
         if not runtimes or self.runtime not in (None, *runtimes):
-            return row(
-                refused=f"{self.runtime or 'no program'} does not keep experts packed in {mode.weights().format.name}.",
-                loss=mode.loss,
-            )
+            who = f"{self.runtime} does not keep" if self.runtime else "no program keeps"
+            return row(refused=f"{who} experts packed in {mode.weights().format.name}.", loss=mode.loss)
         sample = described if asked.files.one_file else _one_of_each(described)
         try:
             plan = resolved(sample, asked)

@@ -244,9 +244,8 @@ def _beside(folder: Path, record: RunRecord, plan: Plan, model: Model) -> Iterat
     config_json = read_config(folder)
     original_json = json.loads(config_text(model.folder, expected, model.config.to_dict()))
     config_json.setdefault(TIED, original_json.get(TIED))  # older versions left it out where the original did
-    config_json = (
-        rope_for_mlx(config_json) | config_json
-    )  # the fields stay where weights for MLX are exported to others
+    # the fields stay where weights for MLX are exported to others
+    config_json = rope_for_mlx(config_json) | config_json
     original_json = rope_for_mlx(original_json) | original_json
     if unlike := sorted(
         key

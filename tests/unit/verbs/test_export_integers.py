@@ -162,7 +162,7 @@ REFUSED = {
         "gptq_v2",
         dict(bits=4, group_size=32, symmetric=False),
         "compressed-tensors",
-        "transformers 5.24.0, whose rules hold without --runtime, does not load int4-g32-asym",
+        "transformers 5.24.0 does not load int4-g32-asym",
     ),
     "group": (
         "gptq_v2",

@@ -41,12 +41,8 @@ FOUR_BITS = "general.tensor_extra.prec_a4"  # whether their inputs may be rounde
 LIKE_KEY = f"{KEY_PREFIX}like"  # name of the file of which `--like` took the header; `TENSORS` are then of `Content`
 STAR = "*"  # replaces the expert's number in the name of a tensor with the matrices of all experts
 METADATA = f"{KEY_PREFIX}metadata_sha256"  # SHA-256 of the metadata of network and tokenizer
-NETWORK_KEYS = (
-    "general.architecture",
-    "general.alignment",
-    MARKED,
-    FOUR_BITS,
-)  # general keys that change what tensors are
+# general keys that change what tensors are
+NETWORK_KEYS = ("general.architecture", "general.alignment", MARKED, FOUR_BITS)
 SHA_SIZE = 64  # letters of a SHA-256 in hexadecimal
 
 

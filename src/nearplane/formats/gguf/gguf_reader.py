@@ -147,9 +147,8 @@ class GGUFReader(TensorReader):
                 f"the file again."
             )
         dims = len(info.shape)
-        stacked = (
-            STAR in name if rule.reciprocal else dims == 3 and rule == Rule()
-        )  # values of experts are stored unchanged
+        # values of experts are stored unchanged
+        stacked = STAR in name if rule.reciprocal else dims == 3 and rule == Rule()
         size = SHA_SIZE * (info.shape[0] if stacked else 1) if self.header.own else 0
         if dims > (1 if rule.reciprocal else 2 + stacked) or stacked != (STAR in name) or len(sums) != size:
             raise ModelError(
