@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nearplane.calibration.activations import Stream
 from nearplane.calibration.expert_rows import InParts, RoutedRows, in_turn, unit_of_experts
+from nearplane.calibration.positions import exponents_of, scaled
 from nearplane.calibration.rows import Rows
 from nearplane.calibration.stages import unreached
 from nearplane.calibration.sums_of_ranks import add_up, collect
@@ -55,11 +56,11 @@ def sum_moments(
 
         H = X_hat^T X_hat / tokens    C = X^T X_hat / tokens    lost = (X W^T + r - X_hat W^T - r_hat)^T X_hat / tokens
 
-    `lost` replaces C where that is less work, see `_lost_outputs`. Products are computed in float32 (float64 for
-    float64 activations, see `cross_product`) batch by batch and summed exactly, see `ExactSum`. Extra windows do not
-    enter these sums; about `EXTRA_TOKENS` of their rows, evenly spread, are kept separately as `ExtraRows`. With an
-    original network to compare with, the moments of the last `HELD_OUT` of the fitted windows, at least one, are also
-    returned separately.
+    Rows are scaled first where the stream has weights of positions, see `positions.py`. `lost` replaces C where that is
+    less work, see `_lost_outputs`. Products are computed in float32 (float64 for float64 activations, see
+    `cross_product`) batch by batch and summed exactly, see `ExactSum`. Extra windows do not enter these sums; about
+    `EXTRA_TOKENS` of their rows, evenly spread, are kept separately as `ExtraRows`. With an original network to compare
+    with, the moments of the last `HELD_OUT` of the fitted windows, at least one, are also returned separately.
 
     All experts of a block are one group. The rows of all batches are kept and the moments of one expert are summed at a
     time, so that the matrices of all experts are never in memory together.
@@ -136,6 +137,8 @@ class _Sums:
         self._fitted, self._held = MomentSums(unit=unit), MomentSums(unit=unit)
         self._extra = ExtraRows(sizes=[0] * stream.dealt.texts)
         self._alike, self._compared = 0, False
+        known = [stream.positions[layer.name] for layer in group if layer.name in stream.positions]
+        self._positions = exponents_of(known)
 
     @property
     def unit(self) -> Tensor | None:
@@ -150,6 +153,8 @@ class _Sums:
     def add(self, batch: int, rows: Rows) -> None:
         """Add the rows of a batch; batches come in order."""
         dealt, size = self.dealt, self._stream.sizes[batch]
+        if self._positions:
+            rows = scaled(rows, self._positions, size)
         if self.unit is None:
             self.unit = unit_of(rows.X_hat)
         if batch == 0 and dealt.repeated:
@@ -233,7 +238,10 @@ class _Sums:
                 finite = X.square().isfinite().all()[None]
                 checks.append((network, finite, torch.ones_like(finite)))
         refuse_unusable(names, checks)
-        return {layer.name: replace(means.of(layer.name, held_means), extra=extra) for layer in self.group}
+        return {
+            layer.name: replace(means.of(layer.name, held_means), extra=extra, positions=self._positions)
+            for layer in self.group
+        }
 
 
 def refuse_unusable(names: str, sums: Sequence[tuple[str, Tensor, Tensor]]) -> None:

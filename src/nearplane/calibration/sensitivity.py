@@ -16,11 +16,12 @@ from torch import Tensor
 from nearplane.calibration.activations import Stream, skeleton
 from nearplane.calibration.network_ends import finish, readout
 from nearplane.calibration.one_forward import default_batch
+from nearplane.calibration.positions import octaves, weights_of
 from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.calibration.walk import Followed
 from nearplane.errors import CalibrationError
 from nearplane.models.divergence import NOTHING_TO_MEASURE, predicts_always_the_same
-from nearplane.models.kinds import has_head
+from nearplane.models.kinds import continues_text, has_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.system.device import repeatable_backward
@@ -30,8 +31,10 @@ from nearplane.system.memory import release
 from nearplane.system.progress import Progress, Tracked, in_steps, silent
 from nearplane.system.ranks import ONE_PROCESS, Ranks
 
-MAX_TOKENS, MIN_TOKENS = 16384, 2048
-BATCH = 8  # windows per forward pass
+MAX_TOKENS, MIN_TOKENS, MIN_WINDOWS = 16384, 2048, 4
+BATCH_TOKENS, BATCH_WINDOWS = 1024, 8  # largest batch of a forward pass on the CPU
+LOGITS = 2**24  # in memory at a time, where a network predicts token by token
+CPU = torch.device("cpu")
 ALONE, TOGETHER = "measuring which errors matter", "measuring which errors add up"
 RUN_ROWS = 256  # largest run of neighbouring outputs whose gradients are multiplied with each other
 
@@ -48,11 +51,66 @@ class Sensitivity:
             use. For tied embeddings G includes the cost in the head, and `outputs` has the head's under their name.
         together: {layer: (run, run) `G = E[g g^T]` of every run of up to `RUN_ROWS` neighbouring outputs}. Errors `e`
             in a run cost `1/2 e G e^T`. Holds only the requested layers in blocks.
+        positions: {layer: weight of each octave of positions, see `weights_of`}. Only layers in blocks that multiply as many
+            tokens of each window.
     """
 
     outputs: dict[str, Tensor]
     embeddings: Tensor | None = None
     together: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    positions: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Squares:
+    """Sums over tokens of squared gradients, by layer, in float64.
+
+    Attributes:
+        outputs: (out,) each.
+        octaves: (octaves,) each, of all outputs together, by octave of positions.
+        lengths: Number of tokens of each window that a layer multiplies; 0 where this is not the same for all.
+    """
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    octaves: dict[str, Tensor] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+
+    def count(self, name: str, squares: Tensor) -> None:
+        """Add (out,) sums over tokens."""
+        self.outputs[name] = self.outputs[name] + squares if name in self.outputs else squares
+
+    def place(self, name: str, squares: Tensor, windows: int) -> None:
+        """Add (tokens,) sums over outputs, of so many windows; 0: tokens have no known places in windows."""
+        length = len(squares) // windows if windows and not len(squares) % windows else 0
+        by_position = squares.view(-1, length).sum(0) if length else squares
+        self._join(
+            name, torch.stack([by_position[part].sum() for part in octaves(length)]) if length else squares, length
+        )
+
+    def add(self, other: _Squares) -> _Squares:
+        """Add the sums of another batch to these, and return these."""
+        for name, each in other.outputs.items():
+            self.count(name, each)
+        for name, length in other.lengths.items():
+            self._join(name, other.octaves[name], length)
+        return self
+
+    def to(self, device: torch.device) -> _Squares:
+        """Return the sums on a device."""
+        outputs, sums = (
+            {name: each.to(device) for name, each in part.items()} for part in (self.outputs, self.octaves)
+        )
+        return _Squares(outputs, sums, self.lengths)
+
+    def by_position(self) -> dict[str, tuple[float, ...]]:
+        """Return {layer: the weight of each octave}."""
+        return {name: weights_of(self.octaves[name], length) for name, length in self.lengths.items() if length}
+
+    def _join(self, name: str, sums: Tensor, length: int) -> None:
+        if self.lengths.setdefault(name, length) != length:
+            self.lengths[name] = 0
+        together = self.lengths[name] and name in self.octaves
+        self.octaves[name] = self.octaves[name] + sums if together else sums
 
 
 def sensitivity(
@@ -72,9 +130,9 @@ def sensitivity(
     normal distribution around the last ones, whose standard deviation is their root mean square. For the outputs of the
     head, the expectation over labels is computed exactly: `E[p_i (1 - p_i)]`.
 
-    The time is that of about four forward passes of a sixteenth of the tokens, at least 2048 and at most 16384; with
-    quantized embeddings an eighth, at least 4096; with `together` a quarter, at least 8192. The hidden states between
-    all blocks are kept in a file, in the compute dtype, so that memory does not grow with the number of blocks.
+    The time is that of about four forward passes of a sixteenth of the tokens, at least 2048 and four windows, and at most
+    16384; with quantized embeddings an eighth, at least 4096; with `together` a quarter, at least 8192. The hidden states
+    between all blocks are kept in a file, in the compute dtype, so that memory does not grow with the number of blocks.
 
     On several processes each takes some of the batches, if it is the diagonal of a network with a head, without embeddings.
 
@@ -94,7 +152,7 @@ def sensitivity(
     dtype = torch.float32 if dtype == torch.float16 else dtype
     count = sensitivity_windows(model, tokens, together=bool(together))
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
-    batch = BATCH if device.type == "cpu" else default_batch(windows.shape[1])  # less for `repeatable_backward`
+    batch = backward_batch(windows.shape[1]) if device.type == "cpu" else default_batch(windows.shape[1])
     every = windows.split(batch)
     divided = not together and model.embeddings is None and has_head(model.network)
     if divided and ranks.others:
@@ -106,8 +164,8 @@ def sensitivity(
         stream = skeleton(model, batches or every[:1], device=device, dtype=dtype)
     runs: dict[str, tuple[Tensor, ...]] = {}
     # sums over tokens of squared gradients: of each batch where ranks add them in the order of batches, else of all in one
-    apart, every_batch = divided and ranks.world > 1, dict[str, Tensor]()
-    sums = [{} if apart else every_batch for _ in batches]
+    apart, everything = divided and ranks.world > 1, _Squares()
+    sums = [_Squares() if apart else everything for _ in batches]
     label, total = TOGETHER if together else ALONE, 2 * len(blocks)
     tracked = Tracked(range(total), label, total, work=_work(blocks), short=False)
     with (
@@ -143,13 +201,12 @@ def sensitivity(
                 name: tuple((total / windows.numel()).float() for total in totals) for name, totals in products.items()
             }
     if apart:
-        on_host = [{name: one.cpu() for name, one in each.items()} for each in sums]
-        gathered = [each for some in ranks.gather(on_host) for each in some]
-        for name in dict.fromkeys(name for each in gathered for name in each):
-            every_batch[name] = reduce(torch.add, (each[name] for each in gathered if name in each)).to(device)
-    outputs = {name: total / windows.numel() for name, total in every_batch.items()}
+        gathered = [each for some in ranks.gather([one.to(CPU) for one in sums]) for each in some]
+        everything = reduce(_Squares.add, gathered, everything).to(device)
+    outputs = {name: total / windows.numel() for name, total in everything.outputs.items()}
+    positions = everything.by_position()
     if model.embeddings is None:
-        return Sensitivity(outputs=outputs, together=runs)
+        return Sensitivity(outputs=outputs, together=runs, positions=positions)
     if not model.tied:
         vocabulary = model.embeddings.layers[0].shape[0]
         counts = tokens.flatten().cpu().bincount(minlength=vocabulary) + 1
@@ -158,7 +215,7 @@ def sensitivity(
     if model.tied:
         finish(model, Stream(last_states, {}, extra=stream.extra), windows, dtype)
         G += second_moment(last_states)
-    return Sensitivity(outputs=outputs, embeddings=G, together=runs)
+    return Sensitivity(outputs=outputs, embeddings=G, together=runs, positions=positions)
 
 
 def _work(blocks: Sequence[Block]) -> list[int]:
@@ -187,7 +244,12 @@ def sensitivity_windows(model: Model, tokens: Tensor, *, together: bool = False)
     multiple = 1 if model.embeddings is None else 2  # embeddings have a matrix of moments, outputs one number each
     multiple = 4 if together else multiple  # these matrices are factored
     count = min(max(multiple * tokens.numel() // 16, multiple * MIN_TOKENS), MAX_TOKENS)
-    return min(len(tokens), max(1, count // tokens.shape[1]))
+    return min(len(tokens), max(MIN_WINDOWS, count // tokens.shape[1]))
+
+
+def backward_batch(seqlen: int) -> int:
+    """Return the number of windows that pass backwards at once on the CPU: a pass keeps all activations of a block."""
+    return max(1, min(BATCH_WINDOWS, BATCH_TOKENS // seqlen))
 
 
 def second_moment(states: Sequence[Tensor]) -> Tensor:
@@ -213,7 +275,7 @@ def _from_predictions(
     tokens: Sequence[Tensor],
     hidden: Sequence[Tensor],
     generator: torch.Generator,
-    sums: Sequence[dict[str, Tensor]],
+    sums: Sequence[_Squares],
 ) -> tuple[list[Tensor], bool]:
     """Return the gradients of drawn labels' log-likelihood with respect to the hidden states after the last block.
 
@@ -225,25 +287,38 @@ def _from_predictions(
     with readout(model, stream, device=device, dtype=hidden[0].dtype) as logits, torch.enable_grad():
         for part, x, squares in zip(tokens, hidden, sums, strict=True):
             rows = []
-            for window, state in zip(part, x, strict=True):  # one at a time: logits are large
-                leaf = state[None].detach().requires_grad_()
-                output = logits(window[None], leaf)[0].float()
-                if has_head(model.network):
-                    predicted = output.log_softmax(-1)
-                    varies |= not predicts_always_the_same(predicted.detach())
-                    p = predicted.detach().exp()
-                    if head is not None:
-                        square = (p * (1 - p)).sum(0).double()
-                        squares[head.name] = squares[head.name] + square if head.name in squares else square
-                    uniform = torch.rand(len(p), 1, generator=generator).to(device)
-                    likelihood = predicted.gather(-1, draw_labels(p, uniform)).sum()
-                else:
+            for window, state in zip(part, x, strict=True):
+                if not has_head(model.network):
+                    leaf = state[None].detach().requires_grad_()
+                    output = logits(window[None], leaf)[0].float()
                     drawn = torch.randn(output.shape, generator=generator).to(device)
                     drawn /= output.detach().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-15)
-                    likelihood = (output * drawn).sum()
-                rows.append(torch.autograd.grad(likelihood, leaf)[0])
+                    rows.append(torch.autograd.grad((output * drawn).sum(), leaf)[0])
+                    continue
+                outputs, step = len(window), predicted_at_once(model, len(window))
+                uniform, of_window = torch.rand(outputs, 1, generator=generator).to(device), []
+                for start in range(0, outputs, step):  # logits are large
+                    here = slice(start, start + step) if step < outputs else slice(None)
+                    leaf = state[None, here].detach().requires_grad_()
+                    predicted = logits(window[None, here], leaf)[0].float().log_softmax(-1)
+                    if not start:
+                        varies |= not predicts_always_the_same(predicted.detach())
+                    p = predicted.detach().exp()
+                    if head is not None:
+                        squares.count(head.name, (p * (1 - p)).sum(0).double())
+                    likelihood = predicted.gather(-1, draw_labels(p, uniform[here])).sum()
+                    of_window.append(torch.autograd.grad(likelihood, leaf)[0])
+                    del predicted, p, likelihood
+                rows.append(torch.cat(of_window, 1))
             gradients.append(torch.cat(rows))
     return _finite(gradients, "the head" if has_head(model.network) else "the end"), varies
+
+
+def predicted_at_once(model: Model, tokens: int) -> int:
+    """Return how many tokens of a window are predicted at once: all, where a network may look at whole windows at its end."""
+    if not continues_text(model.network):
+        return tokens
+    return min(tokens, max(1, LOGITS // len(model.network.get_input_embeddings().weight)))
 
 
 def draw_labels(p: Tensor, uniform: Tensor) -> Tensor:
@@ -271,7 +346,7 @@ def _back(
     stream: Stream,
     inputs: list[Tensor],
     gradients: list[Tensor],
-    sums: Sequence[dict[str, Tensor]],
+    sums: Sequence[_Squares],
     together: Collection[str],
 ) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
     """Propagate gradients from the outputs of a block to its inputs.
@@ -280,12 +355,13 @@ def _back(
     products of gradients within runs of outputs.
     """
     products: dict[str, list[Tensor]] = {}
-    now: list[dict[str, Tensor]] = []  # the last is the one of the batch that passes
+    now: list[tuple[int, _Squares]] = []  # windows of the batch that passes, and its sums, come last
 
     def count(layer: Layer, gradient: Tensor) -> None:
-        rows, squares = layer.outputs_of(gradient).double(), now[-1]  # (tokens, out)
-        square = rows.square().sum(0)
-        squares[layer.name] = squares[layer.name] + square if layer.name in squares else square
+        rows, (windows, squares) = layer.outputs_of(gradient).double(), now[-1]  # (tokens, out)
+        square = rows.square()
+        squares.count(layer.name, square.sum(0))
+        squares.place(layer.name, square.sum(1), 0 if layer.routed else windows)
         if layer.name in together:
             parts = [run.T @ run for run in rows.tensor_split(-(-layer.shape[0] // RUN_ROWS), dim=1)]
             earlier = products.get(layer.name)
@@ -300,7 +376,7 @@ def _back(
         for layer in block.quantized_layers():
             hooks.enter_context(layer.after(after))
         for i, (x, gradient, squares) in enumerate(zip(inputs, gradients, sums, strict=True)):
-            now.append(squares)
+            now.append((len(x), squares))
             leaf = x.detach().requires_grad_()
             output = stream.forward(block, block.quantized, i, leaf)
             input_gradients.append(torch.autograd.grad(output, leaf, gradient)[0])

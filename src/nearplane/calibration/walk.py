@@ -9,7 +9,7 @@ block, forward passes in `one_forward.py`, sums over rows in `second_moments.py`
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -148,6 +148,7 @@ def walk(
     setting: MemorySetting,
     *,
     moments: Mapping[str, Moments] | None = None,
+    positions: Mapping[str, Sequence[float]] | None = None,
     resumed: Resumed | None = None,
 ) -> Iterator[Iterator[Stage]]:
     """Walk through a network from embeddings to head: `with walk(...) as stages: for stage in stages: ...`
@@ -161,6 +162,7 @@ def walk(
         windows: The calibration windows; without windows, the inputs of layers are not observed.
         setting: The device with its ranks, and settings for memory.
         moments: Moments of the embeddings' inputs, if embeddings are quantized; see `Plan`.
+        positions: {layer: weight of each octave of positions}; None: all tokens count alike.
         resumed: State of a stopped walk, whose stages are skipped.
 
     Yields:
@@ -172,8 +174,9 @@ def walk(
     ranks, done = setting.device.ranks, 0 if resumed is None else resumed.blocks
     if ranks.others:
         theirs = replace(setting, device=Device(setting.device.place))  # each has ranks of its own
-        ranks.start(_FollowedWalk(recipe, windows, theirs, dict(moments or {}), done, library_in_use(), model.tuned))
-    stages = _Walk(model, recipe, windows, setting).stages(moments or {}, resumed)
+        known = dict(moments or {}), dict(positions or {})
+        ranks.start(_FollowedWalk(recipe, windows, theirs, *known, done, library_in_use(), model.tuned))
+    stages = _Walk(model, recipe, windows, setting, positions or {}).stages(moments or {}, resumed)
     with closing(_in_order(stages, ranks)) as in_order:
         yield in_order
 
@@ -209,6 +212,7 @@ class _FollowedWalk:
     windows: Windows
     setting: MemorySetting
     moments: Mapping[str, Moments]
+    positions: Mapping[str, Sequence[float]]
     blocks: int
     library: Library
     tuned: Mapping[str, Tensor]
@@ -216,9 +220,10 @@ class _FollowedWalk:
     def __call__(self, followed: Followed) -> None:
         followed.model.tuned = dict(self.tuned)
         setting = replace(self.setting, device=followed.device, folder=None)
+        known: dict[str, Any] = {"moments": self.moments, "positions": self.positions}
         with (
             using_library(self.library),
-            walk(followed.model, self.recipe, self.windows, setting, moments=self.moments, resumed=self) as stages,
+            walk(followed.model, self.recipe, self.windows, setting, **known, resumed=self) as stages,
         ):
             for stage in stages:
                 stage.ranks.serve(stage)
@@ -236,6 +241,7 @@ class _Walk:
     recipe: Recipe
     windows: Windows
     setting: MemorySetting
+    positions: Mapping[str, Sequence[float]]
 
     def stages(self, moments: Mapping[str, Moments], resumed: Resumed | None) -> Generator[Stage]:
         """Yield all stages, including the end of every block."""
@@ -294,7 +300,7 @@ class _Walk:
         keep, place = self.setting.keep, self.setting.device.place
         batches, dealt = self._dealt()
         stream = skeleton(self.model, batches, device=place, dtype=dtype, embeddings=embeddings, keep=keep)
-        stream.dealt = dealt
+        stream.dealt, stream.positions = dealt, self.positions
         stream.rounding = RoundedStream(self.recipe.inputs_of) if self.recipe.rounded else None
         stream.cache = CacheRange() if self.recipe.kv_cache != "none" else None
         stream.original = (stream.original or keep(stream.quantized)) if self.recipe.scheme.correct else None

@@ -61,6 +61,7 @@ class Moments:
         alike: Share of an expert's rows whose tokens the original router sends to it too; None for other layers, or
             where the original model did not run.
         blended: Number of an expert's `tokens` that stand for the mean over its block's experts; None for other layers.
+        positions: Binary exponent of the factor of the rows in each octave of positions; empty: rows are as they are.
     """
 
     H: Tensor
@@ -72,6 +73,7 @@ class Moments:
     alive: Tensor | None = None
     alike: float | None = None
     blended: int | None = None
+    positions: tuple[int, ...] = ()
 
     @property
     def corrects(self) -> bool:

@@ -214,6 +214,7 @@ def record_of(
         tokens=moments.tokens - (moments.blended or 0),
         alike=moments.alike,
         blended=moments.blended,
+        positions=moments.positions,
         order=scheme.order,
         seconds=0.0,
     )

@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 
 from nearplane.calibration.extra_divergence import COMPARED_LOGITS as EXTRA_LOGITS
 from nearplane.calibration.one_forward import MemorySetting, paused_bytes
+from nearplane.calibration.sensitivity import LOGITS as BACKWARD_LOGITS
+from nearplane.calibration.sensitivity import backward_batch
 from nearplane.calibration.states_on_host import pinned_bytes
 from nearplane.calibration.windows import extra_batch
 from nearplane.lattice import kernels, kernels_torch
@@ -29,7 +31,7 @@ EXTRA_ROWS = 1024  # rows of extra windows that are kept for a layer
 CERTIFIED_ROWS, CERTIFIED_BYTES = 256, 110  # rows that a certificate measures at a time, bytes per weight of these rows
 CORRECTED_BYTES = 20  # per weight while its target is corrected: W, lost outputs twice, the correction, the target
 BEAM_COLUMNS = 128  # that a beam sweeps together; a kernel of CUDA sweeps 256 and takes a third of the memory of `GPU`
-LOGITS_COPIES = 6  # of a window's logits in the backward pass: logits, probabilities, gradients, each with a temporary
+LOGITS_COPIES = 6  # of the logits of a backward pass: logits, probabilities, gradients, each with a temporary
 COMPARED_COPIES = 5  # of logits when predictions are compared: both log-probabilities, exp, difference, product
 PART_COPIES = 3  # of the input of a layer on a GPU: three parts in 16 bits of its difference, and what is left of it
 ROUNDING_COPIES = 5  # of the input of a layer, while it is rounded
@@ -320,8 +322,10 @@ def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[
     alive = max(kind.most_alive for kind in shapes.blocks) / window  # bytes per token
     if shapes.backward:
         gradients = 2 * width * shapes.backward
-        yield Moment("measuring gradients", gradients + LOGITS_COPIES * SINGLE * window * shapes.vocabulary + head)
-        kept = round(BACKWARD_COPIES * alive * min(shapes.backward, (8 if on_cpu else setting.batch) * window))
+        logits = min(window * shapes.vocabulary, max(shapes.vocabulary, BACKWARD_LOGITS))
+        yield Moment("measuring gradients", gradients + LOGITS_COPIES * SINGLE * logits + head)
+        batch = backward_batch(window) if on_cpu else setting.batch
+        kept = round(BACKWARD_COPIES * alive * min(shapes.backward, batch * window))
         kept += 0 if on_cpu else SCORE_COPIES * SINGLE * setting.batch * shapes.heads * window**2
         yield Moment("measuring gradients", block + gradients + kept)
     if shapes.probe is not None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from nearplane.calibration.sensitivity import sensitivity, sensitivity_windows
 from nearplane.calibration.states_on_disk import Keep
-from nearplane.errors import RecipeError
+from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.moments import Moments
 from nearplane.models.model import Model
@@ -28,6 +30,7 @@ from nearplane.recipe.schemes import GridScheme
 from nearplane.system.device import Device
 from nearplane.system.progress import Progress, silent
 
+log = logging.getLogger(__name__)
 POINTS = 3  # widths or types that are measured of each layer, about
 
 
@@ -56,9 +59,9 @@ def plan(
         RecipeError: The rate or size cannot be met.
     """
     recipe, scheme, measure = settled.recipe, settled.recipe.scheme, None
-    effect, rates, together = Effect({}, {}), dict[str, float](), dict[str, tuple[Tensor, ...]]()
+    effect, rates, together = Effect(), dict[str, float](), dict[str, tuple[Tensor, ...]]()
     if tokens is not None:
-        effect = effect_of_errors(model, scheme, tokens, device, progress)
+        effect = effect_of_errors(model, scheme, tokens, device, progress, positions=weighs_positions(model, recipe))
         measure = partial(probe, model, tokens, device=device.place, keep=keep, progress=progress, ranks=device.ranks)
     if scheme.entropy_coded:
         rates = measured_rates(model, settled, effect.rows, measure)
@@ -73,29 +76,32 @@ def plan(
         together = sensitivity(
             model, tokens, device=device.place, dtype=dtype, together=compensating, progress=progress
         ).together
-    return _completed(settled, rates, effect.rows, together, effect.embeddings)
+    return _completed(settled, rates, effect, together)
 
 
 def _completed(
-    settled: Plan,
-    rates: Mapping[str, float],
-    rows: Mapping[str, Tensor],
-    together: Mapping[str, Sequence[Tensor]],
-    moments: Mapping[str, Moments],
+    settled: Plan, rates: Mapping[str, float], effect: Effect, together: Mapping[str, Sequence[Tensor]]
 ) -> Plan:
     """Return a plan with what was measured, by name of the layer."""
     layers = {
-        name: replace(each, rate=rates.get(name), sensitivity=rows.get(name), together=tuple(together.get(name, ())))
+        name: replace(
+            each,
+            rate=rates.get(name),
+            sensitivity=effect.rows.get(name),
+            positions=tuple(effect.positions.get(name, ())),
+            together=tuple(together.get(name, ())),
+        )
         for name, each in settled.layers.items()
     }
-    return replace(settled, layers=layers, moments=moments)
+    return replace(settled, layers=layers, moments=effect.embeddings)
 
 
 def state_of(planned: Plan) -> dict[str, Any]:
     """Return what was decided by measuring as JSON, for `restored`."""
     formats = {name: format.name for name, format in planned.formats.items() if planned.recipe.allocate == "slope"}
     rates = {name: each.rate for name, each in planned.layers.items() if each.rate is not None}
-    return {"formats": formats, "rates": rates}
+    positions = {name: each.positions for name, each in planned.layers.items() if each.positions}
+    return {"formats": formats, "rates": rates, "positions": positions}
 
 
 def tensors_of(planned: Plan) -> dict[str, dict[str, Any]]:
@@ -112,7 +118,8 @@ def restored(settled: Plan, state: Mapping[str, Any], tensors: Mapping[str, Mapp
     """Return the plan with this state and these tensors, which was made with `count` tokens of text."""
     settled = settled.stored_in({name: number_format(format) for name, format in state["formats"].items()})
     moments = {name: Moments(H=H, tokens=count) for name, H in tensors["moments"].items()}
-    return _completed(settled, state["rates"], tensors["sensitivity"], tensors["together"], moments)
+    effect = Effect(tensors["sensitivity"], moments, state["positions"])
+    return _completed(settled, state["rates"], effect, tensors["together"])
 
 
 def expected_work(model: Model, settled: Plan, tokens: Tensor) -> tuple[Extent | None, int]:
@@ -128,6 +135,7 @@ def expected_work(model: Model, settled: Plan, tokens: Tensor) -> tuple[Extent |
         points = int(probes_rates(model, recipe, budget_of(model, recipe)))
     together = bool(compensating_layers(model, settled))
     needs_backward = scheme.weighs_rows or together or (model.embeddings is not None and scheme.calibrated)
+    needs_backward |= weighs_positions(model, recipe)
     backward = sensitivity_windows(model, tokens, together=together) * tokens.shape[1] if needs_backward else 0
     return extent(model, tokens, points) if points and any(block.layers for block in model.blocks) else None, backward
 
@@ -138,27 +146,55 @@ def compensating_layers(model: Model, settled: Plan) -> set[str]:
     return {name for name in names if settled.layers[name].scheme.rows_compensate}
 
 
-class Effect(NamedTuple):
-    """Effect of errors on the network: by layer of each of its rows, and substitutes for second moments of embeddings."""
+def weighs_positions(model: Model, recipe: Recipe) -> bool:
+    """Return whether tokens are to count by their position, which layers in blocks have."""
+    return recipe.calibration.positions == "sensitivity" and any(block.layers for block in model.blocks)
 
-    rows: Mapping[str, Tensor]
-    embeddings: Mapping[str, Moments]
+
+class Effect(NamedTuple):
+    """Effect of errors on the network, by layer.
+
+    Args:
+        rows: (out,) sensitivity of each row.
+        embeddings: Substitutes for second moments of embeddings.
+        positions: Weight of each octave of positions.
+    """
+
+    rows: Mapping[str, Tensor] = {}
+    embeddings: Mapping[str, Moments] = {}
+    positions: Mapping[str, Sequence[float]] = {}
 
 
 def effect_of_errors(
-    model: Model, scheme: Scheme, tokens: Tensor, device: Device, progress: Progress = silent
+    model: Model,
+    scheme: Scheme,
+    tokens: Tensor,
+    device: Device,
+    progress: Progress = silent,
+    *,
+    positions: bool = False,
 ) -> Effect:
-    """Measure the effect of errors on the network by a backward pass, for rows of layers and columns of embeddings."""
+    """Measure the effect of errors on the network by a backward pass, for rows of layers and columns of embeddings.
+
+    Where `positions` are all that is to be measured and a backward pass is not possible, nothing is, and a warning says why.
+    """
     rows = scheme.weighs_rows
     columns = model.embeddings is not None and scheme.calibrated
-    if not rows and not columns:
-        return Effect({}, {})
+    if not (rows or columns or positions):
+        return Effect()
     dtype = device.compute_dtype(model.dtype)
-    measured = sensitivity(model, tokens, device=device.place, dtype=dtype, ranks=device.ranks, progress=progress)
+    try:
+        measured = sensitivity(model, tokens, device=device.place, dtype=dtype, ranks=device.ranks, progress=progress)
+    except (RuntimeError, CalibrationError) as error:
+        if rows or columns or isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        log.warning("All positions in windows count alike, as gradients could not be measured: %s", reason)
+        return Effect()
     moments: dict[str, Moments] = {}
     if model.embeddings is not None and columns and measured.embeddings is not None:
         moments[model.embeddings.name] = Moments(H=measured.embeddings, tokens=tokens.numel())
-    return Effect(measured.outputs if rows else {}, moments)
+    return Effect(measured.outputs if rows else {}, moments, measured.positions if positions else {})
 
 
 def moments_of_embeddings(model: Model, scheme: Scheme, tokens: Tensor | None, device: Device) -> Mapping[str, Moments]:

@@ -29,6 +29,7 @@ from nearplane.system.patterns import has_match
 
 Rare = Literal["mean", "error"]
 FirstToken = Literal["auto", "none"]
+Positions = Literal["sensitivity", "equal"]
 Way = Literal["rtn-mse", "gptq-mse", "rtn-huffman", "gptq-huffman", "nearplane-grid", "nearplane"]  # see compare.py
 Tune = Literal["none", "network"]
 
@@ -38,7 +39,7 @@ class Calibration:
     """Calibration text and its windows.
 
     Args:
-        calibration, samples, seqlen, first_token, rare_experts: See `quantize`.
+        calibration, samples, seqlen, first_token, positions, rare_experts: See `quantize`.
         seed: Random seed of the order of a data set.
         true_sequential: Whether each layer of a block sees the quantized layers before it.
     """
@@ -47,6 +48,7 @@ class Calibration:
     samples: int | None = None
     seqlen: int | None = None
     first_token: FirstToken = "auto"
+    positions: Positions | None = None
     seed: int = 0
     true_sequential: bool = True
     rare_experts: Rare = "mean"
@@ -59,7 +61,7 @@ class Calibration:
             raise RecipeError(
                 f"calibration is a {kind}; expected a file, a folder or the name of a data set. Pass texts or tokens to quantize()."
             )
-        check_fields(self, "first_token", "seed", "true_sequential", "rare_experts")
+        check_fields(self, "first_token", "positions", "seed", "true_sequential", "rare_experts")
         whole("seed", self.seed, 0, MAX_SEED)
         count, length = self.samples, self.seqlen
         within("samples", count, count is None or (isinstance(count, int) and count > 0), "a positive number")
@@ -122,12 +124,24 @@ class Recipe:
         if self.allocate is None:
             object.__setattr__(self, "allocate", self.scheme.default_allocation)
         self.scheme.check_allocation(self.allocate, self.files)
+        self._settle_positions()
         for pattern in self.ignore:
             check_pattern("ignore", pattern)
         for scheme, activations in self.rounded:
             check_activations(activations, scheme, self.format, self.allocate)
         if self.kv_cache != "none":
             check_kv_cache(self.kv_cache, self.scheme, self.files, str(self.format))
+
+    def _settle_positions(self) -> None:
+        """Fill in and check how tokens count by their position."""
+        scheme, positions = self.scheme, self.calibration.positions
+        if positions == "sensitivity" and not scheme.calibrated:
+            raise RecipeError(
+                f"positions is {positions!r}, but solver {scheme.solver!r} uses no calibration. Leave it out."
+            )
+        if positions is None:
+            usual: Positions = "sensitivity" if scheme.calibrated and scheme.correct else "equal"
+            object.__setattr__(self, "calibration", replace(self.calibration, positions=usual))
 
     @property
     def files(self) -> FileFormat:

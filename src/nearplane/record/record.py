@@ -28,10 +28,12 @@ VERSION = 5  # of the record; records of other versions are refused
 LEFT_OUT: dict[str, object] = {
     "sources": (), "extra_kl": None, "original_bytes": 0, "card": 0, "compute_dtype": "auto", "cache_scales": {},
 }  # fmt: skip
-LEFT_OUT_OF_LAYERS: dict[str, object] = {"degenerate": "", "extra_by_source": (), "extra_own_loss": None}
+LEFT_OUT_OF_LAYERS: dict[str, object] = {
+    "degenerate": "", "extra_by_source": (), "extra_own_loss": None, "positions": (),
+}  # fmt: skip
 LEFT_OUT_OF_RECIPE: dict[str, object] = {"activations": "none", "kv_cache": "none", "like": None, "runtime": None}
 LEFT_OUT_OF_SCHEMES: dict[str, object] = {"activations": None}
-LEFT_OUT_OF_CALIBRATION: dict[str, object] = {"first_token": "none"}
+LEFT_OUT_OF_CALIBRATION: dict[str, object] = {"first_token": "none", "positions": "equal"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,8 @@ class LayerRecord:
             others are not corrected. None for other layers, and if targets are not corrected.
         blended: Number of tokens for which the mean Hessian of the block's experts counts in the Hessian of an expert
             that few tokens reached; 0 if it has enough. None for other layers.
+        positions: Binary exponent by which inputs were scaled, for each octave of positions in a window: a token counts
+            `4^exponent` times in all losses, see `calibration/positions.py`. Empty, and then not in the file: all alike.
         order: Order in which columns were rounded.
         format: Name of the number format: int4-g128, q4_k; coded for entropy-coded weights, whose codes have no limits.
         asked: Bit budget of an entropy-coded layer, in bits per weight.
@@ -128,6 +132,7 @@ class LayerRecord:
     limit: float | None = None
     alike: float | None = None
     blended: int | None = None
+    positions: tuple[int, ...] = ()
     bytes: int = 0
     stored: str = ""
     degenerate: str = ""

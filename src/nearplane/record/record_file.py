@@ -9,7 +9,7 @@ from typing import Any
 
 from nearplane.errors import FormatError, printable
 from nearplane.record.from_json import annotated
-from nearplane.record.record import VERSION, RunRecord
+from nearplane.record.record import LEFT_OUT_OF_CALIBRATION, VERSION, RunRecord
 from nearplane.system.paths import INCOMPLETE, RECORD, refuse_adapter, unfinished_run
 
 
@@ -31,7 +31,8 @@ def parsed_record(text: str, where: str = RECORD) -> RunRecord:
         if fields.get("version") != VERSION:
             raise _version_error(fields, where)
         with suppress(KeyError, TypeError, AttributeError):  # `annotated` says what is wrong
-            fields["recipe"]["calibration"].setdefault("first_token", "none")  # left out by `RunRecord.fields`
+            for name, value in LEFT_OUT_OF_CALIBRATION.items():  # by `RunRecord.fields`; a recipe has other defaults
+                fields["recipe"]["calibration"].setdefault(name, value)
         record: RunRecord = annotated(RunRecord, fields, "record")
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where} is not a record that this version of nearplane reads ({error}).") from error

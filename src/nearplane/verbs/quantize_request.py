@@ -16,7 +16,7 @@ from nearplane.recipe.block_scheme import Ends
 from nearplane.recipe.file_formats import Format
 from nearplane.recipe.rate_scheme import Rows
 from nearplane.recipe.readers import Weights
-from nearplane.recipe.recipe import FirstToken, Rare, Recipe, Tune
+from nearplane.recipe.recipe import FirstToken, Positions, Rare, Recipe, Tune
 from nearplane.recipe.runtimes import Runtime
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES, Activations, Allocation, CacheNumbers, Order, Solver
 from nearplane.recipe.schemes import Scale
@@ -85,6 +85,8 @@ class QuantizeRequest:
         seqlen: Length of a calibration window in tokens. Default: 2048, or the model's maximum length if that is shorter.
         first_token: How each window begins. auto (the default): with the token that the tokenizer sets before a text, if it sets
             one, as the model was trained; it counts in the length. none: without it.
+        positions: How much errors at each position in a window count. sensitivity (the default with corrected targets): more
+            where predictions depend more on them, measured by a backward pass on some windows. equal: alike, as in GPTQ.
         rare_experts: Treatment of experts that fewer than four tokens per input reach. error: stop the run. mean (the default):
             report them, and fill their Hessians up to one token per input with the mean over the block's experts.
         include_head: Whether the output embeddings (head) are quantized too, after all other layers. Needs --rate, --size or
@@ -151,6 +153,7 @@ class QuantizeRequest:
     samples: int | None = OPEN
     seqlen: int | None = OPEN
     first_token: FirstToken = OPEN
+    positions: Positions | None = OPEN
     rare_experts: Rare = OPEN
     include_head: bool = OPEN
     include_embeddings: bool = OPEN

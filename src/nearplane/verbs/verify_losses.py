@@ -131,11 +131,12 @@ def along_both_networks(
     """
     model, entries = saved.model, {layer.name: layer for layer in saved.record.layers}
     moments = moments_of_embeddings(model, saved.plan.recipe.scheme, windows.fitted, saved.device)
+    positions = {name: [4.0**each for each in entry.positions] for name, entry in entries.items() if entry.positions}
     setting = _setting(saved, windows)
     along = Along[Measured]()
     tracked = Tracked(range(len(entries)), "measuring", len(entries), blocks=model.layers_by_block)
     with (
-        walk(model, saved.plan.recipe, windows, setting, moments=moments) as stages,
+        walk(model, saved.plan.recipe, windows, setting, moments=moments, positions=positions) as stages,
         in_steps(progress, tracked) as count,
     ):
         for stage in stages:

@@ -296,7 +296,9 @@ REFUSED = {  # commands, with places of the fixture `refusals` in braces, and wh
     "quantize {model} out --bits 99": "bits is 99.0; expected a number from 2 to 8",
     "quantize {model} out --bits 7 --format gptq": "all layers: gptq does not store int7-g128. Use --bits 2, 3, 4 or 8",
     "quantize {model} out --no-symmetric --format gptq": "gptq does not store int4-g128-asym",
-    "quantize {model} out --no-symmetric --allocate slope": "-asym from compressed-tensors (without --runtime, the rules of transformers hold). Use --symmetric",
+    "quantize {model} out --no-symmetric --allocate slope": (
+        "-asym from compressed-tensors (without --runtime, the rules of transformers hold). Use --symmetric"
+    ),
     "quantize {model} out --grid nvfp4 --format gptq": "gptq does not store nvfp4. Use --bits 2, 3, 4 or 8",
     "quantize {model} out --bits 7 --format mlx": "mlx does not store int7-g128-min. Use --bits 2, 3, 4, 5",
     "quantize {model} out --group-size 16 --format mlx": "does not store int4-g16-min. Use --bits 2, 3,",

@@ -201,6 +201,7 @@ def agree(record: LayerRecord, wanted: dict[str, object]) -> None:
         "stored",
         "alike",
         "blended",
+        "positions",
     }
     assert names == set(wanted)
     for name, value in wanted.items():

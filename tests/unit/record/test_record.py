@@ -31,7 +31,12 @@ RUN = RunRecord(
 
 
 DEGENERATE = replace(
-    LAYER, degenerate="all its weights are 0", limit=1.0, extra_by_source=(0.5, None), extra_own_loss=0.125
+    LAYER,
+    degenerate="all its weights are 0",
+    limit=1.0,
+    extra_by_source=(0.5, None),
+    extra_own_loss=0.125,
+    positions=(4, 1, 0, -1),
 )
 SOURCES = tuple(Source(name=name, weight=1.0, windows=1, extra_windows=1) for name in ("a.txt", "b.jsonl"))
 LAYERS = (replace(LAYER, extra_by_source=(0.02, 0.04)), DEGENERATE)
@@ -168,6 +173,7 @@ WRONG = {  # JSON that is not what an annotation says
     "bool | None": ["true", 1, 0.5, {}],
     "int | None": ["3", 2.5, True, []],
     "float | None": ["x", True, float("nan"), float("inf"), {}],
+    "tuple[int, ...]": [None, 1, ["a"], [None], [0.5], [[1]], {}],
     "tuple[float, ...]": [None, 0.5, ["a"], [None], [float("nan")], [[0.5]], {}],
     "Products | None": [3, [], "mkl", {}, {"library": "mkl"}, {"library": 1, "seconds": {}, "errors": {}},
                         {"seconds": {"onednn": "fast"}, "errors": {}}],

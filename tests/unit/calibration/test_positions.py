@@ -1,0 +1,123 @@
+"""Weights of positions: measured against the whole network differentiated at once, and applied to the moments of a walk."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+
+from nearplane import Recipe, RecipeError, quantize, verify
+from nearplane.calibration.positions import EQUAL, exponents_of, octaves, scaled, weights_of
+from nearplane.calibration.rows import Rows
+from nearplane.calibration.sensitivity import sensitivity
+from nearplane.models.model import open_model
+from nearplane.record.record_file import read_record
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def many(generator):
+    """(24, 16) token ids: enough for the widest layer."""
+    return torch.randint(0, 64, (24, 16), generator=generator)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 9, 47, 48, 512, 2047])
+def test_octaves_are_all_positions_in_order_and_each_but_the_last_is_as_long_as_all_before_it(length):
+    found = octaves(length)
+    assert [position for part in found for position in range(length)[part]] == [*range(length)]
+    assert all(part.stop == 2 * part.start for part in found[1:-1])
+    assert all(2 * (part.stop - part.start) >= part.start for part in found)
+
+
+def test_weights_are_mean_squares_of_an_octave_and_a_fifth_is_equal():
+    squares = torch.tensor([8.0, 0.0, 4.0, 4.0])  # of 1, 1, 2 and 4 tokens
+    found = weights_of(squares, 8)
+    assert found == pytest.approx([EQUAL + (1 - EQUAL) * each / 2 for each in (8.0, 0.0, 2.0, 1.0)])
+    counts = [1, 1, 2, 4]
+    assert sum(a * b for a, b in zip(found, counts, strict=True)) == pytest.approx(8)
+    assert weights_of(torch.zeros(4), 8) == (1.0, 1.0, 1.0, 1.0)
+
+
+def test_exponents_are_half_the_logarithms_of_the_mean_over_layers():
+    assert exponents_of([(100.0, 1.0, 0.25)]) == (3, 0, -1)
+    assert exponents_of([(1.0, 1.0), (31.0, 1.0)]) == (2, 0)
+    assert exponents_of([(1.1, 0.9)]) == exponents_of([]) == ()
+    assert exponents_of([[4.0**e for e in (3, 0, -1)]]) == (3, 0, -1)  # as `verify` reads them from a record
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scaled_rows_are_exact(dtype, generator):
+    X = (torch.randn(12, 3, generator=generator) * 3e4).clamp(-6e4, 6e4).to(dtype)
+    rows = scaled(Rows(X_hat=X, X=X + 1, residual={"o": X[:, :2]}), (4, 1, 0, -1), 2)
+    factor = torch.tensor([16.0, 2.0, 1.0, 1.0, 0.5, 0.5]).repeat(2)[:, None].double()
+    for found, original in ((rows.X_hat, X), (rows.X, X + 1), (rows.residual["o"], X[:, :2])):
+        assert torch.equal(found.double(), original.double() * factor)
+
+
+def test_measured_weights_are_those_of_the_network_at_once(saved, loaded, tokens):
+    model, network = open_model(str(saved("llama"))), deepcopy(loaded("llama"))
+    names = [layer.name for block in model.blocks for layer in block.layers]
+    found = sensitivity(model, tokens, device=CPU, dtype=torch.float64, seed=5).positions
+    assert set(found) == set(names)
+
+    caught = {}
+    for name in names:
+        network.get_submodule(name).register_forward_hook(
+            lambda _, __, output, name=name: caught.update({name: output})
+        )
+    generator, sums = torch.Generator().manual_seed(5), dict.fromkeys(names, 0.0)
+    for window in tokens:
+        predicted = network(window[None], use_cache=False).logits[0].float().log_softmax(-1)
+        uniform = torch.rand(len(predicted), 1, generator=generator)
+        labels = torch.searchsorted(predicted.detach().exp().cumsum(-1), uniform).clamp(max=predicted.shape[-1] - 1)
+        gradients = torch.autograd.grad(predicted.gather(-1, labels).sum(), [caught[name] for name in names])
+        for name, gradient in zip(names, gradients, strict=True):
+            sums[name] = sums[name] + gradient[0].double().square().sum(1)
+    for name in names:
+        by_octave = torch.stack([sums[name][part].sum() for part in octaves(tokens.shape[1])])
+        assert found[name] == pytest.approx(weights_of(by_octave, tokens.shape[1]), rel=1e-5)
+
+
+def test_a_run_weighs_positions_and_its_losses_are_measured_again_from_the_record(saved, many, tmp_path):
+    options = {"bits": 4, "group_size": 16, "calibration": many, "progress": False}
+    equal = quantize(saved("llama"), tmp_path / "equal", positions="equal", **options)
+    assert all(layer.positions == () for layer in equal.layers)
+    assert "positions" not in (tmp_path / "equal" / "nearplane.json").read_text()
+
+    record = quantize(saved("llama"), tmp_path / "out", **options)
+    assert record.recipe.calibration.positions == "sensitivity"
+    assert any(layer.positions for layer in record.layers)
+    shared = [{layer.positions for layer in record.layers if f".0.self_attn.{x}" in layer.name} for x in "qkv"]
+    assert shared[0] == shared[1] == shared[2]  # they have one input
+    assert read_record(tmp_path / "out") == record
+    assert verify(tmp_path / "out", against=saved("llama"), calibration=many, progress=False).faults == ()
+
+    path = tmp_path / "out" / "nearplane.json"
+    data = json.loads(path.read_text())
+    layer = next(each for each in data["layers"] if each.get("positions"))
+    layer["positions"][0] += 1
+    path.write_text(json.dumps(data))
+    assert verify(tmp_path / "out", against=saved("llama"), calibration=many, progress=False).faults != ()
+
+
+def test_recipes_say_how_positions_count():
+    assert Recipe().calibration.positions == "sensitivity"
+    assert Recipe.from_spellings(correct=False).calibration.positions == "equal"
+    assert Recipe.from_spellings(solver="round-to-nearest").calibration.positions == "equal"
+    with pytest.raises(RecipeError, match="uses no calibration"):
+        Recipe.from_spellings(solver="round-to-nearest", positions="sensitivity")
+
+
+def test_a_network_that_cannot_be_differentiated_is_solved_with_equal_positions_and_a_warning(
+    saved, many, tmp_path, monkeypatch, caplog
+):
+    def fails(*_, **__):
+        raise RuntimeError("derivative for aten::thing is not implemented\nmore")
+
+    monkeypatch.setattr("nearplane.planning.plan.sensitivity", fails)
+    record = quantize(saved("llama"), tmp_path / "out", bits=4, group_size=16, calibration=many, progress=False)
+    assert all(layer.positions == () for layer in record.layers)
+    assert "count alike, as gradients could not be measured: derivative for aten::thing" in caplog.text
