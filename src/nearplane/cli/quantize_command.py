@@ -29,7 +29,7 @@ GROUPS = {  # fields that are flags, by their group in the help; other fields ar
     Group("Everyday", sort_key=1): "bits group_size symmetric grid embeddings format runtime activations kv_cache",
     Group("Entropy-coded, instead of --bits", sort_key=2): "size rate",
     Group("GGUF, for llama.cpp", sort_key=3): "pre like",
-    Group("Calibration text", sort_key=4): "calibration samples seqlen first_token positions rare_experts",
+    Group("Calibration text", sort_key=4): "calibration samples seqlen first_token rare_experts",
     Group("Layer by layer", sort_key=5): "include_head include_embeddings allocate layers ignore max_loss",
     Group(
         "Solver: the defaults gave the best results", sort_key=6

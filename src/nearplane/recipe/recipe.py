@@ -22,7 +22,7 @@ from nearplane.recipe.readers import Readers, readers_of, usual_format
 from nearplane.recipe.refusals import check_activations, check_kv_cache, check_like
 from nearplane.recipe.runtimes import MLX_FLOATS, Runtime
 from nearplane.recipe.scheme import Activations, Allocation, CacheNumbers, names_of
-from nearplane.recipe.schemes import AnyScheme, GridScheme, scheme_of
+from nearplane.recipe.schemes import AnyScheme, GridScheme, has_zero_points, scheme_of
 from nearplane.recipe.spellings import translated_options
 from nearplane.system.arguments import MAX_SEED, check_fields, whole, within
 from nearplane.system.patterns import has_match
@@ -39,8 +39,10 @@ class Calibration:
     """Calibration text and its windows.
 
     Args:
-        calibration, samples, seqlen, first_token, positions, rare_experts: See `quantize`.
+        calibration, samples, seqlen, first_token, rare_experts: See `quantize`.
         seed: Random seed of the order of a data set.
+        positions: How much errors at each position in a window count. sensitivity (default with corrected targets): more
+            where predictions depend more on them, measured by a backward pass on some windows. equal: alike, as in GPTQ.
         true_sequential: Whether each layer of a block sees the quantized layers before it.
     """
 
@@ -257,6 +259,8 @@ class Recipe:
         if flat.get("format") is None and (usual := usual_format(flat.get("runtime"))) is not None:
             flat["format"] = usual
         tokens = {name: options.pop(name) for name in names_of(Calibration) & options.keys()}
+        if "symmetric" not in options and has_zero_points(flat.get("runtime"), flat.get("format"), options):
+            options["symmetric"] = False
         other = () if layers is None else layer_schemes(layers, options, known, flat.get("format"))
         scheme = scheme_of(into=flat.get("format"), spread=flat.get("allocate"), **options)
         return cls(scheme=scheme, calibration=Calibration(**tokens), layers=other, **flat)

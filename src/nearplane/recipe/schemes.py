@@ -5,7 +5,7 @@ Each of the three kinds has only its own options. Needs no torch; `matrix/` appl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from math import ceil, gcd
 from typing import Any, ClassVar, Literal, Self
@@ -30,6 +30,7 @@ from nearplane.system.arguments import check_fields, within
 
 Scale = Literal["minmax", "mse"]
 DEFAULT_BITS = 4  # per code
+ZERO_POINT_BITS = 4  # at most, where vLLM alone is to read them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +217,18 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
         given |= {"symmetric": False, "minimum": True}
     unset = {name: None for name, value in options.items() if value is None and name in names_of(kind)}
     return kind(**unset | given)
+
+
+def has_zero_points(runtime: object, into: object, options: Mapping[str, Any]) -> bool:
+    """Return whether integers for a program have zero points unless the options say otherwise.
+
+    They have for vLLM, in compressed-tensors and up to 4 bits: symmetric grids of equal size, in smaller groups, lose more,
+    see docs/log.md.
+    """
+    bits = options.get("bits") or DEFAULT_BITS
+    few = isinstance(bits, int | float) and bits <= ZERO_POINT_BITS
+    otherwise = any(options.get(name) for name in ("grid", "rate", "size", "minimum"))
+    return runtime == "vllm" and into in (None, "compressed-tensors") and few and not otherwise
 
 
 def fitting_group(inputs: Iterable[int], most: int = DEFAULT_GROUP_SIZES[0]) -> int:

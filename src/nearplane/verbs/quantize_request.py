@@ -52,7 +52,8 @@ class QuantizeRequest:
             Default: 4.
         group_size: Number of weights that share a step; none is one step per row. Default: auto, which is 128, or the largest of
             64, 32 and 16 that divides the inputs of all layers, or none if 16 does not divide them.
-        symmetric: Whether grids have no zero point. Integers in MLX have a minimum of every group instead. Default: true.
+        symmetric: Whether grids have no zero point. Integers in MLX have a minimum of every group instead. Default: true, but
+            false with --runtime vllm up to 4 bits, in compressed-tensors.
         grid: Name of a number format, for example int4-g128, int8, int3-g64-asym, nvfp4, mxfp4, fp8, fp8-block or mxfp8. MLX
             takes nvfp4, mxfp4 and mxfp8 of the last five. In a GGUF it may be a type of llama.cpp (q4_0, q4_1, q5_0, q5_1,
             q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4, nvfp4) or one of its mixes (q2_k_m, q3_k_m, q4_k_m,
@@ -85,8 +86,6 @@ class QuantizeRequest:
         seqlen: Length of a calibration window in tokens. Default: 2048, or the model's maximum length if that is shorter.
         first_token: How each window begins. auto (the default): with the token that the tokenizer sets before a text, if it sets
             one, as the model was trained; it counts in the length. none: without it.
-        positions: How much errors at each position in a window count. sensitivity (the default with corrected targets): more
-            where predictions depend more on them, measured by a backward pass on some windows. equal: alike, as in GPTQ.
         rare_experts: Treatment of experts that fewer than four tokens per input reach. error: stop the run. mean (the default):
             report them, and fill their Hessians up to one token per input with the mean over the block's experts.
         include_head: Whether the output embeddings (head) are quantized too, after all other layers. Needs --rate, --size or
@@ -117,7 +116,7 @@ class QuantizeRequest:
         scale, minimum, two_sided: See `GridScheme`.
         rows: See `RateScheme`.
         sweep_damp: Damping of the sweep, see `GridScheme`.
-        seed, true_sequential: See `Calibration`.
+        seed, positions, true_sequential: See `Calibration`.
         tokenizer: Tokenizer of a model object. Without one, `out` holds no tokenizer and calibration needs token ids.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         compute_dtype: Dtype in which blocks run. Default: float32, but bfloat16 for models in bfloat16 on a GPU.
@@ -153,7 +152,6 @@ class QuantizeRequest:
     samples: int | None = OPEN
     seqlen: int | None = OPEN
     first_token: FirstToken = OPEN
-    positions: Positions | None = OPEN
     rare_experts: Rare = OPEN
     include_head: bool = OPEN
     include_embeddings: bool = OPEN
@@ -175,6 +173,7 @@ class QuantizeRequest:
     rows: Rows = OPEN
     sweep_damp: float | None = OPEN
     seed: int = OPEN
+    positions: Positions | None = OPEN
     true_sequential: bool = OPEN
     tokenizer: PreTrainedTokenizerBase | None = None
     device: str = "auto"

@@ -63,7 +63,7 @@ def counted(folder, planned, windows, seqlen, config, dtype=torch.float32, **opt
 @pytest.mark.parametrize(
     ("windows", "seqlen", "config", "options", "while_", "states"),
     [
-        pytest.param(32, 64, MANY, GRID, "measuring gradients", "device", id="many tokens"),
+        pytest.param(64, 64, MANY, GRID, "running a block", "device", id="many tokens"),
         pytest.param(36, 16, FEW, GRID | {"dtype": torch.bfloat16}, "solving a layer", "device", id="few tokens"),
         pytest.param(
             256, 32, MANY, GRID | {"device_memory": "4.8MB"}, "running a block", "host", id="states on the host",
