@@ -30,10 +30,16 @@ def model(tmp_path_factory):
 
 
 def test_hidden_states_on_the_host_leave_the_bytes_as_they_are(model, tmp_path, caplog):
-    nearplane.quantize(model, tmp_path / "cpu", calibration=TOKENS, device="cpu", **GRID)
+    nearplane.quantize(model, tmp_path / "cpu", calibration=TOKENS, device="cpu", positions="equal", **GRID)
     with pretended() as gpu, compiled(), caplog.at_level("INFO", "nearplane"):
         nearplane.quantize(
-            model, tmp_path / "gpu", calibration=TOKENS, device="pretend:0", device_memory="1.3MB", **GRID
+            model,
+            tmp_path / "gpu",
+            calibration=TOKENS,
+            device="pretend:0",
+            device_memory="1.3MB",
+            positions="equal",
+            **GRID,
         )
     assert "hidden states between blocks lie on the host" in caplog.messages
     kept, sent = gpu.of("calibration/states_on_host.py"), gpu.of("system/device.py")

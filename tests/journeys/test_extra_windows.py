@@ -23,7 +23,9 @@ from nearplane.verbs.evaluate import load_dense
 from nearplane.verbs.verify import verify
 
 DOWN = "model.layers.0.mlp.down_proj"
-FAST = {"calibration": str(CALIBRATION), "samples": 12, "seqlen": 32, "group_size": 16, "bits": 3}
+FAST = {
+    "calibration": str(CALIBRATION), "samples": 12, "seqlen": 32, "group_size": 16, "bits": 3, "positions": "equal",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from nearplane.tuning.checkpoint import windows_of
 from nearplane.verbs.evaluate import load_dense
 from nearplane.verbs.verify import verify
 
-FAST = {"samples": 18, "seqlen": 32, "group_size": 16, "bits": 3, "device": "cpu"}
+FAST = {"samples": 18, "seqlen": 32, "group_size": 16, "bits": 3, "device": "cpu", "positions": "equal"}
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
 
 

@@ -116,6 +116,8 @@ def test_the_same_run_writes_the_same_bytes(small, tmp_path):
 def test_recorded_losses_are_those_of_the_files(small, tmp_path):
     """The first layers see the original inputs: their loss can be computed from the model and the text alone."""
     record = nearplane.quantize(small, tmp_path / "out", bits=3, ignore=[r"\.1\.", "mlp"], **FAST)
+    exponents = record.layers[0].positions
+    assert any(exponents)
     from transformers import AutoTokenizer
 
     from nearplane.calibration.texts import read_windows
@@ -128,7 +130,10 @@ def test_recorded_losses_are_those_of_the_files(small, tmp_path):
     with torch.no_grad():
         model(tokens)
     values = dict(read_matrices(tmp_path / "out"))["model.layers.0.self_attn.q_proj"].decode().double()
-    lost = (seen[0] @ (layer.weight.detach().double() - values).T).square().mean() / values.shape[1]
+    errors = (seen[0] @ (layer.weight.detach().double() - values).T).square().mean(1).view(12, 64)
+    ends = [0, 1, 2, 4, 8, 16, 32, 64]
+    weighed = (4.0**e * errors[:, a:b].sum() for e, a, b in zip(exponents, ends, ends[1:], strict=False))
+    lost = sum(weighed) / errors.numel() / values.shape[1]
     assert record.layers[0].loss == pytest.approx(float(lost), rel=1e-6)
 
 
@@ -273,7 +278,10 @@ def test_a_weight_that_is_not_finite_is_named_and_what_was_written_does_not_load
     tensors = load_file(broken / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, broken / "model.safetensors", {"format": "pt"})
-    refused(broken, tmp_path / "out", r"model\.layers\.1\.mlp\.up_proj\.weight")
+    named = r"model\.layers\.1\.mlp\.up_proj\.weight"
+    refused(broken, tmp_path / "none", named)  # before anything is written
+    assert not (tmp_path / "none.unfinished").exists()
+    refused(broken, tmp_path / "out", named, positions="equal")
     assert not (tmp_path / "out").exists()
     unfinished = tmp_path / "out.unfinished"
     assert (unfinished / "INCOMPLETE").exists()

@@ -289,6 +289,8 @@ def other(value: Any, rng: random.Random) -> Any:
         return value + max(1, round(abs(value) / 100))
     if isinstance(value, float):
         return value * rng.choice((0.99, 1.01)) if value and math.isfinite(value) else 0.01
+    if value == ():
+        return (1,)
     if isinstance(value, tuple):
         index = rng.randrange(len(value))
         return (*value[:index], other(value[index], rng), *value[index + 1 :])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.cache_scales import CacheRange, RoundedCaches
+from nearplane.calibration.positions import PositionWeights
 from nearplane.calibration.recorder import (
     ENCODER_OUT,
     Call,
@@ -119,7 +120,7 @@ class Stream:
         dealt: Where these batches lie among all windows: on several ranks each has a share of them.
         rounding: Rounding of inputs in the quantized network; None: they are not rounded.
         cache: What looks at keys and values in the quantized network, or rounds them; None: nothing does.
-        positions: {layer: weight of each octave of positions}, see `positions.py`; empty: all tokens count alike.
+        positions: {layer: weights of positions}, see `positions.py`; empty: all tokens count alike.
         shares: Whether some blocks use keys and values of earlier ones.
         handed: Names of what blocks return for the next one after the hidden states, see `Handed`.
         shared: {(whether of the quantized network, batch): keys and values that later blocks use, and what is handed on}.
@@ -140,7 +141,7 @@ class Stream:
         self.dealt = Dealt.among(ONE_PROCESS, self.sizes)
         self.rounding: RoundedStream | None = None
         self.cache: CacheRange | RoundedCaches | None = None
-        self.positions: Mapping[str, Sequence[float]] = {}
+        self.positions: Mapping[str, PositionWeights] = {}
         self.shares, self.handed = False, frozenset[str]()
         self.shared: dict[tuple[bool, int], SharedStates] = {}
         self._finite: list[Tensor] = []  # whether each output of the present block is finite

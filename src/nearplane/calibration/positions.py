@@ -14,11 +14,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nearplane.calibration.rows import Rows
+from nearplane.errors import CalibrationError
 
 EQUAL = 0.2  # share of the weight that is equal for all positions; docs/log.md has the measurements
 
@@ -32,42 +34,75 @@ def octaves(length: int) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(ends)]
 
 
-def weights_of(squares: Tensor, length: int) -> tuple[float, ...]:
-    """Return the weight of each octave, 1 on average over all positions.
+class PositionWeights(NamedTuple):
+    """How much errors of a layer count by the octave of their position in a window.
 
     Args:
-        squares: (octaves,) sums of squared gradients.
-        length: Number of tokens in a window.
+        length: Number of tokens of each window that the layer multiplies; 0: not recorded.
+        octaves: Weight of each octave, 1 on average over all positions.
     """
-    sizes = torch.tensor([part.stop - part.start for part in octaves(length)])
-    sums = squares.double().cpu()
-    relative = sums / sizes * (length / sums.sum()) if bool(sums.sum() > 0) else torch.ones_like(sums)
-    return tuple(EQUAL + (1 - EQUAL) * each for each in relative.tolist())
+
+    length: int
+    octaves: tuple[float, ...]
+
+    @classmethod
+    def measured(cls, squares: Tensor, length: int) -> PositionWeights:
+        """Return the weights by sums of squared gradients (octaves,)."""
+        sizes = torch.tensor([part.stop - part.start for part in octaves(length)])
+        sums = squares.double().cpu()
+        relative = sums / sizes * (length / sums.sum()) if bool(sums.sum() > 0) else torch.ones_like(sums)
+        return cls(length, tuple(EQUAL + (1 - EQUAL) * each for each in relative.tolist()))
+
+    @classmethod
+    def recorded(cls, exponents: Sequence[int]) -> PositionWeights:
+        """Return weights that give these exponents."""
+        return cls(0, tuple(4.0**each for each in exponents))
 
 
-def exponents_of(weights: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """Return the binary exponents of the factors of rows in each octave, from the weights of layers that share an input."""
-    if not weights or len({*map(len, weights)}) > 1:
-        return ()
-    means = [math.fsum(each) / len(each) for each in zip(*weights, strict=True)]
-    found = tuple(round(math.log2(each) / 2) for each in means)
-    return found if any(found) else ()
+class RowFactors:
+    """Factors of the rows of layers that share an input, by their position in a window.
 
+    Args:
+        weights: Weights of these layers, as far as they have some; layers without follow the others.
+        tokens: Number of rows of a window in the first batch; 0: rows have no places in windows.
 
-def scaled(rows: Rows, exponents: Sequence[int], windows: int) -> Rows:
-    """Return rows of a batch of so many windows, each times the factor of its position."""
-    length = len(rows.X_hat) // windows
-    factors = torch.cat(
-        [
-            torch.full((part.stop - part.start,), 2.0**exponent)
-            for part, exponent in zip(octaves(length), exponents, strict=True)
-        ]
-    )
-    factor = factors.repeat(windows)[:, None].to(rows.X_hat.device)
+    Attributes:
+        exponents: Binary exponent of the factor in each octave; empty: rows stay as they are, because all weights are alike,
+            or are of other numbers of tokens, as where a layer runs on something else besides.
+    """
 
-    def times(x: Tensor) -> Tensor:
-        # float16 has too few exponents
-        return x * factor.to(x.dtype) if x.dtype != torch.float16 else x.float() * factor
+    def __init__(self, weights: Sequence[PositionWeights], tokens: int) -> None:
+        self.exponents: tuple[int, ...] = ()
+        self._factors: dict[int, Tensor] = {}  # by number of windows
+        self._tokens, parts = tokens, octaves(tokens) if tokens else []
+        if not tokens or any(each.length not in (0, tokens) or len(each.octaves) != len(parts) for each in weights):
+            return  # a changed record, too: its exponents then differ from these
+        means = [math.fsum(each) / len(each) for each in zip(*(each.octaves for each in weights), strict=True)]
+        exponents = tuple(round(math.log2(each) / 2) for each in means)
+        self.exponents = exponents if any(exponents) else ()
+        sizes = [part.stop - part.start for part in parts]
+        self._window = [2.0**exponent for exponent, size in zip(exponents, sizes, strict=False) for _ in range(size)]
 
-    residual = {name: times(each) for name, each in rows.residual.items()}
-    return replace(rows, X_hat=times(rows.X_hat), X=None if rows.X is None else times(rows.X), residual=residual)
+    def scaled(self, rows: Rows, windows: int) -> Rows:
+        """Return rows of a batch of so many windows, each times the factor of its position.
+
+        Raises:
+            CalibrationError: These are not as many rows of each window as in the first batch.
+        """
+        if not self.exponents:
+            return rows
+        if len(rows.X_hat) != windows * self._tokens:
+            raise CalibrationError(
+                f"A layer multiplies {len(rows.X_hat)} rows of {windows} windows, but {self._tokens} of the first one. Use "
+                f'positions="equal", by which tokens need no place.'
+            )
+        if windows not in self._factors:  # sent to a device once
+            self._factors[windows] = torch.tensor(self._window * windows)[:, None].to(rows.X_hat.device)
+        factors = self._factors[windows]
+
+        def times(x: Tensor) -> Tensor:
+            # float16 has too few exponents
+            return x * factors.to(x.dtype) if x.dtype != torch.float16 else x.float() * factors
+
+        residual = {name: times(each) for name, each in rows.residual.items()}
+        return replace(rows, X_hat=times(rows.X_hat), X=None if rows.X is None else times(rows.X), residual=residual)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nearplane.calibration.activations import Stream
 from nearplane.calibration.expert_rows import InParts, RoutedRows, in_turn, unit_of_experts
-from nearplane.calibration.positions import exponents_of, scaled
+from nearplane.calibration.positions import RowFactors
 from nearplane.calibration.rows import Rows
 from nearplane.calibration.stages import unreached
 from nearplane.calibration.sums_of_ranks import add_up, collect
@@ -137,8 +137,7 @@ class _Sums:
         self._fitted, self._held = MomentSums(unit=unit), MomentSums(unit=unit)
         self._extra = ExtraRows(sizes=[0] * stream.dealt.texts)
         self._alike, self._compared = 0, False
-        known = [stream.positions[layer.name] for layer in group if layer.name in stream.positions]
-        self._positions = exponents_of(known)
+        self._factors: RowFactors | None = None  # known with the first batch, which every rank has
 
     @property
     def unit(self) -> Tensor | None:
@@ -153,8 +152,11 @@ class _Sums:
     def add(self, batch: int, rows: Rows) -> None:
         """Add the rows of a batch; batches come in order."""
         dealt, size = self.dealt, self._stream.sizes[batch]
-        if self._positions:
-            rows = scaled(rows, self._positions, size)
+        if self._factors is None:
+            weights = [self._stream.positions[each.name] for each in self.group if each.name in self._stream.positions]
+            placed = weights and rows.token is None and len(rows.X_hat) % size == 0
+            self._factors = RowFactors(weights, len(rows.X_hat) // size if placed else 0)
+        rows = self._factors.scaled(rows, size)
         if self.unit is None:
             self.unit = unit_of(rows.X_hat)
         if batch == 0 and dealt.repeated:
@@ -238,8 +240,9 @@ class _Sums:
                 finite = X.square().isfinite().all()[None]
                 checks.append((network, finite, torch.ones_like(finite)))
         refuse_unusable(names, checks)
+        exponents = () if self._factors is None else self._factors.exponents
         return {
-            layer.name: replace(means.of(layer.name, held_means), extra=extra, positions=self._positions)
+            layer.name: replace(means.of(layer.name, held_means), extra=extra, positions=exponents)
             for layer in self.group
         }
 

@@ -5,7 +5,7 @@ One block is in memory at a time, forwards and then backwards. The quantization 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from nearplane.calibration.activations import Stream, skeleton
 from nearplane.calibration.network_ends import finish, readout
-from nearplane.calibration.one_forward import default_batch
-from nearplane.calibration.positions import octaves, weights_of
+from nearplane.calibration.positions import PositionWeights, octaves
 from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.calibration.walk import Followed
 from nearplane.errors import CalibrationError
@@ -32,7 +31,7 @@ from nearplane.system.progress import Progress, Tracked, in_steps, silent
 from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 MAX_TOKENS, MIN_TOKENS, MIN_WINDOWS = 16384, 2048, 4
-BATCH_TOKENS, BATCH_WINDOWS = 1024, 8  # largest batch of a forward pass on the CPU
+BATCH_TOKENS, BATCH_WINDOWS = 1024, 8  # largest batch of a forward pass
 LOGITS = 2**24  # in memory at a time, where a network predicts token by token
 CPU = torch.device("cpu")
 ALONE, TOGETHER = "measuring which errors matter", "measuring which errors add up"
@@ -51,14 +50,13 @@ class Sensitivity:
             use. For tied embeddings G includes the cost in the head, and `outputs` has the head's under their name.
         together: {layer: (run, run) `G = E[g g^T]` of every run of up to `RUN_ROWS` neighbouring outputs}. Errors `e`
             in a run cost `1/2 e G e^T`. Holds only the requested layers in blocks.
-        positions: {layer: weight of each octave of positions, see `weights_of`}. Only layers in blocks that multiply as many
-            tokens of each window.
+        positions: {layer: weights of positions}. Only layers in blocks that multiply the same number of tokens of every window.
     """
 
     outputs: dict[str, Tensor]
     embeddings: Tensor | None = None
     together: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
-    positions: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    positions: dict[str, PositionWeights] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -81,18 +79,22 @@ class _Squares:
 
     def place(self, name: str, squares: Tensor, windows: int) -> None:
         """Add (tokens,) sums over outputs, of so many windows; 0: tokens have no known places in windows."""
-        length = len(squares) // windows if windows and not len(squares) % windows else 0
-        by_position = squares.view(-1, length).sum(0) if length else squares
-        self._join(
-            name, torch.stack([by_position[part].sum() for part in octaves(length)]) if length else squares, length
-        )
+        if not windows or len(squares) % windows:
+            self.lengths[name] = 0
+            return
+        by_position = squares.view(windows, -1).sum(0)
+        length = len(by_position)
+        self._join(name, torch.stack([by_position[part].sum() for part in octaves(length)]), length)
 
     def add(self, other: _Squares) -> _Squares:
         """Add the sums of another batch to these, and return these."""
         for name, each in other.outputs.items():
             self.count(name, each)
         for name, length in other.lengths.items():
-            self._join(name, other.octaves[name], length)
+            if length:
+                self._join(name, other.octaves[name], length)
+            else:
+                self.lengths[name] = 0
         return self
 
     def to(self, device: torch.device) -> _Squares:
@@ -102,15 +104,18 @@ class _Squares:
         )
         return _Squares(outputs, sums, self.lengths)
 
-    def by_position(self) -> dict[str, tuple[float, ...]]:
-        """Return {layer: the weight of each octave}."""
-        return {name: weights_of(self.octaves[name], length) for name, length in self.lengths.items() if length}
+    def by_position(self) -> dict[str, PositionWeights]:
+        """Return the weights of positions by layer."""
+        lengths = self.lengths.items()
+        return {name: PositionWeights.measured(self.octaves[name], length) for name, length in lengths if length}
 
     def _join(self, name: str, sums: Tensor, length: int) -> None:
         if self.lengths.setdefault(name, length) != length:
             self.lengths[name] = 0
-        together = self.lengths[name] and name in self.octaves
-        self.octaves[name] = self.octaves[name] + sums if together else sums
+        elif name in self.octaves:
+            self.octaves[name] = self.octaves[name] + sums
+        else:
+            self.octaves[name] = sums
 
 
 def sensitivity(
@@ -130,9 +135,10 @@ def sensitivity(
     normal distribution around the last ones, whose standard deviation is their root mean square. For the outputs of the
     head, the expectation over labels is computed exactly: `E[p_i (1 - p_i)]`.
 
-    The time is that of about four forward passes of a sixteenth of the tokens, at least 2048 and four windows, and at most
-    16384; with quantized embeddings an eighth, at least 4096; with `together` a quarter, at least 8192. The hidden states
-    between all blocks are kept in a file, in the compute dtype, so that memory does not grow with the number of blocks.
+    The time is that of about four forward passes of a sixteenth of the tokens, at least 2048 and at most 16384; with
+    quantized embeddings an eighth, at least 4096; with `together` a quarter, at least 8192; of four windows in any case.
+    The hidden states between all blocks are kept in a file, in the compute dtype, so that memory does not grow with the
+    number of blocks.
 
     On several processes each takes some of the batches, if it is the diagonal of a network with a head, without embeddings.
 
@@ -152,8 +158,7 @@ def sensitivity(
     dtype = torch.float32 if dtype == torch.float16 else dtype
     count = sensitivity_windows(model, tokens, together=bool(together))
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
-    batch = backward_batch(windows.shape[1]) if device.type == "cpu" else default_batch(windows.shape[1])
-    every = windows.split(batch)
+    every = windows.split(backward_batch(windows.shape[1]))
     divided = not together and model.embeddings is None and has_head(model.network)
     if divided and ranks.others:
         ranks.start(_FollowedSensitivity(tokens, dtype, seed, library_in_use()))
@@ -204,7 +209,9 @@ def sensitivity(
         gathered = [each for some in ranks.gather([one.to(CPU) for one in sums]) for each in some]
         everything = reduce(_Squares.add, gathered, everything).to(device)
     outputs = {name: total / windows.numel() for name, total in everything.outputs.items()}
-    positions = everything.by_position()
+    positions = (
+        {} if stream.shares else everything.by_position()
+    )  # gradients through shared keys and values are left out
     if model.embeddings is None:
         return Sensitivity(outputs=outputs, together=runs, positions=positions)
     if not model.tied:
@@ -243,12 +250,14 @@ def sensitivity_windows(model: Model, tokens: Tensor, *, together: bool = False)
     """Return the number of windows of (windows, seqlen) `tokens` that `sensitivity` uses; `together`: for products of outputs."""
     multiple = 1 if model.embeddings is None else 2  # embeddings have a matrix of moments, outputs one number each
     multiple = 4 if together else multiple  # these matrices are factored
+    if tokens.dim() > 2:  # images
+        return min(len(tokens), max(MIN_WINDOWS, multiple * len(tokens) // 16))
     count = min(max(multiple * tokens.numel() // 16, multiple * MIN_TOKENS), MAX_TOKENS)
     return min(len(tokens), max(MIN_WINDOWS, count // tokens.shape[1]))
 
 
 def backward_batch(seqlen: int) -> int:
-    """Return the number of windows that pass backwards at once on the CPU: a pass keeps all activations of a block."""
+    """Return the number of windows that pass backwards at once: a pass keeps all activations of a block."""
     return max(1, min(BATCH_WINDOWS, BATCH_TOKENS // seqlen))
 
 
@@ -296,11 +305,15 @@ def _from_predictions(
                     rows.append(torch.autograd.grad((output * drawn).sum(), leaf)[0])
                     continue
                 outputs, step = len(window), predicted_at_once(model, len(window))
+                if step < outputs and not _predicts_token_by_token(logits, window, state):
+                    step = outputs
                 uniform, of_window = torch.rand(outputs, 1, generator=generator).to(device), []
                 for start in range(0, outputs, step):  # logits are large
-                    here = slice(start, start + step) if step < outputs else slice(None)
-                    leaf = state[None, here].detach().requires_grad_()
-                    predicted = logits(window[None, here], leaf)[0].float().log_softmax(-1)
+                    here = slice(start, start + step)
+                    leaf = state[None] if step == outputs else state[None, here]
+                    leaf = leaf.detach().requires_grad_()
+                    part_of = window[None] if step == outputs else window[None, here]  # sound goes with whole windows
+                    predicted = logits(part_of, leaf)[0].float().log_softmax(-1)
                     if not start:
                         varies |= not predicts_always_the_same(predicted.detach())
                     p = predicted.detach().exp()
@@ -312,6 +325,15 @@ def _from_predictions(
                 rows.append(torch.cat(of_window, 1))
             gradients.append(torch.cat(rows))
     return _finite(gradients, "the head" if has_head(model.network) else "the end"), varies
+
+
+@torch.no_grad()
+def _predicts_token_by_token(logits: Callable[..., Tensor], window: Tensor, state: Tensor) -> bool:
+    """Return whether the end of a network predicts a token of a window (tokens,) by its hidden state alone."""
+    if state.shape[:-1] != window.shape:
+        return False
+    two, one = (logits(window[None, a:2], state[None, a:2])[0, -1].float() for a in (0, 1))
+    return torch.allclose(two, one, rtol=1e-3, atol=1e-3 * float(two.abs().max()))
 
 
 def predicted_at_once(model: Model, tokens: int) -> int:
@@ -336,7 +358,8 @@ def _finite(gradients: list[Tensor], name: str) -> list[Tensor]:
     """Return gradients if all are finite, for which a device is waited for once; else raise CalibrationError."""
     if not torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all():
         raise CalibrationError(
-            f"Gradients are NaN or Inf before {name}. Check the weights, or use --rows equal, which needs no gradients."
+            f"Gradients are NaN or Inf before {name}. Check the weights. Where they are right, --rows equal at a rate and "
+            f'positions="equal" in Python need no gradients.'
         )
     return gradients
 

@@ -9,7 +9,7 @@ block, forward passes in `one_forward.py`, sums over rows in `second_moments.py`
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ from nearplane.calibration.cache_scales import CacheRange, cache_name
 from nearplane.calibration.extra_divergence import extra_divergence, is_compared
 from nearplane.calibration.network_ends import finish
 from nearplane.calibration.one_forward import BlockForward, MemorySetting
+from nearplane.calibration.positions import PositionWeights
 from nearplane.calibration.rounded_stream import RoundedStream
 from nearplane.calibration.second_moments import Observed, shared_inputs, sum_moments
 from nearplane.calibration.separate_passes import observations_of_the_head
@@ -148,7 +149,7 @@ def walk(
     setting: MemorySetting,
     *,
     moments: Mapping[str, Moments] | None = None,
-    positions: Mapping[str, Sequence[float]] | None = None,
+    positions: Mapping[str, PositionWeights] | None = None,
     resumed: Resumed | None = None,
 ) -> Iterator[Iterator[Stage]]:
     """Walk through a network from embeddings to head: `with walk(...) as stages: for stage in stages: ...`
@@ -162,7 +163,7 @@ def walk(
         windows: The calibration windows; without windows, the inputs of layers are not observed.
         setting: The device with its ranks, and settings for memory.
         moments: Moments of the embeddings' inputs, if embeddings are quantized; see `Plan`.
-        positions: {layer: weight of each octave of positions}; None: all tokens count alike.
+        positions: {layer: weights of positions}; None: all tokens count alike.
         resumed: State of a stopped walk, whose stages are skipped.
 
     Yields:
@@ -174,8 +175,8 @@ def walk(
     ranks, done = setting.device.ranks, 0 if resumed is None else resumed.blocks
     if ranks.others:
         theirs = replace(setting, device=Device(setting.device.place))  # each has ranks of its own
-        known = dict(moments or {}), dict(positions or {})
-        ranks.start(_FollowedWalk(recipe, windows, theirs, *known, done, library_in_use(), model.tuned))
+        library, given = library_in_use(), (dict(moments or {}), dict(positions or {}))
+        ranks.start(_FollowedWalk(recipe, windows, theirs, *given, done, library, model.tuned))
     stages = _Walk(model, recipe, windows, setting, positions or {}).stages(moments or {}, resumed)
     with closing(_in_order(stages, ranks)) as in_order:
         yield in_order
@@ -212,7 +213,7 @@ class _FollowedWalk:
     windows: Windows
     setting: MemorySetting
     moments: Mapping[str, Moments]
-    positions: Mapping[str, Sequence[float]]
+    positions: Mapping[str, PositionWeights]
     blocks: int
     library: Library
     tuned: Mapping[str, Tensor]
@@ -241,7 +242,7 @@ class _Walk:
     recipe: Recipe
     windows: Windows
     setting: MemorySetting
-    positions: Mapping[str, Sequence[float]]
+    positions: Mapping[str, PositionWeights]
 
     def stages(self, moments: Mapping[str, Moments], resumed: Resumed | None) -> Generator[Stage]:
         """Yield all stages, including the end of every block."""

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 import torch
 
+from nearplane.calibration.positions import octaves
 from nearplane.formats.beside import Beside
 from nearplane.formats.gguf.architecture import rope_factors
 from nearplane.formats.gguf.gguf_container import planned_tensors
@@ -24,7 +25,7 @@ from nearplane.number_formats import BlockType
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import AnyScheme
-from nearplane.record.record import LEFT_OUT_OF_LAYERS, LayerRecord, RunRecord, one_line, row_groups
+from nearplane.record.record import LEFT_OUT_OF_LAYERS, MAX_EXPONENT, LayerRecord, RunRecord, one_line, row_groups
 from nearplane.system.paths import MAX_FILE
 from nearplane.system.safetensors_files import index_text
 from nearplane.system.shard_writer import file_names
@@ -169,6 +170,7 @@ def with_layers(model: Model, record: RunRecord) -> RunRecord:
             in_features=layer.shape[1],
             row_losses=(0.0,) * row_groups(*layer.shape),
             extra_by_source=(0.0,) * len(record.sources),
+            positions=(-MAX_EXPONENT,) * len(octaves(record.seqlen)),
             **figures,
         )
         for layer in model.layers

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from nearplane.calibration.one_forward import PAUSED_DIVISOR, MemorySetting, never_pauses
+from nearplane.calibration.sensitivity import predicted_at_once
 from nearplane.calibration.stages import FirstLook, blocks_by_kind
 from nearplane.calibration.windows import Windows, extra_windows
 from nearplane.errors import RecipeError
@@ -32,7 +33,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.planning.memory_bound import Blocks, Bound, Group, Place, Shapes, bound, multiplications, of_a_block
 from nearplane.planning.memory_limits import choose, settings, too_small
-from nearplane.planning.plan import expected_work
+from nearplane.planning.plan import expected_work, weighs_positions
 from nearplane.planning.request import rehearse
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.scheme import Solver
@@ -295,6 +296,8 @@ def shapes_with(model: Model, plan: Plan, windows: Windows, blocks: Sequence[Blo
         searched=SEARCHED.get(scheme.number_format.name, 0.0) if scheme.calibrated else 0.0,
         probe=probe,
         backward=backward,
+        predicted=predicted_at_once(model, windows.seqlen),
+        placed=weighs_positions(model, recipe),
         rounded=bool(recipe.rounded),
         number=device.compute_dtype(model.dtype).itemsize,
         heads=getattr(model.config.get_text_config(), "num_attention_heads", 0),

@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple
 
 from nearplane.calibration.extra_divergence import COMPARED_LOGITS as EXTRA_LOGITS
 from nearplane.calibration.one_forward import MemorySetting, paused_bytes
-from nearplane.calibration.sensitivity import LOGITS as BACKWARD_LOGITS
 from nearplane.calibration.sensitivity import backward_batch
 from nearplane.calibration.states_on_host import pinned_bytes
 from nearplane.calibration.windows import extra_batch
@@ -105,6 +104,8 @@ class Shapes:
         searched: Time of searching steps and codes beside the products, as a number of multiplications for each weight.
         probe: Work of the probe before the first layer; None: no probe.
         backward: Tokens of the backward pass; 0: no backward pass.
+        predicted: Tokens of a window that are predicted at once in it.
+        placed: Whether rows are scaled by their position, which copies them.
         rounded: Whether the quantized network rounds the inputs of its layers.
         beside: Bytes that one network keeps for one window beside its hidden states, see `FirstLook`.
         number: Bytes of a number of weights and hidden states in the network that runs.
@@ -126,6 +127,8 @@ class Shapes:
     searched: float = 0.0
     probe: Extent | None = None
     backward: int = 0
+    predicted: int = 0
+    placed: bool = False
     rounded: bool = False
     beside: int = 0
     number: int = SINGLE
@@ -322,11 +325,11 @@ def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[
     alive = max(kind.most_alive for kind in shapes.blocks) / window  # bytes per token
     if shapes.backward:
         gradients = 2 * width * shapes.backward
-        logits = min(window * shapes.vocabulary, max(shapes.vocabulary, BACKWARD_LOGITS))
+        logits = shapes.predicted * shapes.vocabulary
         yield Moment("measuring gradients", gradients + LOGITS_COPIES * SINGLE * logits + head)
-        batch = backward_batch(window) if on_cpu else setting.batch
+        batch = backward_batch(window)
         kept = round(BACKWARD_COPIES * alive * min(shapes.backward, batch * window))
-        kept += 0 if on_cpu else SCORE_COPIES * SINGLE * setting.batch * shapes.heads * window**2
+        kept += 0 if on_cpu else SCORE_COPIES * SINGLE * batch * shapes.heads * window**2
         yield Moment("measuring gradients", block + gradients + kept)
     if shapes.probe is not None:
         tokens = shapes.probe.batch
@@ -376,7 +379,8 @@ def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterato
         row, widest = SINGLE * setting.batch * shapes.seqlen, max((out for out, _ in group.lost), default=0)
         copied = split * last if paused else streams  # passes that wait hold their inputs
         parts = PART_COPIES * split if shapes.number < SINGLE and not setting.device.on_cpu else 0  # see `wide_product`
-        rows = row * (n * (copied + split + parts + ROUNDING_COPIES * shapes.rounded) + 4 * split * widest)
+        scaled = streams * (shapes.placed and group.experts == 1)
+        rows = row * (n * (copied + split + parts + scaled + ROUNDING_COPIES * shapes.rounded) + 4 * split * widest)
         lost, crossed = split * sum(out * columns for out, columns in group.lost), split * _crossed(group)
         summed = n * n * (streams + 2 * crossed) + 2 * lost
         sums = DOUBLE * (summed + 2 * crossed * n * n + 2 * lost + streams * min(span, n) * n)  # see `exact_sum.py`

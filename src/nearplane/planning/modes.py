@@ -80,6 +80,14 @@ class Mode:
         """Options of the command that quantizes in this way."""
         return flags(self.options)
 
+    def for_runtime(self, runtime: Runtime | None) -> Mode:
+        """Return the way for a program, named in its options if weights have zero points for it alone."""
+        options = {**self.options, "runtime": runtime}
+        alike = runtime is None or runtime not in self.runtimes()
+        if alike or Recipe.from_spellings(**options).scheme == Recipe.from_spellings(**self.options).scheme:
+            return self
+        return replace(self, options=options)
+
     def for_experts(self, runtime: Runtime | None) -> Mode:
         """Return the way for a network with experts, with a runtime if it needs one: that which is given, or a possible one."""
         if Recipe.from_spellings(**self.options).readers.takes(self.weights(experts=True)):

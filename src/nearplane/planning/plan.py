@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from nearplane.calibration.positions import PositionWeights
 from nearplane.calibration.sensitivity import sensitivity, sensitivity_windows
 from nearplane.calibration.states_on_disk import Keep
-from nearplane.errors import CalibrationError, RecipeError
+from nearplane.errors import CalibrationError, RecipeError, first_line
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.moments import Moments
 from nearplane.models.model import Model
@@ -28,7 +28,9 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme
 from nearplane.recipe.schemes import GridScheme
 from nearplane.system.device import Device
+from nearplane.system.memory import is_out_of_memory, is_refused
 from nearplane.system.progress import Progress, silent
+from nearplane.system.ranks import ONE_PROCESS
 
 log = logging.getLogger(__name__)
 POINTS = 3  # widths or types that are measured of each layer, about
@@ -61,7 +63,8 @@ def plan(
     recipe, scheme, measure = settled.recipe, settled.recipe.scheme, None
     effect, rates, together = Effect(), dict[str, float](), dict[str, tuple[Tensor, ...]]()
     if tokens is not None:
-        effect = effect_of_errors(model, scheme, tokens, device, progress, positions=weighs_positions(model, recipe))
+        weighs, asked = weighs_positions(model, recipe), recipe.calibration.positions == "sensitivity"
+        effect = effect_of_errors(model, scheme, tokens, device, progress, positions=weighs, asked=asked)
         measure = partial(probe, model, tokens, device=device.place, keep=keep, progress=progress, ranks=device.ranks)
     if scheme.entropy_coded:
         rates = measured_rates(model, settled, effect.rows, measure)
@@ -88,7 +91,7 @@ def _completed(
             each,
             rate=rates.get(name),
             sensitivity=effect.rows.get(name),
-            positions=tuple(effect.positions.get(name, ())),
+            positions=effect.positions.get(name),
             together=tuple(together.get(name, ())),
         )
         for name, each in settled.layers.items()
@@ -118,7 +121,10 @@ def restored(settled: Plan, state: Mapping[str, Any], tensors: Mapping[str, Mapp
     """Return the plan with this state and these tensors, which was made with `count` tokens of text."""
     settled = settled.stored_in({name: number_format(format) for name, format in state["formats"].items()})
     moments = {name: Moments(H=H, tokens=count) for name, H in tensors["moments"].items()}
-    effect = Effect(tensors["sensitivity"], moments, state["positions"])
+    positions = {
+        name: PositionWeights(length, tuple(octaves)) for name, (length, octaves) in state["positions"].items()
+    }
+    effect = Effect(tensors["sensitivity"], moments, positions)
     return _completed(settled, state["rates"], effect, tensors["together"])
 
 
@@ -148,7 +154,7 @@ def compensating_layers(model: Model, settled: Plan) -> set[str]:
 
 def weighs_positions(model: Model, recipe: Recipe) -> bool:
     """Return whether tokens are to count by their position, which layers in blocks have."""
-    return recipe.calibration.positions == "sensitivity" and any(block.layers for block in model.blocks)
+    return recipe.weighs_positions and any(block.layers for block in model.blocks)
 
 
 class Effect(NamedTuple):
@@ -157,12 +163,12 @@ class Effect(NamedTuple):
     Args:
         rows: (out,) sensitivity of each row.
         embeddings: Substitutes for second moments of embeddings.
-        positions: Weight of each octave of positions.
+        positions: Weights of positions in a window.
     """
 
     rows: Mapping[str, Tensor] = {}
     embeddings: Mapping[str, Moments] = {}
-    positions: Mapping[str, Sequence[float]] = {}
+    positions: Mapping[str, PositionWeights] = {}
 
 
 def effect_of_errors(
@@ -173,23 +179,25 @@ def effect_of_errors(
     progress: Progress = silent,
     *,
     positions: bool = False,
+    asked: bool = False,
 ) -> Effect:
     """Measure the effect of errors on the network by a backward pass, for rows of layers and columns of embeddings.
 
-    Where `positions` are all that is to be measured and a backward pass is not possible, nothing is, and a warning says why.
+    Where `positions` are all that is to be measured, rank 0 does it. If they were not asked for by name and gradients cannot
+    be measured, nothing is, and a warning says why.
     """
     rows = scheme.weighs_rows
     columns = model.embeddings is not None and scheme.calibrated
     if not (rows or columns or positions):
         return Effect()
     dtype = device.compute_dtype(model.dtype)
+    ranks = device.ranks if rows or columns else ONE_PROCESS
     try:
-        measured = sensitivity(model, tokens, device=device.place, dtype=dtype, ranks=device.ranks, progress=progress)
+        measured = sensitivity(model, tokens, device=device.place, dtype=dtype, ranks=ranks, progress=progress)
     except (RuntimeError, CalibrationError) as error:
-        if rows or columns or isinstance(error, torch.OutOfMemoryError):
+        if rows or columns or asked or is_out_of_memory(error) or is_refused(error) or "CUDA" in str(error):
             raise
-        reason = str(error).strip().partition("\n")[0]
-        log.warning("All positions in windows count alike, as gradients could not be measured: %s", reason)
+        log.warning("All positions in windows count alike, as gradients could not be measured: %s", first_line(error))
         return Effect()
     moments: dict[str, Moments] = {}
     if model.embeddings is not None and columns and measured.embeddings is not None:

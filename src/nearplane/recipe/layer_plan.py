@@ -27,7 +27,7 @@ class LayerPlan:
         rate: Bits per weight with every byte counted; None on fixed grids.
         max_loss: Upper limit of the relative loss of entropy-coded weights; None: no limit.
         sensitivity: (out,) sensitivity of the network to errors of each output; None: equal.
-        positions: Weight of each octave of positions in a window, see `calibration/positions.py`; empty: equal.
+        positions: Weights of positions in a window, see `calibration/positions.py`; None: equal.
         together: (rows, rows) moments of gradients for each run of rows, where rows are joined; empty: not measured.
     """
 
@@ -37,7 +37,7 @@ class LayerPlan:
     rate: float | None = None
     max_loss: float | None = None
     sensitivity: Numbers | None = None
-    positions: tuple[float, ...] = ()
+    positions: Numbers | None = None
     together: tuple[Numbers, ...] = ()
 
     @property

@@ -99,7 +99,7 @@ def check_pattern(option: str, pattern: str) -> None:
 
 
 def layer_schemes(
-    layers: object, options: Mapping[str, Any], known: Collection[str], into: str | None
+    layers: object, options: Mapping[str, Any], known: Collection[str], into: str | None, runtime: object = None
 ) -> tuple[LayerScheme, ...]:
     """Return the schemes of some layers.
 
@@ -108,6 +108,7 @@ def layer_schemes(
         options: The options of the other layers.
         known: Names of all options.
         into: Format of the checkpoint; None if it is left open.
+        runtime: Program that must load it; None if it is left open.
 
     Raises:
         RecipeError: An option is unknown, or does not go with the others.
@@ -123,6 +124,6 @@ def layer_schemes(
         rounded: Any = None
         if "activations" in own:
             rounded = own.pop("activations") or "none"  # commands pass None for the word none
-        scheme = scheme_of(into=into, **merged_options(options, own))
+        scheme = scheme_of(into=into, runtime=runtime, **merged_options(options, own))
         schemes.append(LayerScheme(pattern=pattern, scheme=scheme, activations=rounded))
     return tuple(schemes)

@@ -22,7 +22,7 @@ from nearplane.recipe.readers import Readers, readers_of, usual_format
 from nearplane.recipe.refusals import check_activations, check_kv_cache, check_like
 from nearplane.recipe.runtimes import MLX_FLOATS, Runtime
 from nearplane.recipe.scheme import Activations, Allocation, CacheNumbers, names_of
-from nearplane.recipe.schemes import AnyScheme, GridScheme, has_zero_points, scheme_of
+from nearplane.recipe.schemes import AnyScheme, GridScheme, scheme_of
 from nearplane.recipe.spellings import translated_options
 from nearplane.system.arguments import MAX_SEED, check_fields, whole, within
 from nearplane.system.patterns import has_match
@@ -126,7 +126,10 @@ class Recipe:
         if self.allocate is None:
             object.__setattr__(self, "allocate", self.scheme.default_allocation)
         self.scheme.check_allocation(self.allocate, self.files)
-        self._settle_positions()
+        if self.calibration.positions == "sensitivity" and not self.scheme.calibrated:
+            raise RecipeError(
+                f"positions is 'sensitivity', but solver {self.scheme.solver!r} uses no calibration. Leave it out."
+            )
         for pattern in self.ignore:
             check_pattern("ignore", pattern)
         for scheme, activations in self.rounded:
@@ -134,16 +137,11 @@ class Recipe:
         if self.kv_cache != "none":
             check_kv_cache(self.kv_cache, self.scheme, self.files, str(self.format))
 
-    def _settle_positions(self) -> None:
-        """Fill in and check how tokens count by their position."""
-        scheme, positions = self.scheme, self.calibration.positions
-        if positions == "sensitivity" and not scheme.calibrated:
-            raise RecipeError(
-                f"positions is {positions!r}, but solver {scheme.solver!r} uses no calibration. Leave it out."
-            )
-        if positions is None:
-            usual: Positions = "sensitivity" if scheme.calibrated and scheme.correct else "equal"
-            object.__setattr__(self, "calibration", replace(self.calibration, positions=usual))
+    @property
+    def weighs_positions(self) -> bool:
+        """Whether errors count by their position in a window: by default where targets are corrected."""
+        positions = self.calibration.positions
+        return self.scheme.calibrated and (positions == "sensitivity" or (positions is None and self.scheme.correct))
 
     @property
     def files(self) -> FileFormat:
@@ -259,8 +257,7 @@ class Recipe:
         if flat.get("format") is None and (usual := usual_format(flat.get("runtime"))) is not None:
             flat["format"] = usual
         tokens = {name: options.pop(name) for name in names_of(Calibration) & options.keys()}
-        if "symmetric" not in options and has_zero_points(flat.get("runtime"), flat.get("format"), options):
-            options["symmetric"] = False
-        other = () if layers is None else layer_schemes(layers, options, known, flat.get("format"))
-        scheme = scheme_of(into=flat.get("format"), spread=flat.get("allocate"), **options)
+        place = {"into": flat.get("format"), "runtime": flat.get("runtime")}
+        other = () if layers is None else layer_schemes(layers, options, known, **place)
+        scheme = scheme_of(**place, spread=flat.get("allocate"), **options)
         return cls(scheme=scheme, calibration=Calibration(**tokens), layers=other, **flat)

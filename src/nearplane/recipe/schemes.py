@@ -161,12 +161,15 @@ class GridScheme(Scheme):
 AnyScheme = GridScheme | BlockScheme | RateScheme
 
 
-def scheme_of(*, into: str | None = None, spread: str | None = None, **options: Any) -> AnyScheme:
+def scheme_of(
+    *, into: str | None = None, spread: str | None = None, runtime: object = None, **options: Any
+) -> AnyScheme:
     """Return the scheme of these options: entropy-coded with a rate or size, blocks with a grid of llama.cpp, else a grid.
 
     Args:
         into: Format of the checkpoint; in a GGUF, a size or bits that differ by layer mean grids of llama.cpp.
         spread: Allocation of bits to layers, or None if it is left open.
+        runtime: Program that must load the checkpoint, or None if it is left open.
         options: Fields of a scheme.
 
     Raises:
@@ -215,20 +218,20 @@ def scheme_of(*, into: str | None = None, spread: str | None = None, **options: 
                 "int4-g64-min, or --grid mxfp4, nvfp4 or mxfp8."
             )
         given |= {"symmetric": False, "minimum": True}
+    elif kind is GridScheme and "symmetric" not in given and _has_zero_points(runtime, into, given):
+        given |= {"symmetric": False}
     unset = {name: None for name, value in options.items() if value is None and name in names_of(kind)}
     return kind(**unset | given)
 
 
-def has_zero_points(runtime: object, into: object, options: Mapping[str, Any]) -> bool:
-    """Return whether integers for a program have zero points unless the options say otherwise.
+def _has_zero_points(runtime: object, into: object, given: Mapping[str, Any]) -> bool:
+    """Return whether integers have zero points that were not asked for: in compressed-tensors for vLLM, up to 4 bits.
 
-    They have for vLLM, in compressed-tensors and up to 4 bits: symmetric grids of equal size, in smaller groups, lose more,
-    see docs/log.md.
+    Symmetric grids of equal size, which have smaller groups, lose more, see docs/log.md.
     """
-    bits = options.get("bits") or DEFAULT_BITS
+    bits = given.get("bits", DEFAULT_BITS)
     few = isinstance(bits, int | float) and bits <= ZERO_POINT_BITS
-    otherwise = any(options.get(name) for name in ("grid", "rate", "size", "minimum"))
-    return runtime == "vllm" and into in (None, "compressed-tensors") and few and not otherwise
+    return runtime == "vllm" and into in (None, "compressed-tensors") and few and not given.keys() & {"grid", "minimum"}
 
 
 def fitting_group(inputs: Iterable[int], most: int = DEFAULT_GROUP_SIZES[0]) -> int:

@@ -22,6 +22,7 @@ from nearplane.system.matmul_choice import Products
 from nearplane.system.sizes import counted, size_text
 
 installed_version = cache(version)  # parses a file of metadata
+MAX_EXPONENT = 16  # of factors of rows, by their position
 VERSION = 5  # of the record; records of other versions are refused
 # values with which fields are not in the file: of a run, of each of its layers, of its recipe, of schemes of some layers in it,
 # and of its calibration
@@ -33,7 +34,7 @@ LEFT_OUT_OF_LAYERS: dict[str, object] = {
 }  # fmt: skip
 LEFT_OUT_OF_RECIPE: dict[str, object] = {"activations": "none", "kv_cache": "none", "like": None, "runtime": None}
 LEFT_OUT_OF_SCHEMES: dict[str, object] = {"activations": None}
-LEFT_OUT_OF_CALIBRATION: dict[str, object] = {"first_token": "none", "positions": "equal"}
+LEFT_OUT_OF_CALIBRATION: dict[str, object] = {"first_token": "none", "positions": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +142,8 @@ class LayerRecord:
     def __post_init__(self) -> None:
         if self.out_features < 1 or self.in_features < 1:
             raise FormatError(f"{self.name} is {self.out_features} x {self.in_features}; expected at least 1 x 1.")
+        if any(abs(each) > MAX_EXPONENT for each in self.positions):
+            raise FormatError(f"{self.name}: positions are {self.positions}; expected exponents up to {MAX_EXPONENT}.")
         if self.limit == math.inf:  # JSON has no infinity
             object.__setattr__(self, "limit", None)
         assert self.number_format, "raises for unknown names"

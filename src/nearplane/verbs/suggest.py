@@ -146,6 +146,7 @@ class _Sizes:
 
     def row(self, mode: Mode) -> Suggestion:
         """Return what a mode takes."""
+        mode = mode.for_runtime(self.runtime)
         asked = Recipe.from_spellings(**mode.options)
         described = self._variant(asked.scheme.ends)
         experts = any(layer.routed for layer in described.layers)
@@ -167,6 +168,8 @@ class _Sizes:
             return row(refused=str(error), loss=mode.loss)
         memory = weights + self.cache
         loss, note = _by_types(described, plan, mode.loss) if asked.files.one_file else (mode.loss, "")
+        if mode.options.get("runtime") == "vllm" and not asked.scheme.number_format.symmetric:
+            note = "measured without zero points"
         if mode.packed_bits is not None and asked.scheme.asked is not None:
             wide = 8 * described.dtype.itemsize  # experts are decoded
             bits = sum(

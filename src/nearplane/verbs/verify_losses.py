@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nearplane.calibration.one_forward import MemorySetting
+from nearplane.calibration.positions import PositionWeights
 from nearplane.calibration.stages import try_blocks
 from nearplane.calibration.walk import Stage, walk
 from nearplane.calibration.windows import Windows, digest_of
@@ -131,7 +132,7 @@ def along_both_networks(
     """
     model, entries = saved.model, {layer.name: layer for layer in saved.record.layers}
     moments = moments_of_embeddings(model, saved.plan.recipe.scheme, windows.fitted, saved.device)
-    positions = {name: [4.0**each for each in entry.positions] for name, entry in entries.items() if entry.positions}
+    positions = {name: PositionWeights.recorded(entry.positions) for name, entry in entries.items() if entry.positions}
     setting = _setting(saved, windows)
     along = Along[Measured]()
     tracked = Tracked(range(len(entries)), "measuring", len(entries), blocks=model.layers_by_block)

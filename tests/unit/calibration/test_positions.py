@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from nearplane import Recipe, RecipeError, quantize, verify
-from nearplane.calibration.positions import EQUAL, exponents_of, octaves, scaled, weights_of
+from nearplane.calibration.positions import EQUAL, PositionWeights, RowFactors, octaves
 from nearplane.calibration.rows import Rows
 from nearplane.calibration.sensitivity import sensitivity
+from nearplane.errors import CalibrationError
 from nearplane.models.model import open_model
 from nearplane.record.record_file import read_record
 
@@ -34,27 +35,43 @@ def test_octaves_are_all_positions_in_order_and_each_but_the_last_is_as_long_as_
 
 def test_weights_are_mean_squares_of_an_octave_and_a_fifth_is_equal():
     squares = torch.tensor([8.0, 0.0, 4.0, 4.0])  # of 1, 1, 2 and 4 tokens
-    found = weights_of(squares, 8)
-    assert found == pytest.approx([EQUAL + (1 - EQUAL) * each / 2 for each in (8.0, 0.0, 2.0, 1.0)])
-    counts = [1, 1, 2, 4]
-    assert sum(a * b for a, b in zip(found, counts, strict=True)) == pytest.approx(8)
-    assert weights_of(torch.zeros(4), 8) == (1.0, 1.0, 1.0, 1.0)
+    measured = PositionWeights.measured(squares, 8)
+    assert measured.length == 8
+    assert measured.octaves == pytest.approx([EQUAL + (1 - EQUAL) * each / 2 for each in (8.0, 0.0, 2.0, 1.0)])
+    assert sum(a * b for a, b in zip(measured.octaves, [1, 1, 2, 4], strict=True)) == pytest.approx(8)
+    assert PositionWeights.measured(torch.zeros(4), 8).octaves == (1.0, 1.0, 1.0, 1.0)
 
 
 def test_exponents_are_half_the_logarithms_of_the_mean_over_layers():
-    assert exponents_of([(100.0, 1.0, 0.25)]) == (3, 0, -1)
-    assert exponents_of([(1.0, 1.0), (31.0, 1.0)]) == (2, 0)
-    assert exponents_of([(1.1, 0.9)]) == exponents_of([]) == ()
-    assert exponents_of([[4.0**e for e in (3, 0, -1)]]) == (3, 0, -1)  # as `verify` reads them from a record
+    def exponents(*weights, tokens=3):
+        return RowFactors([PositionWeights(tokens, each) for each in weights], tokens).exponents
+
+    assert exponents((100.0, 1.0, 0.25)) == (3, 0, -1)
+    assert exponents((1.0, 1.0, 1.0), (31.0, 1.0, 1.0)) == (2, 0, 0)
+    assert exponents((1.1, 0.9, 1.0)) == exponents() == ()
+    recorded = PositionWeights.recorded((3, 0, -1))  # as `verify` reads them
+    assert RowFactors([recorded, recorded], 3).exponents == (3, 0, -1)
+
+
+def test_rows_of_another_number_of_tokens_than_was_measured_stay_as_they_are():
+    """Where a layer runs on something else besides (DeBERTa's relative positions), or has no places."""
+    weights = [PositionWeights(3, (100.0, 1.0, 0.25))]
+    assert RowFactors(weights, 4).exponents == RowFactors(weights, 0).exponents == ()
+    rows = Rows(X_hat=torch.ones(8, 2))
+    assert RowFactors(weights, 4).scaled(rows, 2) is rows
+    with pytest.raises(CalibrationError, match="multiplies 8 rows of 2 windows, but 3 of the first one"):
+        RowFactors(weights, 3).scaled(rows, 2)
+    assert RowFactors([PositionWeights.recorded((3, 0, -1))], 8).exponents == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scaled_rows_are_exact(dtype, generator):
     X = (torch.randn(12, 3, generator=generator) * 3e4).clamp(-6e4, 6e4).to(dtype)
-    rows = scaled(Rows(X_hat=X, X=X + 1, residual={"o": X[:, :2]}), (4, 1, 0, -1), 2)
+    factors = RowFactors([PositionWeights.recorded((4, 1, 0, -1))], 6)
+    rows = factors.scaled(Rows(X_hat=X, X=X + 1, residual={"o": X[:, :2]}), 2)
     factor = torch.tensor([16.0, 2.0, 1.0, 1.0, 0.5, 0.5]).repeat(2)[:, None].double()
-    for found, original in ((rows.X_hat, X), (rows.X, X + 1), (rows.residual["o"], X[:, :2])):
-        assert torch.equal(found.double(), original.double() * factor)
+    for result, original in ((rows.X_hat, X), (rows.X, X + 1), (rows.residual["o"], X[:, :2])):
+        assert torch.equal(result.double(), original.double() * factor)
 
 
 def test_measured_weights_are_those_of_the_network_at_once(saved, loaded, tokens):
@@ -78,17 +95,19 @@ def test_measured_weights_are_those_of_the_network_at_once(saved, loaded, tokens
             sums[name] = sums[name] + gradient[0].double().square().sum(1)
     for name in names:
         by_octave = torch.stack([sums[name][part].sum() for part in octaves(tokens.shape[1])])
-        assert found[name] == pytest.approx(weights_of(by_octave, tokens.shape[1]), rel=1e-5)
+        expected = PositionWeights.measured(by_octave, tokens.shape[1])
+        assert found[name].length == tokens.shape[1]
+        assert found[name].octaves == pytest.approx(expected.octaves, rel=1e-5)
 
 
 def test_a_run_weighs_positions_and_its_losses_are_measured_again_from_the_record(saved, many, tmp_path):
     options = {"bits": 4, "group_size": 16, "calibration": many, "progress": False}
     equal = quantize(saved("llama"), tmp_path / "equal", positions="equal", **options)
     assert all(layer.positions == () for layer in equal.layers)
-    assert "positions" not in (tmp_path / "equal" / "nearplane.json").read_text()
+    assert (tmp_path / "equal" / "nearplane.json").read_text().count("positions") == 1  # in the recipe
 
     record = quantize(saved("llama"), tmp_path / "out", **options)
-    assert record.recipe.calibration.positions == "sensitivity"
+    assert record.recipe.calibration.positions is None
     assert any(layer.positions for layer in record.layers)
     shared = [{layer.positions for layer in record.layers if f".0.self_attn.{x}" in layer.name} for x in "qkv"]
     assert shared[0] == shared[1] == shared[2]  # they have one input
@@ -104,9 +123,11 @@ def test_a_run_weighs_positions_and_its_losses_are_measured_again_from_the_recor
 
 
 def test_recipes_say_how_positions_count():
-    assert Recipe().calibration.positions == "sensitivity"
-    assert Recipe.from_spellings(correct=False).calibration.positions == "equal"
-    assert Recipe.from_spellings(solver="round-to-nearest").calibration.positions == "equal"
+    assert Recipe().weighs_positions
+    assert not Recipe.from_spellings(correct=False).weighs_positions
+    assert Recipe.from_spellings(correct=False, positions="sensitivity").weighs_positions
+    assert not Recipe.from_spellings(positions="equal").weighs_positions
+    assert not Recipe.from_spellings(solver="round-to-nearest").weighs_positions
     with pytest.raises(RecipeError, match="uses no calibration"):
         Recipe.from_spellings(solver="round-to-nearest", positions="sensitivity")
 
@@ -121,3 +142,5 @@ def test_a_network_that_cannot_be_differentiated_is_solved_with_equal_positions_
     record = quantize(saved("llama"), tmp_path / "out", bits=4, group_size=16, calibration=many, progress=False)
     assert all(layer.positions == () for layer in record.layers)
     assert "count alike, as gradients could not be measured: derivative for aten::thing" in caplog.text
+    with pytest.raises(RuntimeError, match="derivative for"):  # not where they were asked for
+        quantize(saved("llama"), tmp_path / "new", bits=4, calibration=many, progress=False, positions="sensitivity")
