@@ -132,10 +132,11 @@ class StoppedError(Exception):
 def test_tuning_that_is_stopped_goes_on_and_ends_as_on_the_cpu(made, run, tmp_path, monkeypatch):
     """The same bytes as without the stop; other steps than on the CPU differ by rounding alone."""
     monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", math.inf)  # keep every step
-    step = loop._Run.step
+    step, start, options = loop._Run.step, tmp_path / "start", RUNS[run][2]
+    nearplane.quantize(made(run).model, start, calibration=TOKENS, device="cpu", positions="equal", **options)
 
     def tune(out, device):
-        record = nearplane.tune(made(run).cpu, out, against=made(run).model, calibration=TOKENS, steps=4, device=device)
+        record = nearplane.tune(start, out, against=made(run).model, calibration=TOKENS, steps=4, device=device)
         assert record.tuning.kept > 0
         return stored(out)
 
