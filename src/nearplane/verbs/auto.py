@@ -303,9 +303,9 @@ def _way(request: AutoRequest) -> _Way:
     elif request.bits is not None:
         row, why = _of_bits(rows, request.bits, runtime), f"{request.bits} bits as {runtime} reads them"
     else:
-        usual = [each for each in rows if each.options in USUAL]
+        usual = [each for each in rows if each.options.removesuffix(f" --runtime {runtime}") in USUAL]
         row, why = (usual or rows)[0], f"the usual way for {runtime}" if usual else f"which loses least for {runtime}"
-    mode = next(mode for mode in MODES if mode.words == row.options)
+    mode = _mode_of(row, runtime)
     memory = f", {size_text(row.memory or 0)} in memory with {found.context:,} tokens" if found.cache else ""
     size = f"{size_text(row.weights or 0)} of weights{memory}; expected KL {row.loss.nats()} nats per token"
     size += f" ({row.note})" if row.note else ""
@@ -319,18 +319,25 @@ def _runtime_here() -> Runtime:
     return "mlx" if sys.platform == "darwin" and machine() == "arm64" else "llama.cpp"
 
 
+def _mode_of(row: Suggestion, runtime: Runtime | None) -> Mode:
+    """Return the way that was suggested, which names the runtime where only that loads it."""
+    plain = row.options.removesuffix(f" --runtime {runtime}")
+    mode = next(mode for mode in MODES if mode.words == plain)
+    return mode if plain == row.options else replace(mode, options={**mode.options, "runtime": runtime})
+
+
 def _of_bits(rows: list[Suggestion], bits: int, runtime: Runtime | None) -> Suggestion:
     """Return the way with so many bits: integers before floats, and of these the one that loses least.
 
     Raises:
         RecipeError: There is none; the message names those that there are.
     """
-    ways = {mode.words: mode for mode in MODES}
-    having = [row for row in rows if _bits_of(ways[row.options]) == bits]
+    bits_of = {row.options: _bits_of(_mode_of(row, runtime)) for row in rows}
+    having = [row for row in rows if bits_of[row.options] == bits]
     if not having:
-        others = ", ".join(sorted({str(_bits_of(ways[row.options])) for row in rows}))
+        others = ", ".join(sorted({str(each) for each in bits_of.values()}))
         raise RecipeError(f"--bits {bits} is no way for {runtime} and this model. Use one of {others}.")
-    return min(having, key=lambda row: ("bits" not in ways[row.options].options, row.loss.mean))
+    return min(having, key=lambda row: ("bits" not in _mode_of(row, runtime).options, row.loss.mean))
 
 
 def _bits_of(mode: Mode) -> int:

@@ -168,7 +168,7 @@ class _Sizes:
             return row(refused=str(error), loss=mode.loss)
         memory = weights + self.cache
         loss, note = _by_types(described, plan, mode.loss) if asked.files.one_file else (mode.loss, "")
-        if mode.options.get("runtime") == "vllm" and not asked.scheme.number_format.symmetric:
+        if mode.options.get("runtime") == "vllm" and not getattr(asked.scheme, "symmetric", True):
             note = "measured without zero points"
         if mode.packed_bits is not None and asked.scheme.asked is not None:
             wide = 8 * described.dtype.itemsize  # experts are decoded
