@@ -14,7 +14,7 @@ from torch import Tensor
 from nearplane.calibration.positions import PositionWeights
 from nearplane.calibration.sensitivity import sensitivity, sensitivity_windows
 from nearplane.calibration.states_on_disk import Keep
-from nearplane.errors import CalibrationError, RecipeError, first_line
+from nearplane.errors import CalibrationError, NearplaneError, RecipeError, first_line
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.moments import Moments
 from nearplane.models.model import Model
@@ -194,8 +194,10 @@ def effect_of_errors(
     ranks = device.ranks if rows or columns else ONE_PROCESS
     try:
         measured = sensitivity(model, tokens, device=device.place, dtype=dtype, ranks=ranks, progress=progress)
-    except (RuntimeError, CalibrationError) as error:
-        if rows or columns or asked or is_out_of_memory(error) or is_refused(error) or "CUDA" in str(error):
+    except Exception as error:  # the code of a model may raise anything
+        of_us = isinstance(error, NearplaneError) and not isinstance(error, CalibrationError)
+        full = is_out_of_memory(error) or is_refused(error) or isinstance(error, OSError) or "CUDA" in str(error)
+        if rows or columns or asked or of_us or full:
             raise
         log.warning("All positions in windows count alike, as gradients could not be measured: %s", first_line(error))
         return Effect()
