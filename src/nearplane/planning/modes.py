@@ -16,7 +16,7 @@ from nearplane.recipe.runtimes import Runtime
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 
 # nats per token of 4 bits on two networks of 135 and 270 million weights: mean of the rows of docs/results/real-models.jsonl
-KL_OF_4_BITS = 0.12
+KL_OF_4_BITS = 0.1
 
 
 class Loss(NamedTuple):
