@@ -84,17 +84,14 @@ class _Squares:
             return
         by_position = squares.view(windows, -1).sum(0)
         length = len(by_position)
-        self._join(name, torch.stack([by_position[part].sum() for part in octaves(length)]), length)
+        self._join(name, length, torch.stack([by_position[part].sum() for part in octaves(length)]))
 
     def add(self, other: _Squares) -> _Squares:
         """Add the sums of another batch to these, and return these."""
         for name, each in other.outputs.items():
             self.count(name, each)
         for name, length in other.lengths.items():
-            if length:
-                self._join(name, other.octaves[name], length)
-            else:
-                self.lengths[name] = 0
+            self._join(name, length, other.octaves.get(name))
         return self
 
     def to(self, device: torch.device) -> _Squares:
@@ -109,13 +106,11 @@ class _Squares:
         lengths = self.lengths.items()
         return {name: PositionWeights.measured(self.octaves[name], length) for name, length in lengths if length}
 
-    def _join(self, name: str, sums: Tensor, length: int) -> None:
+    def _join(self, name: str, length: int, sums: Tensor | None) -> None:
         if self.lengths.setdefault(name, length) != length:
             self.lengths[name] = 0
-        elif name in self.octaves:
-            self.octaves[name] = self.octaves[name] + sums
-        else:
-            self.octaves[name] = sums
+        elif sums is not None:
+            self.octaves[name] = self.octaves[name] + sums if name in self.octaves else sums
 
 
 def sensitivity(
@@ -209,9 +204,8 @@ def sensitivity(
         gathered = [each for some in ranks.gather([one.to(CPU) for one in sums]) for each in some]
         everything = reduce(_Squares.add, gathered, everything).to(device)
     outputs = {name: total / windows.numel() for name, total in everything.outputs.items()}
-    positions = (
-        {} if stream.shares else everything.by_position()
-    )  # gradients through shared keys and values are left out
+    # gradients through keys and values that later blocks use are left out
+    positions = {} if stream.shares else everything.by_position()
     if model.embeddings is None:
         return Sensitivity(outputs=outputs, together=runs, positions=positions)
     if not model.tied:

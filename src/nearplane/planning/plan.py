@@ -33,6 +33,7 @@ from nearplane.system.progress import Progress, silent
 from nearplane.system.ranks import ONE_PROCESS
 
 log = logging.getLogger(__name__)
+UNPLACED = "blocks share keys and values, or no layer multiplies the same number of tokens of every window"
 POINTS = 3  # widths or types that are measured of each layer, about
 
 
@@ -103,8 +104,7 @@ def state_of(planned: Plan) -> dict[str, Any]:
     """Return what was decided by measuring as JSON, for `restored`."""
     formats = {name: format.name for name, format in planned.formats.items() if planned.recipe.allocate == "slope"}
     rates = {name: each.rate for name, each in planned.layers.items() if each.rate is not None}
-    positions = {name: each.positions for name, each in planned.layers.items() if each.positions}
-    return {"formats": formats, "rates": rates, "positions": positions}
+    return {"formats": formats, "rates": rates, "positions": planned.positions}
 
 
 def tensors_of(planned: Plan) -> dict[str, dict[str, Any]]:
@@ -201,6 +201,10 @@ def effect_of_errors(
             raise
         log.warning("All positions in windows count alike, as gradients could not be measured: %s", first_line(error))
         return Effect()
+    if positions and not measured.positions:
+        if asked:
+            raise RecipeError(f'positions is "sensitivity", but {UNPLACED}. Use "equal".')
+        log.warning("All positions in windows count alike: %s", UNPLACED)
     moments: dict[str, Moments] = {}
     if model.embeddings is not None and columns and measured.embeddings is not None:
         moments[model.embeddings.name] = Moments(H=measured.embeddings, tokens=tokens.numel())

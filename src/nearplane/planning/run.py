@@ -143,12 +143,6 @@ class Run:
             self._note(journal.before.record.layers, [*chain(*map(self.model.unquantized, range(journal.blocks)))])
         journal.begin(self.plan, self._record)
 
-    @property
-    def measured(self) -> dict[str, Any]:
-        """What the plan measured of the network beside its layers, for `walk`."""
-        positions = {name: each.positions for name, each in self.plan.layers.items() if each.positions}
-        return {"moments": self.plan.moments, "positions": positions}
-
     def settle(self, stage: Stage) -> None:
         """Distribute the remaining bits over the layers that are not solved yet."""
         if self._ledger is not None and (stage.first or self._solves_again(stage)):

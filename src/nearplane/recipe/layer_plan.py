@@ -82,6 +82,11 @@ class Plan:
         """Number format of every layer, by name."""
         return {name: layer.number_format for name, layer in self.layers.items()}
 
+    @property
+    def positions(self) -> dict[str, Numbers]:
+        """Weights of positions of the layers that have some, by name."""
+        return {name: layer.positions for name, layer in self.layers.items() if layer.positions is not None}
+
     def stored_in(self, formats: Mapping[str, NumberFormat]) -> Plan:
         """Return the plan with these number formats of layers, by name."""
         layers = dict(self.layers)

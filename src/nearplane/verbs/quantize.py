@@ -75,7 +75,15 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
             return check_limit(record)
         with (
             start_run(job, container, journal) as run,  # the plan of the run and its layers so far
-            walk(model, settled.recipe, windows, run.setting, **run.measured, resumed=journal) as stages,
+            walk(
+                model,
+                settled.recipe,
+                windows,
+                run.setting,
+                moments=run.plan.moments,
+                positions=run.plan.positions,
+                resumed=journal,
+            ) as stages,
         ):
             for stage in stages:  # a stage: layers that share one input
                 run.settle(stage)  # its bit budget; without effect on plain grids

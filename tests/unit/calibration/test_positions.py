@@ -11,7 +11,7 @@ import torch
 from nearplane import Recipe, RecipeError, quantize, verify
 from nearplane.calibration.positions import EQUAL, PositionWeights, RowFactors, octaves
 from nearplane.calibration.rows import Rows
-from nearplane.calibration.sensitivity import sensitivity
+from nearplane.calibration.sensitivity import _predicts_token_by_token, sensitivity
 from nearplane.errors import CalibrationError
 from nearplane.models.model import open_model
 from nearplane.record.record_file import read_record
@@ -144,3 +144,33 @@ def test_a_network_that_cannot_be_differentiated_is_solved_with_equal_positions_
     assert "count alike, as gradients could not be measured: derivative for aten::thing" in caplog.text
     with pytest.raises(RuntimeError, match="derivative for"):  # not where they were asked for
         quantize(saved("llama"), tmp_path / "new", bits=4, calibration=many, progress=False, positions="sensitivity")
+
+
+def test_a_network_whose_blocks_share_keys_and_values_says_that_positions_count_alike(saved, many, tmp_path, caplog):
+    """Gradients through what later blocks use are not followed, so that weights would be of something else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nearplane.calibration.sensitivity._Squares.by_position", lambda _: {})  # as where blocks share
+        record = quantize(saved("llama"), tmp_path / "out", bits=4, group_size=16, calibration=many, progress=False)
+        assert all(layer.positions == () for layer in record.layers)
+        assert "All positions in windows count alike: blocks share keys and values" in caplog.text
+        with pytest.raises(RecipeError, match='positions is "sensitivity", but blocks share'):
+            quantize(
+                saved("llama"), tmp_path / "new", bits=4, calibration=many, progress=False, positions="sensitivity"
+            )
+
+
+def test_gradients_of_predictions_in_parts_are_those_of_whole_windows(saved, tokens, monkeypatch):
+    whole = sensitivity(open_model(str(saved("llama"))), tokens, device=CPU, dtype=torch.float64, seed=5)
+    monkeypatch.setattr("nearplane.calibration.sensitivity.LOGITS", 1)  # one token at a time
+    parts = sensitivity(open_model(str(saved("llama"))), tokens, device=CPU, dtype=torch.float64, seed=5)
+    for name, each in whole.outputs.items():
+        torch.testing.assert_close(parts.outputs[name], each, rtol=1e-6, atol=1e-12)
+
+
+def test_an_end_that_looks_at_other_tokens_is_not_cut():
+    window, state = torch.arange(6), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    assert _predicts_token_by_token(lambda _, x: x * 2, window, state)
+    assert not _predicts_token_by_token(lambda _, x: x.cumsum(1), window, state)
+    assert not _predicts_token_by_token(
+        lambda _, x: x * 2, window, torch.cat([state, state])
+    )  # prompts before the tokens

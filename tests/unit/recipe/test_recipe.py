@@ -190,3 +190,28 @@ def test_some_layers_have_activations_of_their_own():
     assert {name: each and each.name for name, each in found.items()} == {
         "attn.q": "fp8", "down": None, "up": "fp4", "gate": "fp4"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "symmetric"),
+    [
+        ({"runtime": "vllm"}, False),
+        ({"runtime": "vllm", "bits": 2}, False),
+        ({"runtime": "vllm", "bits": 3.5}, False),
+        ({"runtime": "vllm", "bits": 5}, True),
+        ({"runtime": "vllm", "symmetric": True}, True),
+        ({"runtime": "vllm", "grid": "int4-g64"}, True),
+        ({"runtime": "vllm", "format": "gptq"}, True),
+        ({"runtime": "sglang"}, True),
+        ({}, True),
+    ],
+)
+def test_integers_of_few_bits_have_zero_points_where_vllm_alone_reads_them(options, symmetric):
+    assert Recipe.from_spellings(**options).scheme.symmetric is symmetric
+
+
+def test_each_layer_has_zero_points_by_its_own_bits():
+    few = Recipe.from_spellings(runtime="vllm", bits=4, layers={"down": {"bits": 8}})
+    assert (few.scheme.symmetric, few.layers[0].scheme.symmetric) == (False, True)
+    many = Recipe.from_spellings(runtime="vllm", bits=8, layers={"down": {"bits": 4}})
+    assert (many.scheme.symmetric, many.layers[0].scheme.symmetric) == (True, False)
