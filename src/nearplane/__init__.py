@@ -36,6 +36,7 @@ HOMES = {  # public names, as in the stub beside this file, which type checkers 
     "evaluate_chat": "nearplane.verbs.evaluate_chat",
     "evaluate_tasks": "nearplane.verbs.evaluate_tasks",
     "export": "nearplane.verbs.export",
+    "frontier": "nearplane.verbs.frontier",
     "generate": "nearplane.verbs.generate",
     "quantize": "nearplane.verbs.quantize",
     "write_report": "nearplane.verbs.report",

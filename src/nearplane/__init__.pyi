@@ -36,6 +36,7 @@ from nearplane.verbs.evaluate import evaluate as evaluate
 from nearplane.verbs.evaluate_chat import evaluate_chat as evaluate_chat
 from nearplane.verbs.evaluate_tasks import evaluate_tasks as evaluate_tasks
 from nearplane.verbs.export import export as export
+from nearplane.verbs.frontier import frontier as frontier
 from nearplane.verbs.generate import generate as generate
 from nearplane.verbs.quantize import quantize as quantize
 from nearplane.verbs.report import write_report as write_report

@@ -14,12 +14,13 @@ from cyclopts import Group, Parameter
 
 from nearplane.calibration.text_files import check_named
 from nearplane.cli.flags import DeviceFlag, Hidden, Switch
-from nearplane.cli.printing import opening, say
+from nearplane.cli.printing import as_json, opening, say, table
 from nearplane.errors import RecipeError
 from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.scheme import names_of
 from nearplane.recipe.schemes import GridScheme
+from nearplane.system.files import write_whole
 from nearplane.system.processes import check_processes, started
 from nearplane.system.progress_bar import bar
 from nearplane.verbs.quantize_request import QuantizeRequest
@@ -29,21 +30,26 @@ GROUPS = {  # fields that are flags, by their group in the help; other fields ar
     Group("Everyday", sort_key=1): "bits group_size symmetric grid embeddings format runtime activations kv_cache",
     Group("Entropy-coded, instead of --bits", sort_key=2): "size rate",
     Group("GGUF, for llama.cpp", sort_key=3): "pre like",
+    Group(
+        "A mix of formats for a size, instead of --bits", sort_key=3
+    ): "mix bits_per_weight served_memory context weigh cost",
     Group("Calibration text", sort_key=4): "calibration samples seqlen first_token rare_experts",
     Group("Layer by layer", sort_key=5): "include_head include_embeddings allocate layers ignore max_loss",
     Group(
         "Solver: the defaults gave the best results", sort_key=6
     ): "solver beam polish rounds order damp correct tune",
-    RUN_GROUP: "device compute_dtype overwrite memory device_memory trust_remote_code",
+    RUN_GROUP: "device compute_dtype overwrite memory device_memory plan_file trust_remote_code",
 }
 FLAGS = {name: group for group, names in GROUPS.items() for name in names.split()}
-READ_AS = {  # types of flags that the command line reads otherwise than Python
+READ_AS = {
+    "mix": str | None,  # types of flags that the command line reads otherwise than Python
     "layers": Annotated[tuple[str, ...], Parameter(name="--layer", negative="")],
     "ignore": Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")],
     "device": DeviceFlag,
     "overwrite": Switch,
     "memory": str | None,
     "device_memory": str | None,
+    "plan_file": Path | None,
     "trust_remote_code": Switch,
 }
 PURPOSES = {
@@ -93,6 +99,7 @@ def quantize(
     request: Annotated[QuantizeFlags, Parameter(name="*")],
     *,
     processes: Annotated[int, Parameter(group=RUN_GROUP)] = 1,
+    dry_run: Annotated[Switch, Parameter(group=RUN_GROUP)] = False,
     json: Annotated[Switch, Parameter(group=RUN_GROUP)] = False,
 ) -> None:
     """Quantize MODEL into the folder OUT.
@@ -102,12 +109,31 @@ def quantize(
     Args:
         processes: Number of processes on this machine that share the calibration windows. The files are the same with any
             number. On several machines, start nearplane by torchrun or srun.
+        dry_run: Of a mix, measure what formats cost, print the choices for all sizes, and draw the one that was asked for as
+            OUT.svg. No checkpoint is written; with --plan-file the run afterwards does not measure again.
         json: Print the run record as JSON instead of a summary.
     """
     check_named(request.model, calibration=request.options().get("calibration"))
     check_processes(processes)
     request.check(request.asked())
+    if dry_run and request.asked().mix is None:
+        raise RecipeError("--dry-run shows the choices of a mix. Use --mix, or nearplane auto --dry-run.")
     opening(request.model)
+    if dry_run:
+        from nearplane import frontier
+        from nearplane.record.mix_summary import mix_figure, mix_lines, mix_table
+
+        with started(processes):
+            found = frontier(replace(request, progress=bar))
+        if json:
+            print(as_json(found.fields()))
+        else:
+            table(*mix_table(found))
+            say(mix_lines(found))
+        figure = Path(f"{request.out}.svg")
+        write_whole(figure, mix_figure(found.formats).encode())
+        say([] if json else [f"the choice by depth is drawn in {figure}"])
+        return
     from nearplane import quantize as run
     from nearplane.record.summary import summary
 

@@ -167,7 +167,7 @@ class JournalPages:
             raise self._version_error(state)
         if state.get("digest") != _digest(state):
             raise self.changed_page(STATE)
-        if differing := _differing(state, self._inputs):
+        if differing := differing_inputs(state["told"], self._inputs):
             if not self._container.place.overwrite:
                 raise RecipeError(
                     f"{self._container.folder} belongs to a stopped run with other inputs: {differing}. Repeat the command of "
@@ -408,9 +408,8 @@ def _digest(state: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _differing(state: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the differences between the inputs of a stopped run and this one in words; empty if there are none."""
-    before = state["told"]
+def differing_inputs(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the differences between the inputs of an earlier run and this one in words; empty if there are none."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     lines = [f"{name} was {_short(before.get(name))}, is {_short(now.get(name))}" for name in names]
     return first_few(lines, MAX_NAMED_DIFFERENCES)

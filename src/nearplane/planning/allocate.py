@@ -141,33 +141,45 @@ def allocate_choices(curves: Sequence[Curve], budget: float, choices: Sequence[S
     """
     total = sum(curve.weights for curve in curves)
     bits = math.floor(budget * total + 1e-6)
-    least = [min(rates) for rates in choices]
-    left = bits - sum(round(low * curve.weights) for low, curve in zip(least, curves, strict=True))
-    if left < 0:
-        mean = (bits - left) / total
+    costs = [[round(rate * curve.weights) for rate in rates] for rates, curve in zip(choices, curves, strict=True)]
+    if (missing := sum(map(min, costs)) - bits) > 0:
         raise RecipeError(
-            f"Found a budget of {budget:g} bits per weight; expected at least {mean:g}, the smallest of this format."
+            f"Found a budget of {budget:g} bits per weight; expected at least {(bits + missing) / total:g}, the smallest of this "
+            f"format."
         )
-    costs = [
-        [round((rate - low) * curve.weights) for rate in rates]
-        for rates, low, curve in zip(choices, least, curves, strict=True)
-    ]
-    unit = max(math.gcd(*(cost for row in costs for cost in row)), 1, -(-bits * len(curves) // MAX_BUDGET_UNITS))
-    room = left // unit  # units to spend above the least rates
-    best = np.zeros(room + 1)  # [units spent]: least loss of the curves so far
-    picks = np.empty((len(curves), room + 1), dtype=np.int8)
-    for index, curve in enumerate(curves):
-        options = np.full((len(choices[index]), room + 1), np.inf)
-        for option, (rate, cost) in enumerate(zip(choices[index], costs[index], strict=True)):
-            if (units := -(-cost // unit)) <= room:
-                options[option, units:] = best[: room + 1 - units] + curve(rate)
+    losses = [[curve(rate) for rate in rates] for rates, curve in zip(choices, curves, strict=True)]
+    return [rates[pick] for rates, pick in zip(choices, choose(costs, losses, bits), strict=True)]
+
+
+def choose(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], budget: int) -> list[int]:
+    """Choose an option of every unit so that the sum of the losses is least and that of the costs at most the budget.
+
+    Exact, by dynamic programming over what is spent above the least costs, in up to `MAX_BUDGET_UNITS` steps for all of them.
+
+    Args:
+        costs, losses: Costs, as whole numbers, and losses of each option of each unit.
+        budget: Sum of the costs, not smaller than that of the least ones.
+
+    Returns:
+        The number of the option of each unit.
+    """
+    above = [[cost - min(row) for cost in row] for row in costs]
+    left = budget - sum(map(min, costs))
+    unit = max(math.gcd(*(cost for row in above for cost in row)), 1, -(-budget * len(costs) // MAX_BUDGET_UNITS))
+    room = left // unit  # units to spend above the least costs
+    best = np.zeros(room + 1)  # [units spent]: least loss of the units so far
+    picks = np.empty((len(costs), room + 1), dtype=np.int8)
+    for index, (row, row_losses) in enumerate(zip(above, losses, strict=True)):
+        options = np.full((len(row), room + 1), np.inf)
+        for option, (cost, loss) in enumerate(zip(row, row_losses, strict=True)):
+            if (spent := -(-cost // unit)) <= room:
+                options[option, spent:] = best[: room + 1 - spent] + loss
         picks[index] = options.argmin(0)
         best = options.min(0)
-    chosen = [0.0] * len(curves)
-    for index in range(len(curves) - 1, -1, -1):
-        pick = picks[index, room]
-        chosen[index] = choices[index][pick]
-        room -= -(-costs[index][pick] // unit)
+    chosen = [0] * len(costs)
+    for index in range(len(costs) - 1, -1, -1):
+        chosen[index] = int(picks[index, room])
+        room -= -(-above[index][chosen[index]] // unit)
     return chosen
 
 
@@ -188,3 +200,23 @@ def probed_rates(budget: float) -> tuple[float, float, float]:
     """
     low = max(0.25, budget - 1.75)
     return low, low + 0.75, low + 2
+
+
+def scaled_to_sums(
+    values: Sequence[float], sums: Sequence[tuple[Sequence[int], float]], rounds: int = 50
+) -> list[float]:
+    """Return factors of values by which some of them sum up to what was measured (iterative proportional fitting).
+
+    Args:
+        values: Estimates.
+        sums: Numbers of some of the values, and what they are together; a partition after the other. Sums that are not positive,
+            or of values that are not, count for nothing.
+        rounds: Times that all sums are gone through.
+    """
+    factors, given = np.ones(len(values)), np.asarray(values, dtype=np.float64)
+    parts = [(np.asarray(numbers, dtype=np.int64), total) for numbers, total in sums if total > 0]
+    for _ in range(rounds):
+        for numbers, total in parts:
+            if (now := float((given * factors)[numbers].sum())) > 0:
+                factors[numbers] *= total / now
+    return [float(factor) for factor in factors]

@@ -70,7 +70,7 @@ def forecast_bytes(model: Model, plan: Plan) -> int:
     )
     for layer in model.layers:
         name = layer.name
-        nbytes = stored[name] = _layer_bytes(recipe, layer.shape, plan.layers[name].scheme, model.dtype)
+        nbytes = stored[name] = layer_bytes(recipe, layer.shape, plan.layers[name].scheme, model.dtype)
         size += TENSORS_OF_LAYER * tensor_entry(f"{name}.weight_packed", "BF16", layer.shape, nbytes, file)
         size += layer_entry(layer) + RECORD_OF_LAYER + 2 * len(name)  # the config may name every layer
     copied = files_beside(model).size()
@@ -98,10 +98,10 @@ def tensor_bytes(model: Model, plan: Plan) -> int:
         return factors + sum(nbytes(model.folder, *tensor) for tensor in planned.values())
     dense = sum(reader.nbytes(name) for name in reader.names() if name not in model.quantized_names)
     kinds = Counter((layer.shape, plan.layers[layer.name].scheme) for layer in model.layers)
-    return dense + sum(count * _layer_bytes(recipe, *kind, model.dtype) for kind, count in kinds.items())
+    return dense + sum(count * layer_bytes(recipe, *kind, model.dtype) for kind, count in kinds.items())
 
 
-def _layer_bytes(recipe: Recipe, shape: tuple[int, int], scheme: AnyScheme, dtype: torch.dtype) -> int:
+def layer_bytes(recipe: Recipe, shape: tuple[int, int], scheme: AnyScheme, dtype: torch.dtype) -> int:
     """Return the bytes of the tensors of a layer in a model of a dtype; 0 where only the size of the folder is given."""
     format, layers, (out, columns) = scheme.number_format, FORMATS[str(recipe.format)].layers, shape
     step = layers.scale_dtype(dtype) if format.steps is None else getattr(torch, format.steps)

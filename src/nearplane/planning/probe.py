@@ -188,7 +188,8 @@ def probe(
             stream.passed(block)
         release()  # return memory of this block that the C library keeps
     arrived = [one for one in travellers if one is not None and one.place is not None]
-    losses = _losses(model, stream, windows[:size].split(size // batches), differences, device, dtype)
+    shown = [stream.quantized[i] for i in range(batches)]
+    losses = losses_of(model, stream, windows[:size].split(size // batches), shown, differences, device, dtype)
     for one, loss in zip(arrived, losses, strict=True):
         one.loss = loss
     every = [next(one for one in same if one is not None) for same in zip(*ranks.gather(travellers), strict=True)]
@@ -395,18 +396,24 @@ def _sets(groups: Sequence[tuple[Layer, ...]], block: str) -> list[tuple[Layer, 
     return [tuple(layers) for layers in sets.values()]
 
 
-def _losses(
+def losses_of(
     model: Model,
     stream: Stream,
     tokens: Sequence[Tensor],
+    states: Sequence[Tensor],
     differences: Sequence[Tensor],
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[float]:
     """Return the divergence of the predictions by differences after the last block, nats per scored token.
 
-    The differences of a perturbation, one per batch, follow each other. Without a head, return the divergence of the last
-    hidden states, see `distance`.
+    Without a head, return the divergence of the last hidden states, see `distance`.
+
+    Args:
+        model, stream, device, dtype: Arguments and stream of the probe.
+        tokens: Batches of windows.
+        states: Original hidden states after the last block, by batch.
+        differences: Those of each perturbation, one per batch, follow each other.
     """
     sums = [Divergence() for _ in range(len(differences) // len(tokens))]
     with readout(model, stream, device=device, dtype=dtype) as logits:
@@ -423,7 +430,7 @@ def _losses(
 
         measure, varies = divergence if head else distance, False
         for i, batch in enumerate(tokens):
-            for at, (part, x) in enumerate(zip(batch.split(windows), stream.quantized[i].split(windows), strict=True)):
+            for at, (part, x) in enumerate(zip(batch.split(windows), states[i].split(windows), strict=True)):
                 expected = predicted(part, x)
                 varies |= not head or not predicts_always_the_same(expected)
                 for index in range(len(sums)):

@@ -74,15 +74,32 @@ def open_resolved(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tu
     return model, settled
 
 
+def open_for_mix(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Model, Recipe]:
+    """Open the model that a recipe with a mix quantizes; return it and the recipe with settled group sizes and windows.
+
+    Which format fits which layer is found later.
+
+    Raises:
+        NearplaneError: The model cannot be quantized by any format of the mix.
+    """
+    model = open_original(source, recipe, trust_remote_code=trust_remote_code)
+    _check_network(model, recipe)
+    return model, _settled(model, recipe)
+
+
+def _settled(model: Model, recipe: Recipe) -> Recipe:
+    """Return a recipe with group sizes and the number of windows settled for a model."""
+    recipe = recipe.grouped(layer.shape[1] for layer in model.layers)
+    return replace(recipe, calibration=replace(recipe.calibration, samples=samples_of(model, recipe.calibration)))
+
+
 def resolved(model: Model, recipe: Recipe) -> Plan:
     """Return what is decided of a run before anything is measured: group sizes, `samples` and the scheme of every layer.
 
     Raises:
         RecipeError: No type of blocks divides the inputs of a layer.
     """
-    recipe = recipe.grouped(layer.shape[1] for layer in model.layers)
-    recipe = replace(recipe, calibration=replace(recipe.calibration, samples=samples_of(model, recipe.calibration)))
-    plan = Plan.of(recipe, [layer.name for layer in model.layers])
+    plan = Plan.of(_settled(model, recipe), [layer.name for layer in model.layers])
     return plan.stored_in(types_of_blocks(model, plan))
 
 
@@ -139,7 +156,41 @@ def check_request(model: Model, plan: Plan) -> None:
     Raises:
         RecipeError: The recipe cannot work; the message names the layer and an alternative.
     """
-    recipe = plan.recipe
+    recipe, layers = plan.recipe, model.layers
+    _check_network(model, recipe)
+    for layer in layers:
+        format = plan.layers[layer.name].number_format
+        if format.group is not None and layer.shape[1] % format.group:
+            fits = gcd(*(each.shape[1] for each in layers))
+            usual = fits & -fits  # the largest power of 2 that divides it
+            remedy = f"--group-size {usual}, none, or a divisor of {fits}" if is_integer(format) else "another --grid"
+            raise RecipeError(
+                f"{layer.name} has {layer.shape[1]} inputs, not a multiple of the group size {format.group}. Use {remedy}, or "
+                f"leave it unquantized with --ignore."
+            )
+        if layer.shape[0] % format.rows:
+            raise RecipeError(
+                f"{layer.name} has {layer.shape[0]} outputs, not a multiple of the {format.rows} rows that share steps. Use "
+                f"another --grid, or leave it unquantized with --ignore."
+            )
+    check_budget(model, plan)
+    for difference, modules in _inconsistent_fusions(model, plan).items():
+        others = f" and of {len(modules) - 1} more" if len(modules) > 1 else ""
+        sentence = (
+            f"{difference} of {modules[0]}{others} have different grids or inputs. vLLM and SGLang fuse these and cannot load "
+            f"the checkpoint. Quantize all of them alike, or leave all of them out with --ignore."
+        )
+        if recipe.runtime is not None:
+            raise RecipeError(sentence)
+        logger.warning(sentence)
+
+
+def _check_network(model: Model, recipe: Recipe) -> None:
+    """Refuse a network that readers of the format do not take, and patterns that match nothing.
+
+    Raises:
+        RecipeError: The message says what to use.
+    """
     refuse_unmatched(model, recipe.ignore)
     refuse_unmatched(model, [each.pattern for each in recipe.layers], "--layer")
     _warn_of_shared_experts(model, recipe)
@@ -163,33 +214,7 @@ def check_request(model: Model, plan: Plan) -> None:
         raise RecipeError(
             f"{stacks}, whose embeddings and head cannot be quantized yet. Leave out --include-embeddings and --include-head."
         )
-    layers = model.layers
-    for layer in layers:
-        format = plan.layers[layer.name].number_format
-        if format.group is not None and layer.shape[1] % format.group:
-            fits = gcd(*(each.shape[1] for each in layers))
-            usual = fits & -fits  # the largest power of 2 that divides it
-            remedy = f"--group-size {usual}, none, or a divisor of {fits}" if is_integer(format) else "another --grid"
-            raise RecipeError(
-                f"{layer.name} has {layer.shape[1]} inputs, not a multiple of the group size {format.group}. Use {remedy}, or "
-                f"leave it unquantized with --ignore."
-            )
-        if layer.shape[0] % format.rows:
-            raise RecipeError(
-                f"{layer.name} has {layer.shape[0]} outputs, not a multiple of the {format.rows} rows that share steps. Use "
-                f"another --grid, or leave it unquantized with --ignore."
-            )
     _check_left_out(model, recipe)
-    check_budget(model, plan)
-    for difference, modules in _inconsistent_fusions(model, plan).items():
-        others = f" and of {len(modules) - 1} more" if len(modules) > 1 else ""
-        sentence = (
-            f"{difference} of {modules[0]}{others} have different grids or inputs. vLLM and SGLang fuse these and cannot load "
-            f"the checkpoint. Quantize all of them alike, or leave all of them out with --ignore."
-        )
-        if recipe.runtime is not None:
-            raise RecipeError(sentence)
-        logger.warning(sentence)
 
 
 def say_types(model: Model, plan: Plan) -> None:

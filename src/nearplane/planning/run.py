@@ -36,6 +36,7 @@ from nearplane.planning.size_budget import measured_choice
 from nearplane.planning.solve_stage import Order, Solved
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
+from nearplane.record.mix_record import MixRecord
 from nearplane.record.record import LayerRecord, RunRecord, versions
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import chosen_library, recorded_library
@@ -52,6 +53,8 @@ class Options:
         given: Texts or tokens that were passed from Python.
         limits: Limits of memory.
         like: The compared GGUF whose header the new one takes.
+        mix: How the formats of layers were chosen, if the recipe had a mix.
+        plan_file: File that keeps what was measured for such a choice; None: nothing is kept.
     """
 
     name: str
@@ -62,6 +65,8 @@ class Options:
     progress: Progress
     limits: Limits = field(default_factory=Limits)
     like: Like | None = None
+    mix: MixRecord | None = None
+    plan_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +107,7 @@ class Job:
             tokens=windows.count * windows.seqlen,
             extra_windows=windows.extra_count,
             sources=windows.sources,
+            mix=self.options.mix,
             original_bytes=bytes_of_tensors(self.model),
             text=windows.digest(),
             stored=self.model.stored,

@@ -16,6 +16,7 @@ from nearplane.errors import RecipeError
 from nearplane.number_formats import InputRounding
 from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
+from nearplane.recipe.format_mix import MIX_OPTIONS, FormatMix, mix_of
 from nearplane.recipe.layer_scheme import LayerScheme, check_pattern, layer_schemes
 from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.readers import Readers, readers_of, usual_format
@@ -80,6 +81,8 @@ class Recipe:
         layers: Different schemes for layers that match a pattern; the first match counts.
         format: Format of the checkpoint. Default: nearplane with a rate or size, gguf with a grid of llama.cpp, else
             compressed-tensors, or what the runtime reads.
+        mix: Number formats to choose from for every layer; `scheme` and `activations` are then those of the first.
+            None, and in every record: each layer has the format that the other fields say.
         runtime, activations, kv_cache, ignore, max_loss, tune, pre, like: See `quantize`.
         allocate: Distribution of bits over layers. uniform: the same for all. slope: more for layers where a pass
             before the quantization measures a larger effect. Default: slope with a fraction of bits or measured types of
@@ -99,6 +102,7 @@ class Recipe:
     tune: Tune = "none"
     pre: str | None = None
     like: str | None = None
+    mix: FormatMix | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "ignore"):
@@ -134,8 +138,36 @@ class Recipe:
             check_pattern("ignore", pattern)
         for scheme, activations in self.rounded:
             check_activations(activations, scheme, self.format, self.allocate)
+        if self.mix is not None:
+            self._check_mix(self.mix)
         if self.kv_cache != "none":
             check_kv_cache(self.kv_cache, self.scheme, self.files, str(self.format))
+
+    def _check_mix(self, mix: FormatMix) -> None:
+        """Refuse formats that cannot be in the files, and options that do not go with a choice by measuring.
+
+        Raises:
+            RecipeError: The message names the option.
+        """
+        for offer in mix.offers:
+            if offer.scheme is None:
+                continue
+            if type(offer.scheme) is not type(self.scheme) or self.format not in offer.scheme.FORMATS:
+                raise RecipeError(offer.scheme.unfit(str(self.format)))
+            if offer.activations != "none":
+                check_activations(offer.activations, offer.scheme, self.format, self.allocate)
+        if not self.scheme.calibrated:
+            raise RecipeError(
+                f"--mix measures on text what each format costs, but solver {self.scheme.solver!r} uses none. Use the default "
+                f"solver."
+            )
+        if self.allocate == "slope":
+            raise RecipeError("--mix chooses the format of every layer. Leave out --allocate slope.")
+        if self.tune != "none" or self.like is not None:
+            other = "--like" if self.tune == "none" else "--tune"
+            raise RecipeError(
+                f"--mix does not go with {other}. Leave out one of them, and tune the checkpoint afterwards."
+            )
 
     @property
     def weighs_positions(self) -> bool:
@@ -215,7 +247,8 @@ class Recipe:
         """Return the recipe with group size "auto" resolved for layers with these numbers of inputs."""
         counts = tuple(inputs)
         layers = tuple(replace(each, scheme=each.scheme.grouped(counts)) for each in self.layers)
-        return replace(self, scheme=self.scheme.grouped(counts), layers=layers)
+        mix = None if self.mix is None else self.mix.grouped(counts)
+        return replace(self, scheme=self.scheme.grouped(counts), layers=layers, mix=mix)
 
     def to_json(self) -> str:
         """Return the recipe as JSON."""
@@ -239,6 +272,7 @@ class Recipe:
             calibration=Calibration(**options.pop("calibration")),
             layers=layers,
             ignore=tuple(options.pop("ignore")),
+            mix=FormatMix.of(options.pop("mix", None), format),
             **options,
         )
 
@@ -249,8 +283,9 @@ class Recipe:
         Raises:
             RecipeError: A keyword is unknown, is given twice under two names, or has an unsupported value.
         """
-        fields_of_run = names_of(cls) - {"scheme", "calibration", "layers"}
-        known = fields_of_run.union({"layers"}, *map(names_of, (GridScheme, BlockScheme, RateScheme, Calibration)))
+        fields_of_run = names_of(cls) - {"scheme", "calibration", "layers", "mix"}
+        schemes = map(names_of, (GridScheme, BlockScheme, RateScheme, Calibration))
+        known = fields_of_run.union({"layers"}, MIX_OPTIONS, *schemes)
         options = translated_options(spellings, known)
         layers = options.pop("layers", None)
         flat = {name: options.pop(name) for name in fields_of_run & options.keys()}
@@ -258,6 +293,9 @@ class Recipe:
             flat["format"] = usual
         tokens = {name: options.pop(name) for name in names_of(Calibration) & options.keys()}
         place = {"into": flat.get("format"), "runtime": flat.get("runtime")}
+        mix, options = mix_of(options, flat)
+        if mix is not None:
+            flat |= {"mix": mix, "activations": mix.first.activations}
         other = () if layers is None else layer_schemes(layers, options, known, **place)
         scheme = scheme_of(**place, spread=flat.get("allocate"), **options)
         return cls(scheme=scheme, calibration=Calibration(**tokens), layers=other, **flat)

@@ -15,6 +15,7 @@ from typing import Any
 from nearplane.errors import FormatError, printable
 from nearplane.number_formats import NumberFormat, number_format
 from nearplane.recipe.recipe import Recipe
+from nearplane.record.mix_record import MixRecord
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.arguments import ComputeDtype
 from nearplane.system.files import digest_of
@@ -28,11 +29,14 @@ VERSION = 5  # of the record; records of other versions are refused
 # and of its calibration
 LEFT_OUT: dict[str, object] = {
     "sources": (), "extra_kl": None, "original_bytes": 0, "card": 0, "compute_dtype": "auto", "cache_scales": {},
+    "mix": None,
 }  # fmt: skip
 LEFT_OUT_OF_LAYERS: dict[str, object] = {
     "degenerate": "", "extra_by_source": (), "extra_own_loss": None, "positions": (),
 }  # fmt: skip
-LEFT_OUT_OF_RECIPE: dict[str, object] = {"activations": "none", "kv_cache": "none", "like": None, "runtime": None}
+LEFT_OUT_OF_RECIPE: dict[str, object] = {
+    "activations": "none", "kv_cache": "none", "like": None, "runtime": None, "mix": None,
+}  # fmt: skip
 LEFT_OUT_OF_SCHEMES: dict[str, object] = {"activations": None}
 LEFT_OUT_OF_CALIBRATION: dict[str, object] = {"first_token": "none", "positions": None}
 
@@ -226,6 +230,8 @@ class RunRecord:
         original_bytes: Size of all tensors of the original model; 0, and then not in the file, of older versions.
         text: SHA-256 of all these windows: of the token ids as little-endian int64, then of their sound as float32, if
             any; for images of the pixel values as float32. Empty without windows.
+        mix: How the number formats of layers were chosen, which the recipe then names; None, and then not in the file: they
+            were asked for.
         layers: Records of the layers in the order of the solve.
         cache_scales: {name of the attention in the files: scales of its keys and of its values} for a key-value cache in 8-bit
             floats, see --kv-cache; empty, and then not in the file, without.
@@ -257,6 +263,7 @@ class RunRecord:
     original_bytes: int = 0
     text: str = ""
     stored: str = ""
+    mix: MixRecord | None = None
     layers: tuple[LayerRecord, ...] = ()
     cache_scales: dict[str, tuple[float, float]] = field(default_factory=dict)
     skipped: tuple[tuple[str, str], ...] = ()

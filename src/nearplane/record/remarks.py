@@ -12,6 +12,7 @@ from nearplane.number_formats import TYPES
 from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
+from nearplane.record.mix_summary import mix_sentences
 from nearplane.record.record import RunRecord
 from nearplane.record.words import (
     by_source,
@@ -47,6 +48,7 @@ def usual(record: RunRecord) -> Iterator[str]:
         sentences = (
             for_one_program,
             _types,
+            _mix,
             _activations,
             _kv_cache,
             _smaller_groups,
@@ -101,6 +103,15 @@ def _types(record: RunRecord) -> Iterator[str]:
                 f"layers get the type that llama.cpp uses instead"
             )
             return
+
+
+def _mix(record: RunRecord) -> Iterator[str]:
+    """Yield how the formats of layers were chosen, and how many layers got each."""
+    if record.mix is None:
+        return
+    yield from mix_sentences(record.mix)
+    counts = Counter(layer.format for layer in record.layers)
+    yield ", ".join(f"{name} in {counted(count, 'layer')}" for name, count in counts.most_common())
 
 
 def _activations(record: RunRecord) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from nearplane.record.mix_summary import choice_lines
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.remarks import remarks
 from nearplane.record.uses import Named, typed, uses
@@ -113,7 +114,7 @@ def layer_table(
     before += by_source(record)
     if record.tuning is not None:
         before += [record.tuning.sentence(), record.tuning.windows_sentence()]
-    before += [*divergence(record), *losses(record)]
+    before += [*divergence(record), *losses(record), *choice_lines(record)]
     layers = record.layers
     if worst is not None:
         layers = tuple(sorted(record.layers, key=lambda layer: -layer.own_loss)[:worst])

@@ -279,25 +279,12 @@ class ShardWriter:
 
     def _index(self, parts: Mapping[str, Mapping[str, Kind]]) -> str | None:
         """Return the index of parts, or None where there is a single file, which needs none."""
-        files, checksums = files_of(parts), self._checksums
-        if len(files) == 1 and checksums is None:
-            return None
-        names = {name: file for file, group in files.items() for part in group for name in parts[part]}
-        if checksums is not None:
-            checksums = dict.fromkeys(names, 8 * "0") | checksums
-        return index_text(names, checksums, sum(size for part in parts.values() for _, _, size in part.values()))
+        return _index_of(parts, self._checksums)
 
     def size_with(self, *blocks: Mapping[str, Kind]) -> int:
         """Return the bytes of all files and of the index, if these tensors were written last."""
-        parts: dict[str, Mapping[str, Kind]] = dict(self._parts)
-        for block in blocks:
-            for names in portions({name: size for name, (_, _, size) in block.items()}):
-                parts[f"{len(parts)}"] = {name: block[name] for name in names}
-        index = self._index(parts) or ""
-        files = (
-            {name: each for part in group for name, each in parts[part].items()} for group in files_of(parts).values()
-        )
-        return sum(shard_size(tensors, self.kind) for tensors in files) + len(index.encode())
+        parts = _with_parts(self._parts, blocks)
+        return _bytes_of(parts, self.kind) + len((self._index(parts) or "").encode())
 
     def finish(self) -> None:
         """Join the parts, write the index and remove the mark. Call it last, after all other files are written."""
@@ -306,6 +293,40 @@ class ShardWriter:
             (self.folder / INDEX).write_text(index)
         flush_all(self.folder)  # else a power cut could leave empty files without the mark
         (self.folder / INCOMPLETE).unlink(missing_ok=True)
+
+
+def size_of_files(blocks: Iterable[Mapping[str, Kind]], *, checksums: bool, kind: str) -> int:
+    """Return the bytes of the files and of the index of a folder in which these tensors are written block by block."""
+    parts = _with_parts({}, blocks)
+    return _bytes_of(parts, kind) + len((_index_of(parts, {} if checksums else None) or "").encode())
+
+
+def _with_parts(
+    parts: Mapping[str, Mapping[str, Kind]], blocks: Iterable[Mapping[str, Kind]]
+) -> dict[str, Mapping[str, Kind]]:
+    """Return parts followed by those of more blocks."""
+    more = dict(parts)
+    for block in blocks:
+        for names in portions({name: size for name, (_, _, size) in block.items()}):
+            more[f"{len(more)}"] = {name: block[name] for name in names}
+    return more
+
+
+def _bytes_of(parts: Mapping[str, Mapping[str, Kind]], kind: str) -> int:
+    """Return the bytes of the files that parts are joined to."""
+    files = ({name: each for part in group for name, each in parts[part].items()} for group in files_of(parts).values())
+    return sum(shard_size(tensors, kind) for tensors in files)
+
+
+def _index_of(parts: Mapping[str, Mapping[str, Kind]], checksums: Mapping[str, str] | None) -> str | None:
+    """Return the index of parts, or None where there is a single file, which needs none."""
+    files = files_of(parts)
+    if len(files) == 1 and checksums is None:
+        return None
+    names = {name: file for file, group in files.items() for part in group for name in parts[part]}
+    if checksums is not None:
+        checksums = dict.fromkeys(names, 8 * "0") | dict(checksums)
+    return index_text(names, checksums, sum(size for part in parts.values() for _, _, size in part.values()))
 
 
 def _kinds(header: Mapping[str, Any]) -> dict[str, Kind]:

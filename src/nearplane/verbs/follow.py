@@ -59,6 +59,10 @@ class Follower:
         """The original model, opened by the same recipe as on rank 0."""
         return self.opened()
 
+    def turn_to(self, model: Model) -> None:
+        """Serve another model from now on: the same with other layers, as rank 0 has chosen them."""
+        self.__dict__["model"] = model
+
 
 def run_on_rank_0(verb: Callable[[], T], follower: Follower, same: Mapping[str, object]) -> T:
     """Run a verb on rank 0 and return its result on every rank; the others follow. A process alone runs it.

@@ -10,10 +10,12 @@ opens the model, `planning/run.py` plans the run, `calibration/walk.py` yields t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,11 +23,12 @@ from transformers import PreTrainedTokenizerBase
 from nearplane.calibration.given import Given
 from nearplane.calibration.text_files import check_text
 from nearplane.calibration.walk import walk
-from nearplane.calibration.windows import calibration_windows, check_tokens
+from nearplane.calibration.windows import Windows, calibration_windows, check_tokens
 from nearplane.errors import RecipeError
 from nearplane.models.model import Model
 from nearplane.models.model_objects import as_folder, check_model
 from nearplane.planning.folder_size import check_disk
+from nearplane.planning.format_mix import with_mix
 from nearplane.planning.journal import Journal
 from nearplane.planning.like_file import with_like
 from nearplane.planning.request import open_resolved, say_types
@@ -44,6 +47,8 @@ from nearplane.verbs.follow import Follower, files_of, on_all_ranks, run_on_rank
 from nearplane.verbs.quantize_request import QuantizeRequest
 from nearplane.verbs.then_tuned import then_tuned
 
+T = TypeVar("T")
+
 
 def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:
     """Quantize the model in a folder or on the hub into the checkpoint `out`, one block at a time.
@@ -54,6 +59,9 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     Raises:
         NearplaneError: As for `quantize`.
     """
+    windows: Windows | None = None
+    if recipe.mix is not None:  # the number format of every layer is chosen by measuring
+        recipe, options, windows = with_mix(folder, recipe, options)
     with phase(options.progress, "opening the model"):
         model, settled = open_resolved(
             folder, recipe, trust_remote_code=options.trust_remote_code
@@ -62,7 +70,8 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     say_types(model, settled)
     remote, overwrite, like = options.trust_remote_code, options.overwrite, options.like
     with container_for(model, settled, out, overwrite=overwrite, trust_remote_code=remote, like=like) as container:
-        windows = calibration_windows(model, settled.recipe, options.given, options.device, options.progress)
+        if windows is None:
+            windows = calibration_windows(model, settled.recipe, options.given, options.device, options.progress)
         check_tokens(model, settled.recipe, windows)
         if settled.recipe.files.one_file:
             check_tokens_in_file(container, model, windows)
@@ -117,11 +126,23 @@ def quantize(request: QuantizeRequest) -> RunRecord:
             `out.unfinished`, see `system/output_folder.py`.
     """
     with on_all_ranks() as ranks:
-        return _quantized(request, ranks)
+        return on_folder(request, ranks, _with_tuning)
 
 
-def _quantized(request: QuantizeRequest, ranks: Ranks) -> RunRecord:
-    """Quantize on the ranks of a run; see `quantize`."""
+def _with_tuning(folder: str, out: Path, recipe: Recipe, options: Options) -> RunRecord:
+    if recipe.tune == "none":
+        return quantize_folder(folder, out, recipe, options)
+    return then_tuned(quantize_folder, folder, out, recipe, options)
+
+
+def on_folder(request: QuantizeRequest, ranks: Ranks, verb: Callable[[str, Path, Recipe, Options], T]) -> T:
+    """Check what is asked, and call a verb on the model's folder, on rank 0 of a run.
+
+    Args:
+        request: What is asked.
+        ranks: Processes of the run.
+        verb: Function of the folder or hub id of the model, OUT, recipe and options of the run.
+    """
     say_compiling()
     given = next((Given.of(value, word) for word, value in request.data().items()), None)
     model, recipe, trust = request.model, request.asked(), request.trust_remote_code
@@ -140,6 +161,7 @@ def _quantized(request: QuantizeRequest, ranks: Ranks) -> RunRecord:
         trust_remote_code=trust,
         progress=request.progress,
         limits=request.check(recipe),
+        plan_file=None if request.plan_file is None else Path(request.plan_file),
     )
     calibrates_on_text = (given is None or given.tokens is None) and recipe.scheme.calibrated
     if calibrates_on_text and request.tokenizer is None and isinstance(model, torch.nn.Module):
@@ -160,11 +182,10 @@ def _quantized(request: QuantizeRequest, ranks: Ranks) -> RunRecord:
         if recipe.like is not None:
             recipe, like = with_like(folder, recipe, recipe.like, trust_remote_code=trust)
             options = replace(options, like=like)
-        quantizes = quantize_folder if recipe.tune == "none" else partial(then_tuned, quantize_folder)
         follower = Follower(partial(_opened, folder, recipe, trust), place)
         options_of = {f"recipe ({name})": value for name, value in asdict(recipe).items()}
         same = {"model": files_of(Path(folder))} | options_of
-        return run_on_rank_0(partial(quantizes, folder, Path(request.out), recipe, options), follower, same)
+        return run_on_rank_0(partial(verb, folder, Path(request.out), recipe, options), follower, same)
 
 
 def _opened(folder: str, recipe: Recipe, trust_remote_code: bool) -> Model:

@@ -14,6 +14,7 @@ from nearplane.errors import RecipeError
 from nearplane.number_formats import integers
 from nearplane.recipe.block_scheme import Ends
 from nearplane.recipe.file_formats import Format
+from nearplane.recipe.format_mix import Cost, Weigh
 from nearplane.recipe.rate_scheme import Rows
 from nearplane.recipe.readers import Weights
 from nearplane.recipe.recipe import FirstToken, Positions, Rare, Recipe, Tune
@@ -75,6 +76,18 @@ class QuantizeRequest:
             Weights are the same. Default: none, in 16 bits.
         size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used
             instead of --rate. With --format gguf, each layer gets a type of llama.cpp, chosen by measuring.
+        mix: Number formats from which every layer gets one, chosen by measuring what each costs the network: nvfp4,fp8,bf16 with
+            inputs rounded as runtimes do, nvfp4a16,fp8a16 for weights alone, int3,int4,int8, or types of llama.cpp. bf16 leaves
+            a layer unquantized. Needs --size, --bits-per-weight or --served-memory. Default with one of these and --runtime:
+            what the runtime takes, int4,int8,bf16 for vllm.
+        bits_per_weight: Bits per weight of a mix: bytes of the tensors of all layers that it is chosen for, with steps and
+            zero points, on average.
+        served_memory: Memory in which a mix is to run, for example 8GB: its weights and the cache of --context tokens.
+        context: Tokens whose cache counts in --served-memory, and in --cost bytes-per-token. Default: 8192, or the model's
+            maximum length if that is shorter.
+        weigh: How experts count in the size of a mix. stored (the default): as all other bytes. active: by the share of tokens
+            that reach them.
+        cost: What --size of a mix limits: the folder (file, the default), or the bytes that a decode step reads.
         rate: Bits per quantized weight in the file, 0.5 to 7, with every byte of the layers' tensors counted; for example 3.5.
         pre: Name of the tokenizer's pre-tokenizer in llama.cpp, if nearplane does not recognize it.
         like: Unquantized GGUF of the same model by llama.cpp's converter, of any architecture.
@@ -125,6 +138,8 @@ class QuantizeRequest:
         memory: Memory limit of the run, for example 12GB. Default: no limit. Cannot be used with --tune network.
             The run then repeats passes and keeps states on disk. A limit that is too small is refused at once.
         device_memory: The same for the memory of a GPU. Default: what is free there. States then lie in main memory.
+        plan_file: File that keeps what was measured for a mix, as soon as it is known. A run of the same model, text and options
+            takes it from there, with whatever limit; for others it is refused.
         trust_remote_code: Run model code that comes with the checkpoint, and copy it.
         progress: Display that wraps an iterator: (items, label, total) -> items. Default: a bar, on a terminal and in a
             notebook; False shows nothing. "nearplane.system.progress" logs as well.
@@ -145,6 +160,12 @@ class QuantizeRequest:
     activations: Activations = OPEN
     kv_cache: CacheNumbers = OPEN
     size: str | None = OPEN
+    mix: str | Sequence[str] | None = OPEN
+    bits_per_weight: float | None = OPEN
+    served_memory: str | None = OPEN
+    context: int | None = OPEN
+    weigh: Weigh = OPEN
+    cost: Cost = OPEN
     rate: float | None = OPEN
     pre: str | None = OPEN
     like: str | None = OPEN
@@ -181,6 +202,7 @@ class QuantizeRequest:
     overwrite: bool = False
     memory: str | int | None = None
     device_memory: str | int | None = None
+    plan_file: str | Path | None = None
     trust_remote_code: bool = False
     progress: Progress = bar
     spellings: Mapping[str, Any] = field(default_factory=dict)
@@ -215,6 +237,10 @@ class QuantizeRequest:
                 "--memory does not limit tuning. Leave out --tune, and tune the checkpoint with nearplane tune."
             )
         check_named(path_in(self.model))
+        if self.plan_file is not None:
+            check_path("--plan-file", self.plan_file)
+            if recipe.mix is None:
+                raise RecipeError("--plan-file keeps what was measured for a mix. Use --mix, or leave it out.")
         _check_number_formats(recipe)
         if recipe.like is not None:
             check_path("--like", recipe.like)
@@ -247,6 +273,8 @@ def _check_number_formats(recipe: Recipe) -> None:
     schemes += [
         (f"layers {each.pattern!r}", each.scheme, each.activations or recipe.activations) for each in recipe.layers
     ]
+    if recipe.mix is not None:
+        schemes = [(f"--mix {each.word}", each.scheme, each.activations) for each in recipe.mix.offers if each.scheme]
     for name, scheme, activations in schemes:
         schemes_of = [scheme.grouped([size]) for size in DEFAULT_GROUP_SIZES]  # equal unless layers decide the size
         if recipe.allocate != "uniform":

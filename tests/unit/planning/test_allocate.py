@@ -20,7 +20,16 @@ from nearplane.calibration.texts import read_windows
 from nearplane.demo import CALIBRATION
 from nearplane.models.divergence import divergence
 from nearplane.models.model import open_model
-from nearplane.planning.allocate import Curve, allocate, allocate_choices, allocate_widths, probed_rates, probed_widths
+from nearplane.planning.allocate import (
+    Curve,
+    allocate,
+    allocate_choices,
+    allocate_widths,
+    choose,
+    probed_rates,
+    probed_widths,
+    scaled_to_sums,
+)
 from nearplane.planning.perturb import Perturbations, Perturbed, to_rates
 from nearplane.planning.probe import probe
 from nearplane.verbs.evaluate import load_dense
@@ -341,3 +350,28 @@ def test_each_curve_has_choices_of_its_own():
         assert tuple(allocate_choices(curves, budget, choices)) == min(ways)[1]
     with pytest.raises(RecipeError, match=r"budget of 2\.6 bits per weight; expected at least 2\.78"):
         allocate_choices(curves, 2.6, choices)
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 40), st.floats(0, 1)), min_size=1, max_size=3), min_size=1, max_size=5),
+    st.integers(0, 120),
+)
+def test_the_best_choice_within_a_budget_is_found(options, more):
+    costs, losses = ([[pair[place] for pair in row] for row in options] for place in (0, 1))
+    budget = sum(map(min, costs)) + more
+    picks = choose(costs, losses, budget)
+    assert sum(row[pick] for row, pick in zip(costs, picks, strict=True)) <= budget
+    best = min(
+        sum(losses[unit][pick] for unit, pick in enumerate(every))
+        for every in product(*(range(len(row)) for row in costs))
+        if sum(costs[unit][pick] for unit, pick in enumerate(every)) <= budget
+    )
+    assert sum(row[pick] for row, pick in zip(losses, picks, strict=True)) == pytest.approx(best, abs=1e-12)
+
+
+def test_estimates_are_scaled_to_what_was_measured_of_rows_and_columns():
+    values = [1.0, 2.0, 3.0, 4.0]
+    sums = [([0, 1], 6.0), ([2, 3], 14.0), ([0, 2], 9.0), ([1, 3], 11.0), ([0], -1.0)]
+    scaled = [value * factor for value, factor in zip(values, scaled_to_sums(values, sums), strict=True)]
+    for numbers, total in sums[:4]:
+        assert sum(scaled[number] for number in numbers) == pytest.approx(total, rel=1e-6)

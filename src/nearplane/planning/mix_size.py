@@ -1,0 +1,193 @@
+"""Bytes of a checkpoint whose layers have formats of a mix: of its tensors, of its folder, in memory, and read for a token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from nearplane.errors import RecipeError
+from nearplane.formats.beside import origin_of
+from nearplane.formats.gguf.mixes import fitting
+from nearplane.formats.layer_format import GridFormat, config_text
+from nearplane.formats.table import FORMATS
+from nearplane.models.layers import Layer
+from nearplane.models.model import Model
+from nearplane.planning.cache_size import cache_bytes
+from nearplane.planning.folder_size import (
+    files_beside,
+    forecast_bytes,
+    layer_bytes,
+    weight_files,
+    with_layers,
+)
+from nearplane.planning.request import quantization_config
+from nearplane.recipe.block_scheme import BlockScheme
+from nearplane.recipe.format_mix import FormatMix, Offer
+from nearplane.recipe.layer_plan import Plan
+from nearplane.recipe.recipe import Recipe
+from nearplane.record.model_card import model_card
+from nearplane.record.record import RunRecord
+from nearplane.system.paths import CONFIG, MAX_FILE
+from nearplane.system.safetensors_files import INDEX, Kind, kind_of
+from nearplane.system.shard_writer import size_of_files
+
+DEFAULT_CONTEXT = 8192
+CARD_MARGIN = 300  # characters of a model card for figures that are measured later
+EXAMPLE_HASH = 64 * "0"
+CARD_BYTES = 9999
+# figures of a layer's record with 22 and with 18 characters, which most of them have, or fewer
+LONG_FIGURE, SHORT_FIGURE, ROW_FIGURE = 0.00012345678901234567, 1.2345678901234567, 0.000123456789
+LONG = (
+    "loss", "relative_loss", "damped_loss", "nearest_loss", "worst_case", "expected", "clipped", "extra_loss",
+    "extra_relative_loss", "extra_nearest_loss", "extra_own_loss",
+)  # fmt: skip
+SHORT = ("correction", "gamma", "clipped_rows", "limit")
+
+
+def offered_bytes(model: Model, recipe: Recipe, layer: Layer, offer: Offer) -> int:
+    """Return the bytes of a layer's tensors in a format of a mix."""
+    if offer.scheme is None:
+        return math.prod(layer.shape) * model.dtype.itemsize
+    scheme = offer.scheme
+    if isinstance(scheme, BlockScheme):
+        scheme = scheme.stored_in(fitting(scheme.number_format.name, layer.shape[1]))
+    if offer.activations == "none":
+        return layer_bytes(recipe, layer.shape, scheme, model.dtype)
+    files = FORMATS[str(recipe.format)].layers.configured({"config_groups": {"": {"input_activations": {"": ""}}}})
+    assert isinstance(files, GridFormat), "only compressed-tensors asks for rounded inputs"
+    return sum(each.nbytes for each in files.empty("", layer.shape, scheme.number_format, model.dtype).values())
+
+
+def read_bytes(model: Model, layers: Collection[str]) -> int:
+    """Return the bytes of all tensors but these layers that a decode step reads: of embeddings that are not tied, one row."""
+    reader, weights = model.reader, model.weights
+    left_out = {name for layer in model.layers if layer.name in layers for name in layer.copies(weights)}
+    left_out |= weights.unused.keys()
+    embeddings = None if model.tied else model.network.get_input_embeddings()
+    rows = {id(embeddings.weight)} if embeddings is not None else set()
+    looked_up = {weights.source_name(name) for name, each in model.network.named_parameters() if id(each) in rows}
+    sizes = {name: reader.nbytes(name) for name in reader.names() if name not in left_out}
+    return sum(size // reader.shape(name)[0] if name in looked_up else size for name, size in sizes.items())
+
+
+def folder_bytes(model: Model, plan: Plan, record: RunRecord) -> int:
+    """Return the bytes of a checkpoint's folder, or a few more: the figures in its record count with their longest texts.
+
+    Exact but for these in formats whose tensors are known before the solve; for others see `forecast_bytes`.
+
+    Args:
+        model, plan: The model, and what is decided of its layers.
+        record: The run record at the start.
+    """
+    files = FORMATS[str(plan.recipe.format)].layers.configured(config := quantization_config(model, plan))
+    if not isinstance(files, GridFormat):
+        return forecast_bytes(model, plan)
+    reader = model.reader
+    parts, sizes = list[dict[str, Kind]](), dict[str, int]()
+    for index, block in [*enumerate(model.blocks), (None, None)]:
+        tensors: dict[str, Kind] = {}
+        for layer in [] if block is None else block.layers:
+            name = layer.written(model.weights)
+            made = files.empty(name, layer.shape, plan.layers[layer.name].number_format, model.dtype)
+            sizes[layer.name] = sum(tensor.nbytes for tensor in made.values())
+            tensors |= {
+                each: (kind_of(tensor).split()[0], tuple(tensor.shape), tensor.nbytes) for each, tensor in made.items()
+            }
+        names = model.unquantized(index)
+        tensors |= {each: (reader.dtype(each), reader.shape(each), reader.nbytes(each)) for each in names}
+        parts.append(tensors)
+    routed = {layer.name for layer in model.layers if layer.routed}
+    size = size_of_files(parts, checksums=files.CHECKSUMS, kind=files.METADATA)
+    copied, text = files_beside(model), config_text(model.folder, config, model.config.to_dict())
+    described = {CONFIG: text, **files.files(config)}
+    hashed = [*weight_files(size), *([INDEX] if size > MAX_FILE else []), *described, *copied.names()]
+    record = _as_long(with_layers(model, replace(record, files=dict.fromkeys(hashed, EXAMPLE_HASH))), sizes, routed)
+    card = len(model_card(record, origin_of(model.folder)).encode()) + CARD_MARGIN
+    texts = sum(len(each.encode()) for each in described.values())
+    return size + copied.size() + texts + card + len(record.to_json().encode())
+
+
+def _as_long(record: RunRecord, sizes: Mapping[str, int], routed: Collection[str]) -> RunRecord:
+    """Return a record with placeholders as long as figures are, or a little longer.
+
+    Args:
+        record: The record with layers.
+        sizes: Bytes of the tensors of each layer.
+        routed: Names of the matrices of experts.
+    """
+    figures: dict[str, Any] = dict.fromkeys(LONG, LONG_FIGURE) | dict.fromkeys(SHORT, SHORT_FIGURE)
+    layers = tuple(
+        replace(
+            layer,
+            **figures,
+            row_losses=(ROW_FIGURE,) * len(layer.row_losses),
+            damp=0.01,
+            sweep_damp=0.01,
+            positions=tuple(-1 for _ in layer.positions),
+            dead=100,
+            pruned=100,
+            tokens=record.tokens,
+            asked=None,
+            base=None,
+            entropy=None,
+            alike=layer.alike if layer.name in routed else None,
+            blended=layer.blended if layer.name in routed else None,
+            bytes=sizes[layer.name],
+            seconds=12.345678,
+        )
+        for layer in record.layers
+    )
+    return replace(
+        record,
+        layers=layers,
+        extra_kl=SHORT_FIGURE,
+        seconds=1234.567890123456,
+        peak_memory=10**10,
+        bytes=10**10,
+        folder=10**10,
+        card=CARD_BYTES,
+        digest=EXAMPLE_HASH,
+    )
+
+
+def constant_of(model: Model, recipe: Recipe, mix: FormatMix, layers: Collection[str]) -> int:
+    """Return the bytes that count in a limit beside those of the layers to choose for, and beside the files' entries.
+
+    Args:
+        model, recipe: The model and its recipe.
+        mix: The limit that was asked for.
+        layers: Names of the layers to choose for; others are as the recipe says.
+
+    Raises:
+        RecipeError: The size of the cache is not known.
+    """
+    if mix.bits_per_weight is not None:
+        return 0
+    cache = 0
+    if mix.served_memory is not None or mix.cost != "file":
+        context = context_of(model, mix)
+        if (found := cache_bytes(model, context)) is None:
+            raise RecipeError(
+                f"The size of the cache of {type(model.network).__name__} is not known. Use --size or --bits-per-weight."
+            )
+        cache = found
+    if mix.cost != "file":
+        return cache + read_bytes(model, layers)
+    replaced = {name for layer in model.layers if layer.name in layers for name in layer.copies(model.weights)}
+    return cache + sum(model.reader.nbytes(name) for name in model.reader.names() if name not in replaced)
+
+
+def context_of(model: Model, mix: FormatMix) -> int:
+    """Return the tokens whose cache counts.
+
+    Raises:
+        RecipeError: They are more than the model's positions.
+    """
+    positions = model.positions
+    if mix.context is not None and positions is not None and mix.context > positions:
+        raise RecipeError(
+            f"--context is {mix.context:,}, but the maximum length is {positions:,} tokens. Use at most that many."
+        )
+    return mix.context or min(DEFAULT_CONTEXT, positions or DEFAULT_CONTEXT)

@@ -1,0 +1,289 @@
+"""A mix of number formats: what is chosen keeps to the limit, is written as if it had been asked for, and is read back."""
+
+import json
+from collections import defaultdict
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import nearplane
+from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
+from nearplane import RecipeError
+from nearplane.demo import CALIBRATION
+from nearplane.formats.stored import read_matrices
+from nearplane.planning import format_mix
+from nearplane.planning.mix_size import constant_of
+from nearplane.planning.request import open_original
+from nearplane.recipe.recipe import Recipe
+from nearplane.verbs.evaluate import load_dense
+
+FAST = {"calibration": str(CALIBRATION), "samples": 16, "seqlen": 48, "group_size": 16}
+CPU = torch.device("cpu")
+
+
+def saved(folder, family, **fields):
+    config = config_of(
+        family, vocab_size=TEXT_VOCABULARY, **{"num_hidden_layers": 3, "tie_word_embeddings": False} | fields
+    )
+    random_model(config).to(torch.bfloat16).save_pretrained(folder)
+    add_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("models") / "mixtral", "mixtral", num_hidden_layers=2)
+
+
+def bits_of(record, model, left=()):
+    """Return the bits per weight of the layers of a record, and of others that are unquantized."""
+    shapes = {layer.name: layer.out_features * layer.in_features for layer in record.layers}
+    size = 8 * sum(layer.bytes for layer in record.layers) + 16 * sum(left)
+    return size / (sum(shapes.values()) + sum(left))
+
+
+def formats_by(record, key):
+    found = defaultdict(set)
+    for layer in record.layers:
+        found[key(layer.name)].add(layer.format)
+    return found
+
+
+def test_what_is_chosen_keeps_to_the_limit_and_is_written_as_if_asked_for(model, tmp_path):
+    out = tmp_path / "out"
+    record = nearplane.quantize(model, out, mix="int3,int4,int8", bits_per_weight=5.5, **FAST)
+    assert bits_of(record, model) == pytest.approx(record.mix.spent)
+    assert 5.0 < record.mix.spent <= 5.5
+    assert len({layer.format for layer in record.layers}) > 1
+    assert record.recipe.mix is None
+    stage = formats_by(
+        record, lambda name: name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_", "gate_")
+    )
+    assert all(len(formats) == 1 for formats in stage.values()), "what vLLM joins is alike"
+    again = nearplane.quantize(model, tmp_path / "again", recipe=record.recipe)
+    assert [layer.checksum for layer in again.layers] == [layer.checksum for layer in record.layers]
+    assert nearplane.verify(out, against=str(model)).faults == ()
+    network, _ = load_dense(out, CPU)
+    for name, matrix in read_matrices(out):
+        assert torch.equal(network.get_submodule(name).weight.float(), matrix.decode().float())
+    tokens = torch.arange(20)[None]
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        assert torch.allclose(loaded(tokens).logits, network.float()(tokens).logits, atol=1e-5)
+
+
+def test_a_larger_limit_is_predicted_and_measured_to_cost_less(model, tmp_path):
+    records = [
+        nearplane.frontier(model, tmp_path / "none", mix="int2,int3,int4,int8", bits_per_weight=bits, **FAST).mix
+        for bits in (3.6, 6)
+    ]
+    assert records[0].predicted > records[1].predicted > 0
+    assert records[0].measured > records[1].measured > 0
+    assert not (tmp_path / "none").exists()
+
+
+def test_floats_have_their_own_rounding_of_inputs_and_some_layers_none(model, tmp_path):
+    out = tmp_path / "out"
+    record = nearplane.quantize(model, out, mix="nvfp4,fp8,bf16", bits_per_weight=9, **FAST)
+    kinds = {layer.name: layer.format for layer in record.layers}
+    assert set(kinds.values()) == {"nvfp4", "fp8"}
+    inputs = {name: record.recipe.inputs_of(name).name for name in kinds}
+    assert inputs == {name: {"nvfp4": "fp4", "fp8": "fp8"}[format] for name, format in kinds.items()}
+    assert {name for name, _ in read_matrices(out)} == kinds.keys()
+    model = open_original(str(model), Recipe(), trust_remote_code=False)
+    left = [layer.name for layer in model.layers if layer.name not in kinds]
+    assert left
+    assert all(record.recipe.ignores(name) for name in left)
+    assert nearplane.verify(out, against=str(model.folder)).faults == ()
+    tokens = torch.arange(20)[None]
+    loaded = AutoModelForCausalLM.from_pretrained(out).eval()
+    with torch.inference_mode():
+        assert torch.isfinite(loaded(tokens).logits).all()
+
+
+@pytest.mark.parametrize(("runtime", "sets"), [("vllm", 2), (None, 1)])
+def test_experts_are_alike_in_a_block_or_in_the_network(experts, tmp_path, runtime, sets):
+    found = nearplane.frontier(
+        experts, tmp_path / "out", mix="int3,int4,int8", bits_per_weight=5, runtime=runtime, **FAST
+    )
+    routed = defaultdict(set)
+    for name, format in found.formats.items():
+        if "experts" in name:
+            routed[name.split("experts")[0] if sets == 2 else "all"].add(format)
+    assert len(routed) == sets
+    assert all(len(formats) == 1 for formats in routed.values())
+
+
+def test_experts_count_by_the_tokens_that_reach_them(experts, tmp_path):
+    """Two of eight: so that the same limit leaves room for more of their bits."""
+    stored, active = (
+        nearplane.frontier(
+            experts, tmp_path / "out", mix="int3,int4,int8", bits_per_weight=4.6, runtime="vllm", weigh=weigh, **FAST
+        )
+        for weigh in ("stored", "active")
+    )
+    assert stored.mix.spent <= 4.6
+    assert active.mix.spent <= 4.6
+    assert stored.sizes != active.sizes
+
+
+def test_in_a_dense_model_active_weights_change_nothing_and_it_is_said(model, tmp_path, caplog):
+    both = [
+        nearplane.frontier(model, tmp_path / "out", mix="int3,int4", bits_per_weight=4.5, weigh=weigh, **FAST)
+        for weigh in ("stored", "active")
+    ]
+    assert both[0].formats == both[1].formats
+    assert "changes nothing" in caplog.text
+
+
+def bytes_read(out, share):
+    """Return the bytes that a decode step reads of a checkpoint, counted from its file: of embeddings a row."""
+    from nearplane.system.safetensors_files import ShardReader
+
+    reader, total = ShardReader(out), 0.0
+    for name in reader.names():
+        size = reader.nbytes(name)
+        total += (
+            size * share if ".experts." in name else size / reader.shape(name)[0] if "embed_tokens" in name else size
+        )
+    return total
+
+
+def test_bytes_of_a_token_are_those_of_the_written_file(experts, tmp_path):
+    model = open_original(str(experts), Recipe(), trust_remote_code=False)
+    dense = Recipe.from_spellings(mix="int3,int8", size="1GB", cost="bytes-per-token", context=64)
+    least = constant_of(model, dense, dense.mix, {layer.name for layer in model.layers})
+    record = nearplane.quantize(
+        experts,
+        tmp_path / "out",
+        mix="int3,int4,int8",
+        size=str(round(least * 1.8)),
+        cost="bytes-per-token",
+        context=64,
+        runtime="vllm",
+        **FAST,
+    )
+    config = model.config
+    cache = (
+        2
+        * 2
+        * 64
+        * config.num_hidden_layers
+        * config.num_key_value_heads
+        * (config.hidden_size // config.num_attention_heads)
+    )
+    found = bytes_read(tmp_path / "out", config.num_experts_per_tok / config.num_local_experts) + cache
+    assert found == pytest.approx(record.mix.spent, rel=0.01)
+    assert record.mix.spent <= record.mix.limit
+
+
+@pytest.mark.parametrize("size", [120_000, 150_000])
+def test_a_folder_is_at_most_as_large_as_asked_for(model, tmp_path, size):
+    smallest = nearplane.quantize(model, tmp_path / "least", mix="int2,int3", bits_per_weight=3.1, **FAST).folder
+    record = nearplane.quantize(
+        model, tmp_path / "out", mix="int2,int3,int4,int5,int6,int8", size=str(smallest + size // 10), **FAST
+    )
+    assert record.folder == sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert record.folder <= smallest + size // 10
+    assert record.folder <= record.mix.spent <= 1.02 * record.folder
+
+
+def test_a_memory_holds_weights_and_cache(model, tmp_path):
+    mine = open_original(str(model), Recipe(), trust_remote_code=False)
+    recipe = Recipe.from_spellings(mix="int3,int8", served_memory="1GB", context=32)
+    constant = constant_of(mine, recipe, recipe.mix, {layer.name for layer in mine.layers})
+    limit = constant + sum(layer.shape[0] * layer.shape[1] for layer in mine.layers) * 6 // 8
+    found = nearplane.frontier(
+        model, tmp_path / "out", mix="int3,int4,int8", served_memory=str(limit), context=32, **FAST
+    ).mix
+    assert 0.9 * limit < found.spent <= limit
+    assert found.context == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(bits_per_weight=3), "below the smallest possible choice: 4.097 bits per weight"),
+        (dict(size="1KB"), "below the smallest possible choice"),
+        (dict(served_memory="1KB", context=16), "below the smallest possible choice"),
+        (dict(mix="nvfp4,int4", size="1GB", format="gptq", runtime="gptqmodel"), "gptq does not store nvfp4"),
+        (dict(mix="fp8,int4", size="1GB", format="awq"), "awq"),
+        (dict(bits_per_weight=4.5, layers={"q_proj": {"bits": 8}}), "which programs load as one"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused_with_what_can(model, tmp_path, options, message):
+    with pytest.raises(RecipeError) as refused:
+        nearplane.quantize(model, tmp_path / "out", **{"mix": "int3,int4,int8"} | FAST | options)
+    assert message in str(refused.value)
+
+
+def test_a_limit_above_the_largest_choice_is_said(model, tmp_path, caplog):
+    found = nearplane.frontier(model, tmp_path / "out", mix="int3,int4", bits_per_weight=16, **FAST)
+    assert set(found.formats.values()) == {"int4"}
+    assert "above the largest possible choice" in caplog.text
+
+
+def test_a_layer_with_a_scheme_of_its_own_is_not_chosen_for(model, tmp_path):
+    record = nearplane.quantize(
+        model, tmp_path / "out", mix="int3,int4", bits_per_weight=4.5, layers={"down_proj": {"bits": 8}}, **FAST
+    )
+    formats = formats_by(record, lambda name: "down_proj" in name)
+    assert formats[True] == {"int8-g16"}
+    assert formats[False] <= {"int3-g16", "int4-g16"}
+
+
+def test_layers_that_no_format_fits_stay_unquantized_and_are_named(tmp_path, caplog):
+    folder = saved(tmp_path / "odd", "llama", intermediate_size=88)
+    record = nearplane.quantize(
+        folder, tmp_path / "out", mix="nvfp4a16,mxfp4a16", bits_per_weight=4.5, **FAST | {"group_size": "auto"}
+    )
+    assert record.mix.unfit == tuple(f"model.layers.{number}.mlp.down_proj" for number in range(3))
+    assert not any("down_proj" in layer.name for layer in record.layers)
+    assert "stay unquantized" in caplog.text
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_what_was_measured_is_kept_for_other_limits_and_refused_for_other_text(model, tmp_path, monkeypatch):
+    file, ways = tmp_path / "plan.json", dict(mix="int3,int4,int8", **FAST)
+    first = nearplane.frontier(model, tmp_path / "out", bits_per_weight=5, plan_file=file, **ways)
+    plain = nearplane.frontier(model, tmp_path / "out", bits_per_weight=5, **ways)
+    assert first == plain
+
+    def not_again(*_, **__):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(format_mix, "estimated", not_again)
+    monkeypatch.setattr(format_mix, "sensitivity", not_again)
+    nearplane.frontier(model, tmp_path / "out", bits_per_weight=6, plan_file=file, **ways)
+    monkeypatch.setattr(format_mix, "divergences", not_again)
+    assert nearplane.frontier(model, tmp_path / "out", bits_per_weight=5, plan_file=file, **ways) == first
+    with pytest.raises(RecipeError, match="calibration text was"):
+        nearplane.frontier(model, tmp_path / "out", bits_per_weight=5, plan_file=file, **ways | {"samples": 12})
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps(state | {"measured": {}}))
+    with pytest.raises(nearplane.FormatError, match="damaged"):
+        nearplane.frontier(model, tmp_path / "out", bits_per_weight=5, plan_file=file, **ways)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        (dict(format="mlx", mix="int3,int4,int8", group_size=32), "int"),
+        (dict(format="gguf", mix="q4_0,q5_0,q8_0"), "q"),
+    ],
+)
+def test_files_of_other_programs_have_mixes_of_their_formats(model, tmp_path, options, kind):
+    record = nearplane.quantize(model, tmp_path / "out", bits_per_weight=6, **FAST | {"group_size": None} | options)
+    assert len({layer.format for layer in record.layers}) > 1
+    assert all(layer.format.startswith(kind) for layer in record.layers)
+    chosen = [layer for layer in record.layers if ".layers." in layer.name]
+    assert 8 * sum(layer.bytes for layer in chosen) <= 6 * sum(
+        layer.out_features * layer.in_features for layer in chosen
+    )
+    assert nearplane.verify(tmp_path / "out").faults == ()
