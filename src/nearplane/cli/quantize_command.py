@@ -41,8 +41,8 @@ GROUPS = {  # fields that are flags, by their group in the help; other fields ar
     RUN_GROUP: "device compute_dtype overwrite memory device_memory plan_file trust_remote_code",
 }
 FLAGS = {name: group for group, names in GROUPS.items() for name in names.split()}
-READ_AS = {
-    "mix": str | None,  # types of flags that the command line reads otherwise than Python
+READ_AS = {  # types of flags that the command line reads otherwise than Python
+    "mix": str | None,
     "layers": Annotated[tuple[str, ...], Parameter(name="--layer", negative="")],
     "ignore": Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")],
     "device": DeviceFlag,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from nearplane import FormatError, GridScheme, ModelError, RateScheme, Recipe
+from nearplane.record.mix_record import MixRecord
 from nearplane.record.record import LEFT_OUT_OF_LAYERS, LayerRecord, RunRecord, Source, digest_of, row_groups
 from nearplane.record.record_file import parsed_record, read_record
 from nearplane.record.remarks import missed
@@ -45,6 +46,21 @@ MIXED = replace(
     card=2048,
     extra_kl=0.25,
     cache_scales={"model.layers.0.self_attn": (0.01, 0.25)},
+    mix=MixRecord(
+        formats=("int4", "bf16"),
+        option="size",
+        limit=1e6,
+        unit="bytes",
+        weigh="stored",
+        cost="file",
+        context=0,
+        spent=9e5,
+        units=2,
+        unfit=("model.layers.0.a",),
+        estimated=0.5,
+        predicted=0.25,
+        measured=0.25,
+    ),
     original_bytes=8192,
     sources=SOURCES,
     layers=LAYERS,
@@ -177,6 +193,7 @@ WRONG = {  # JSON that is not what an annotation says
     "tuple[float, ...]": [None, 0.5, ["a"], [None], [float("nan")], [[0.5]], {}],
     "Products | None": [3, [], "mkl", {}, {"library": "mkl"}, {"library": 1, "seconds": {}, "errors": {}},
                         {"seconds": {"onednn": "fast"}, "errors": {}}],
+    "MixRecord | None": [3, [], "mix", {}, {"formats": ["int4"]}, {"limit": "much"}],
     "Tuning | None": [3, [], "network", {}, {"mode": "block"}, {"curve": []}],
     "tuple[float | None, ...]": [None, 0.5, ["a"], [[None]], [float("nan")], {}],
     "tuple[Source, ...]": [None, {}, [None], [[]], [{}], ["a"]],
