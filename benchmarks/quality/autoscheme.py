@@ -1,4 +1,4 @@
-"""Bits that auto-round's AutoScheme gives to layers, untuned: what is left of the model at an average of bits, and its cost.
+"""What is left of a model whose layers have the bits that auto-round's AutoScheme chooses, untuned, and what it costs.
 
     ASSETS=... python benchmarks/quality/autoscheme.py --python PYTHON --model study --bits 3.625 4.625
     ASSETS=... python benchmarks/quality/autoscheme.py --python PYTHON --model FOLDER/smollm2 --samples 16 --windows 16
@@ -6,13 +6,14 @@
     ASSETS=... python benchmarks/quality/autoscheme.py ... --bits 5.5 --options NVFP4 FP8_STATIC BF16
 
 PYTHON is that of an environment with auto-round (0.16.1); a model is a name of `subjects.py`, or a folder that
-tools/published_models.py made. AutoScheme scores every option on the calibration windows and chooses those of all linear layers of
-the blocks; then auto-round rounds without training (`iters=0`, which is its opt-rtn: steps that are searched, errors weighted by
-the squares of inputs). All in float32, on one thread. Bits are those stored for these layers: of codes and of a step, 16 bits
-of a group of integers; AutoScheme's own count has a zero point in each group too, which symmetric grids do not have.
-KL to the original is in nats a token, over the first held-out windows of each text. The second average finds the scores of
-the first, and its search takes as long as the choice alone; `--options` are presets of auto-round, whose inputs are rounded
-too if they say so. A line of JSON for each average is printed, the choice of each layer in it.
+tools/published_models.py made. AutoScheme scores every option on the calibration windows and chooses those of all
+linear layers of the blocks; then auto-round rounds without training (`iters=0`, which is its opt-rtn: steps that are
+searched, errors weighted by the squares of inputs). All in float32, on one thread. Bits are those stored for these
+layers: of codes and of a step, 16 bits of a group of integers; AutoScheme's own count has a zero point in each group
+too, which symmetric grids do not have. KL to the original is in nats a token, over the first held-out windows of each
+text. The second average finds the scores of the first, and its search takes as long as the choice alone. `--options`
+are presets of auto-round, and inputs are rounded too where they say so. A line of JSON for each average is printed,
+the choice of each layer in it.
 """
 
 from __future__ import annotations

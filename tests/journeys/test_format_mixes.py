@@ -14,7 +14,7 @@ from nearplane.demo import CALIBRATION
 from nearplane.formats.stored import read_matrices
 from nearplane.planning import format_mix
 from nearplane.planning.mix_size import constant_of
-from nearplane.planning.request import open_original
+from nearplane.planning.request import joined_in, open_original
 from nearplane.recipe.recipe import Recipe
 from nearplane.verbs.evaluate import load_dense
 
@@ -158,7 +158,7 @@ def bytes_read(out, share):
 def test_bytes_of_a_token_are_those_of_the_written_file(experts, tmp_path):
     model = open_original(str(experts), Recipe(), trust_remote_code=False)
     dense = Recipe.from_spellings(mix="int3,int8", size="1GB", cost="bytes-per-token", context=64)
-    least = constant_of(model, dense, dense.mix, {layer.name for layer in model.layers})
+    least = constant_of(model, dense, dense.mix, {layer.name for layer in model.layers}, {})
     record = nearplane.quantize(
         experts,
         tmp_path / "out",
@@ -197,7 +197,7 @@ def test_a_folder_is_at_most_as_large_as_asked_for(model, tmp_path, size):
 def test_a_memory_holds_weights_and_cache(model, tmp_path):
     mine = open_original(str(model), Recipe(), trust_remote_code=False)
     recipe = Recipe.from_spellings(mix="int3,int8", served_memory="1GB", context=32)
-    constant = constant_of(mine, recipe, recipe.mix, {layer.name for layer in mine.layers})
+    constant = constant_of(mine, recipe, recipe.mix, {layer.name for layer in mine.layers}, {})
     limit = constant + sum(layer.shape[0] * layer.shape[1] for layer in mine.layers) * 6 // 8
     found = nearplane.frontier(
         model, tmp_path / "out", mix="int3,int4,int8", served_memory=str(limit), context=32, **FAST
@@ -209,7 +209,7 @@ def test_a_memory_holds_weights_and_cache(model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(bits_per_weight=3), "below the smallest possible choice: 4.097 bits per weight"),
+        (dict(bits_per_weight=3), "below the smallest possible choice: 4.098 bits per weight"),
         (dict(size="1KB"), "below the smallest possible choice"),
         (dict(served_memory="1KB", context=16), "below the smallest possible choice"),
         (dict(mix="nvfp4,int4", size="1GB", format="gptq", runtime="gptqmodel"), "gptq does not store nvfp4"),
@@ -287,3 +287,35 @@ def test_files_of_other_programs_have_mixes_of_their_formats(model, tmp_path, op
         layer.out_features * layer.in_features for layer in chosen
     )
     assert nearplane.verify(tmp_path / "out").faults == ()
+
+
+def test_a_folder_for_vllm_is_of_a_size_and_may_leave_layers_unquantized(model, tmp_path):
+    least = nearplane.quantize(
+        model, tmp_path / "least", mix="int4,int8", bits_per_weight=5.4, runtime="vllm", **FAST
+    ).folder
+    record = nearplane.quantize(model, tmp_path / "out", size=str(least + 5_000), runtime="vllm", **FAST)
+    assert record.mix.formats == ("int4", "int8", "bf16")
+    assert record.folder <= least + 5_000
+    with pytest.raises(RecipeError, match="room for the original"):
+        nearplane.frontier(model, tmp_path / "none", mix="int4,bf16", bits_per_weight=16, **FAST)
+
+
+def test_layers_that_a_program_joins_are_known_by_their_module_also_where_their_inputs_differ():
+    """A decoder's attention to the encoder: queries multiply the decoder's states, keys and values the encoder's."""
+    q, k, own = (
+        f"model.decoder.layers.0.{name}" for name in ("encoder_attn.q_proj", "encoder_attn.k_proj", "self_attn.k_proj")
+    )
+    assert joined_in(q)[:2] == joined_in(k)[:2] != joined_in(own)[:2]
+    assert joined_in("model.layers.0.mlp.down_proj") is None
+    experts = [
+        joined_in(f"model.layers.0.mlp.experts.{number}.{name}")[:2]
+        for number, name in ((0, "up_proj"), (3, "down_proj"))
+    ]
+    assert experts[0] == experts[1]
+
+
+def test_a_format_that_some_layers_cannot_have_is_said(tmp_path, caplog):
+    folder = saved(tmp_path / "odd", "llama", intermediate_size=88)
+    with pytest.raises(RecipeError, match="below the smallest"):
+        nearplane.frontier(folder, tmp_path / "out", mix="nvfp4a16,int8", bits_per_weight=4, **FAST | {"group_size": 8})
+    assert "nvfp4a16 is not possible for 3 layers: model.layers.0.mlp.down_proj has" in caplog.text

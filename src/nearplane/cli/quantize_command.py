@@ -20,23 +20,23 @@ from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.scheme import names_of
 from nearplane.recipe.schemes import GridScheme
-from nearplane.system.files import write_whole
+from nearplane.system.files import check_writable, write_whole
 from nearplane.system.processes import check_processes, started
 from nearplane.system.progress_bar import bar
 from nearplane.verbs.quantize_request import QuantizeRequest
 
-RUN_GROUP = Group("Running", sort_key=7)
+RUN_GROUP = Group("Running", sort_key=8)
 GROUPS = {  # fields that are flags, by their group in the help; other fields are only for Python
     Group("Everyday", sort_key=1): "bits group_size symmetric grid embeddings format runtime activations kv_cache",
     Group("Entropy-coded, instead of --bits", sort_key=2): "size rate",
-    Group("GGUF, for llama.cpp", sort_key=3): "pre like",
     Group(
         "A mix of formats for a size, instead of --bits", sort_key=3
     ): "mix bits_per_weight served_memory context weigh cost",
-    Group("Calibration text", sort_key=4): "calibration samples seqlen first_token rare_experts",
-    Group("Layer by layer", sort_key=5): "include_head include_embeddings allocate layers ignore max_loss",
+    Group("GGUF, for llama.cpp", sort_key=4): "pre like",
+    Group("Calibration text", sort_key=5): "calibration samples seqlen first_token rare_experts",
+    Group("Layer by layer", sort_key=6): "include_head include_embeddings allocate layers ignore max_loss",
     Group(
-        "Solver: the defaults gave the best results", sort_key=6
+        "Solver: the defaults gave the best results", sort_key=7
     ): "solver beam polish rounds order damp correct tune",
     RUN_GROUP: "device compute_dtype overwrite memory device_memory plan_file trust_remote_code",
 }
@@ -118,6 +118,9 @@ def quantize(
     request.check(request.asked())
     if dry_run and request.asked().mix is None:
         raise RecipeError("--dry-run shows the choices of a mix. Use --mix, or nearplane auto --dry-run.")
+    figure = Path(f"{request.out}.svg")
+    if dry_run:
+        check_writable(figure.absolute().parent)
     opening(request.model)
     if dry_run:
         from nearplane import frontier
@@ -130,7 +133,6 @@ def quantize(
         else:
             table(*mix_table(found))
             say(mix_lines(found))
-        figure = Path(f"{request.out}.svg")
         write_whole(figure, mix_figure(found.formats).encode())
         say([] if json else [f"the choice by depth is drawn in {figure}"])
         return
@@ -154,6 +156,8 @@ def refuse_mixed(words: Sequence[str]) -> None:
         RecipeError: The command line has flags of two kinds.
     """
     given = [word.split("=")[0].replace("--no-", "--") for word in words]
+    if {"--mix", "--runtime", "--format"} & set(given):
+        given = [word for word in given if word != "--size"]  # it may be that of a mix; the recipe knows
     kinds = {kind: {f"--{name.replace('_', '-')}" for name in names_of(kind) & FLAGS.keys()} for kind in PURPOSES}
     for kind in (GridScheme, BlockScheme):
         kinds[kind] -= {"--grid"}  # which grid it is decides the kind

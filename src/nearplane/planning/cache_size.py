@@ -16,6 +16,7 @@ from nearplane.models.kinds import has_head, has_two_stacks, shared_layers, towe
 from nearplane.models.model import Block, Model
 
 NUMBER, STATE_NUMBER = 2, 4  # bytes of a key or value, and of a number in a state
+DEFAULT_CONTEXT = 8192  # tokens, or a model's maximum length if that is shorter
 ATTENTION = (
     None,
     "full_attention",

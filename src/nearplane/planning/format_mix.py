@@ -12,77 +12,39 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from nearplane.calibration.positions import PositionWeights
 from nearplane.calibration.sensitivity import sensitivity
-from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.windows import Windows, calibration_windows, check_tokens
 from nearplane.errors import RecipeError, first_few
-from nearplane.formats.table import FORMATS
-from nearplane.models.model import Model
 from nearplane.planning.allocate import choose, scaled_to_sums
 from nearplane.planning.mix_probe import Losses, divergences, estimated
-from nearplane.planning.mix_recipe import offers_by_layer, recipe_of
+from nearplane.planning.mix_recipe import formats_of_ends, offers_by_layer, recipe_of
 from nearplane.planning.mix_size import constant_of, context_of, folder_bytes
-from nearplane.planning.mix_units import NO_MIX, Unit, units_of
+from nearplane.planning.mix_units import Unit, misfits, units_of
+from nearplane.planning.mixing import Mixing, Parts
 from nearplane.planning.plan_file import PlanFile
 from nearplane.planning.request import open_for_mix, open_resolved
-from nearplane.planning.run import Job, Options
-from nearplane.recipe.format_mix import FormatMix, Offer
+from nearplane.planning.run import Job, Options, bytes_of_tensors
+from nearplane.recipe.format_mix import UNQUANTIZED, FormatMix, Offer
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.mix_record import MixRecord
-from nearplane.system.device import Device
+from nearplane.record.mix_summary import Size
 from nearplane.system.matmul_library import chosen_library
-from nearplane.system.progress import Progress, phase
+from nearplane.system.progress import phase
 
 log = logging.getLogger("nearplane")
-PART_TOKENS = 2048  # on which errors are estimated, on which a first choice is measured, and on which the last one is
-TOKENS_PER_INPUT, MIN_TOKENS = 3, 2048  # tokens for second moments of a layer, for each of its inputs and in all
-IMAGES = 64  # windows of networks that see no text
 KINDS, DEPTHS = 6, 4  # sets of layers that a choice is measured by, beside all of them
 POINTS = 9  # of a frontier
+EXAMPLE = 0.00012345678901234567  # placeholder of a figure, in full length
 TRIES = 12  # of choices whose folder is sized exactly
-
-
-class Parts(NamedTuple):
-    """Windows by what is measured on them.
-
-    Args:
-        gradients: Of which some pass backwards.
-        moments: For second moments of inputs.
-        errors: On which errors of layers are estimated.
-        first, last: On which the first and the last choice are measured.
-    """
-
-    gradients: Tensor
-    moments: Tensor
-    errors: Tensor
-    first: Tensor
-    last: Tensor
-
-
-class Point(NamedTuple):
-    """One choice of a frontier.
-
-    Args:
-        bits: Bits per weight of all units.
-        bytes: Bytes of their tensors.
-        kl: Predicted KL, nats per token.
-        formats: Number of layers by format.
-    """
-
-    bits: float
-    bytes: int
-    kl: float
-    formats: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,84 +61,7 @@ class Chosen:
     recipe: Recipe
     mix: MixRecord
     formats: dict[str, str]
-    frontier: tuple[Point, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixing:
-    """All that a choice is made of.
-
-    Args:
-        folder: The model as the user named it.
-        job: Model, recipe with its mix, windows and options.
-        keep: Function that makes the lists of hidden states.
-        file: What was measured before, and is kept; None: nothing is kept.
-    """
-
-    folder: str
-    job: Job
-    keep: Keep = list
-    file: PlanFile | None = None
-
-    @property
-    def model(self) -> Model:
-        """The model."""
-        return self.job.model
-
-    @property
-    def windows(self) -> Windows:
-        """Calibration windows and extra windows."""
-        return self.job.windows
-
-    @property
-    def device(self) -> Device:
-        """Device of the computation."""
-        return self.job.options.device
-
-    @property
-    def progress(self) -> Progress:
-        """Display of the blocks that are passed."""
-        return self.job.options.progress
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe, with its mix."""
-        return self.job.plan.recipe
-
-    @property
-    def mix(self) -> FormatMix:
-        """The mix."""
-        assert self.recipe.mix is not None, NO_MIX
-        return self.recipe.mix
-
-    def passing(self) -> dict[str, Any]:
-        """Return the arguments that all measurements have in common."""
-        return {
-            "storage": FORMATS[str(self.recipe.format)].layers.scale_dtype(self.model.dtype),
-            "device": self.device.place,
-            "dtype": self.device.compute_dtype(self.model.dtype),
-            "keep": self.keep,
-            "progress": self.progress,
-        }
-
-    def parts(self) -> Parts:
-        """Return the windows that each figure is measured on: few, as they are enough, and no two alike if there are enough."""
-        fitted, extra = self.windows.fitted, self.windows.extra
-        assert fitted is not None, "a mix is measured on text"
-        tokens = fitted.shape[1] if fitted.dim() == 2 else 1
-        widest = max(layer.shape[1] for block in self.model.blocks for layer in block.layers)
-        enough = -(-max(TOKENS_PER_INPUT * widest, MIN_TOKENS) // tokens) if fitted.dim() == 2 else IMAGES
-        few = -(-PART_TOKENS // tokens) if fitted.dim() == 2 else IMAGES
-        apart = 2 if extra is not None else 3  # parts beside the moments that take at most a quarter of the windows
-        each = min(few, len(fitted) // 4 // apart)
-        places = torch.linspace(0, len(fitted) - 1, apart * each).long()
-        rest = torch.ones(len(fitted), dtype=torch.bool)
-        rest[places] = False
-        left = fitted[rest]
-        moments = left[torch.linspace(0, len(left) - 1, min(enough, len(left))).long()]
-        others = [*fitted[places].split(each)] if each else [moments[:few], moments[-few:]]
-        others += [] if extra is None else [extra[:few]]
-        return Parts(left, moments, others[0], others[1], others[-1])
+    frontier: tuple[Size, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,35 +115,32 @@ def chosen_mix(mixing: Mixing) -> Chosen:
         RecipeError: No choice is within the limit; the message says what is possible.
     """
     model, recipe, mix, parts = mixing.model, mixing.recipe, mixing.mix, mixing.parts()
+    for word, (count, reason) in misfits(model, recipe).items():
+        log.warning("%s is not possible for %d layers: %s", word, count, reason)
+    if mix.counts_cache:
+        constant_of(model, recipe, mix, (), {})  # raises what is wrong with the cache before anything is measured
     losses, positions = _losses(mixing, parts)
     estimates, unfit = units_of(model, recipe, losses)
     if not estimates:
-        raise RecipeError(f"No format of --mix {','.join(mix.words)} fits a layer of this model. Name others.")
+        raise RecipeError(
+            f"No format of --mix {','.join(mix.words)} fits a layer that is to be chosen for: "
+            f"{first_few(unfit) or 'all are fixed'}. Name other formats, or leave out --layer."
+        )
     if unfit:
         log.warning("%d layers stay unquantized, as no format of the mix fits them: %s", len(unfit), first_few(unfit))
     if mix.weigh == "active" and all(unit.share == 1.0 for unit in estimates):
         log.warning("--weigh active changes nothing: the model has no experts, so that every token reads all weights.")
     first, _ = within_the_limit(mixing, estimates, unfit)
-    units = corrected(mixing, estimates, first, partial(_measured, mixing, positions, parts.moments, parts.first))
-    picks, spent = within_the_limit(mixing, units, unfit)
+    units = corrected(mixing, estimates, first, partial(_measured, mixing, positions, parts.moments, parts.errors))
+    picks, spent = within_the_limit(mixing, units, unfit, warns=True)
+    if not quantizes(mixing, units, picks):
+        raise RecipeError(
+            f"{mix.asked} has room for the original in 16 bits, so that nothing would be quantized. Use less, or leave "
+            f"{UNQUANTIZED} out of --mix."
+        )
     offers = offers_by_layer(model, recipe, units, picks)
     (kl,) = _measured(mixing, positions, parts.moments, parts.last, offers, [offers])
-    limit, unit_of_limit = mix.limit
-    record = MixRecord(
-        formats=mix.words,
-        option=mix.option,
-        limit=limit,
-        unit=unit_of_limit,
-        weigh=mix.weigh,
-        cost=mix.cost,
-        context=context_of(model, mix) if mix.counts_cache else 0,
-        spent=spent,
-        units=len(units),
-        unfit=tuple(unfit),
-        estimated=_sum(estimates, picks),
-        predicted=_sum(units, picks),
-        measured=kl,
-    )
+    record = _record(mixing, units, unfit, spent, _sum(estimates, picks), _sum(units, picks), kl)
     words = {
         name: mix.offers[each.offers[pick]].word
         for each, pick in zip(units, picks, strict=True)
@@ -269,6 +151,35 @@ def chosen_mix(mixing: Mixing) -> Chosen:
         mix=record,
         formats={layer.name: words[layer.name] for layer in model.layers if layer.name in words},
         frontier=tuple(frontier(mixing, units)),
+    )
+
+
+def _record(
+    mixing: Mixing,
+    units: Sequence[Unit],
+    unfit: Sequence[str],
+    spent: float,
+    estimate: float,
+    predicted: float,
+    measured: float,
+) -> MixRecord:
+    """Return the record of a choice."""
+    mix = mixing.mix
+    limit, unit = mix.limit
+    return MixRecord(
+        formats=mix.words,
+        option=mix.option,
+        limit=limit,
+        unit=unit,
+        weigh=mix.weigh,
+        cost=mix.cost,
+        context=context_of(mixing.model, mix) if mix.counts_cache else 0,
+        spent=spent,
+        units=len(units),
+        unfit=tuple(unfit),
+        estimated=estimate,
+        predicted=predicted,
+        measured=measured,
     )
 
 
@@ -342,12 +253,12 @@ def _sum(units: Sequence[Unit], picks: Sequence[int]) -> float:
     return sum(unit.losses[pick] for unit, pick in zip(units, picks, strict=True))
 
 
-def frontier(mixing: Mixing, units: Sequence[Unit]) -> list[Point]:
+def frontier(mixing: Mixing, units: Sequence[Unit]) -> list[Size]:
     """Return the best choices for sizes from the smallest to the largest possible one."""
     costs = [[round(unit.share * each) for each in unit.bytes] for unit in units]
     least, most = sum(map(min, costs)), sum(map(max, costs))
     weights = sum(unit.weights for unit in units)
-    points: list[Point] = []
+    points: list[Size] = []
     for step in range(POINTS):
         budget = round(least * (most / least) ** (step / (POINTS - 1)))
         picks = choose(costs, [unit.losses for unit in units], max(budget, least))
@@ -355,16 +266,24 @@ def frontier(mixing: Mixing, units: Sequence[Unit]) -> list[Point]:
         counts: Counter[str] = Counter()
         for unit, pick in zip(units, picks, strict=True):
             counts[mixing.mix.offers[unit.offers[pick]].word] += len(unit.layers)
-        point = Point(8 * size / weights, size, _sum(units, picks), dict(counts))
+        point = Size(bits=8 * size / weights, bytes=size, kl=_sum(units, picks), formats=dict(counts))
         points += [point] if point not in points else []
     return points
 
 
-def within_the_limit(mixing: Mixing, units: Sequence[Unit], unfit: Iterable[str]) -> tuple[list[int], float]:
+def quantizes(mixing: Mixing, units: Sequence[Unit], picks: Sequence[int]) -> bool:
+    """Return whether a choice quantizes a layer."""
+    offers = mixing.mix.offers
+    return any(offers[unit.offers[pick]].scheme is not None for unit, pick in zip(units, picks, strict=True))
+
+
+def within_the_limit(
+    mixing: Mixing, units: Sequence[Unit], unfit: Sequence[str], *, warns: bool = False
+) -> tuple[list[int], float]:
     """Return the option of each unit with the least sum of losses within the limit, and what they take in its unit.
 
     Raises:
-        RecipeError: The limit is below the smallest possible choice; a warning says where it is above the largest.
+        RecipeError: The limit is below the smallest possible choice. Where it is above the largest, and it `warns`, that is said.
     """
     mix, model = mixing.mix, mixing.model
     limit, _ = mix.limit
@@ -375,25 +294,32 @@ def within_the_limit(mixing: Mixing, units: Sequence[Unit], unfit: Iterable[str]
         budget, per_unit, constant = math.floor(limit * weights / 8), 8 / weights, 0
     else:
         chosen_for = {name for unit in units for name in unit.layers}
-        constant = constant_of(model, mixing.recipe, mix, chosen_for) if mix.size is None or mix.cost != "file" else 0
+        counted = mix.size is None or mix.cost != "file"
+        ends = formats_of_ends(model, mixing.recipe)
+        constant = constant_of(model, mixing.recipe, mix, chosen_for, ends) if counted else 0
         budget, per_unit = int(limit) - constant, 1.0
     exact = mix.size is not None and mix.cost == "file"
 
     def total(picks: Sequence[int]) -> float:
         if not exact:
             return per_unit * float(constant + sum(row[pick] for row, pick in zip(costs, picks, strict=True)))
-        job, asked = mixing.job, recipe_of(mixing.model, mixing.recipe, units, picks, list(unfit))
-        other, plan = open_resolved(mixing.folder, asked, trust_remote_code=job.options.trust_remote_code)
-        return float(folder_bytes(other, plan, replace(job, model=other, asked=asked, plan=plan).record()))
+        if not quantizes(mixing, units, picks):  # as in the original; nothing is written then
+            return float(bytes_of_tensors(model))
+        options = replace(mixing.job.options, mix=_record(mixing, units, unfit, EXAMPLE, EXAMPLE, EXAMPLE, EXAMPLE))
+        asked = recipe_of(model, mixing.recipe, units, picks, list(unfit))
+        other, plan = open_resolved(mixing.folder, asked, trust_remote_code=options.trust_remote_code)
+        job = replace(mixing.job, model=other, asked=asked, plan=plan, options=options)
+        return float(folder_bytes(other, plan, job.record()))
 
-    least, most = [0] * len(units), [len(row) - 1 for row in costs]
-    smallest, largest = total(least), total(most)
+    least = [0] * len(units)
+    smallest = total(least)
+    largest = smallest + per_unit * sum(max(row) - min(row) for row in costs)
     if limit < smallest:
         raise RecipeError(
             f"{mix.asked} is below the smallest possible choice: {_amount(smallest, mix)}. Use at least that much, or add a "
             f"smaller format to --mix."
         )
-    if limit >= largest:
+    if limit > largest and warns:
         log.warning("%s is above the largest possible choice, which takes %s", mix.asked, _amount(largest, mix))
     if not exact:
         picks = choose(costs, losses, budget)
@@ -440,4 +366,6 @@ def _filled(
 
 
 def _amount(value: float, mix: FormatMix) -> str:
-    return f"{value:.3f} bits per weight" if mix.bits_per_weight is not None else f"{math.ceil(value):,} bytes"
+    if mix.bits_per_weight is None:
+        return f"{math.ceil(value):,} bytes"
+    return f"{math.ceil(1000 * value - 1e-6) / 1000:.3f} bits per weight"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from nearplane.models.model import Model
+from nearplane.planning.mix_size import offered_bytes
 from nearplane.planning.mix_units import NO_MIX, Unit
 from nearplane.recipe.format_mix import Offer
 from nearplane.recipe.layer_scheme import LayerScheme
@@ -25,6 +26,17 @@ def offers_by_layer(model: Model, recipe: Recipe, units: Sequence[Unit], picks: 
             inputs = recipe.inputs_of(layer.name)
             chosen[layer.name] = Offer("", recipe.scheme_of(layer.name), "none" if inputs is None else inputs.name)  # type: ignore[arg-type]
     return {name: offer for name, offer in chosen.items() if offer.scheme is not None}
+
+
+def formats_of_ends(model: Model, recipe: Recipe) -> dict[str, Offer]:
+    """Return the formats of embeddings and head if MLX quantizes them: the widest, as nothing measures what they cost."""
+    mix = recipe.mix
+    assert mix is not None, NO_MIX
+    ends = [layer for part in (model.embeddings, model.head) if part is not None for layer in part.layers]
+    if recipe.files.block_types:
+        return {}  # llama.cpp has a rule of its own
+    quantized = [offer for offer in mix.offers if offer.scheme is not None]
+    return {layer.name: max(quantized, key=lambda offer: offered_bytes(model, recipe, layer, offer)) for layer in ends}
 
 
 def recipe_of(
@@ -49,12 +61,17 @@ def recipe_of(
         if number != usual and (scheme := offers[number].scheme) is not None
         for pattern in patterns_of(model, each)
     ]
+    ends = [
+        LayerScheme(pattern=f"^{re.escape(name)}$", scheme=offer.scheme, activations=offer.activations)
+        for name, offer in formats_of_ends(model, recipe).items()
+        if offer.scheme is not None
+    ]
     assert base.scheme is not None, "a format of the mix is quantized"
     return replace(
         recipe,
         scheme=base.scheme,
         activations=base.activations,
-        layers=(*recipe.layers, *layers),
+        layers=(*recipe.layers, *ends, *layers),
         ignore=(*recipe.ignore, *patterns_of(model, left)),
         mix=None,
     )

@@ -12,9 +12,10 @@ from nearplane.formats.beside import origin_of
 from nearplane.formats.gguf.mixes import fitting
 from nearplane.formats.layer_format import GridFormat, config_text
 from nearplane.formats.table import FORMATS
+from nearplane.models.kinds import towers
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
-from nearplane.planning.cache_size import cache_bytes
+from nearplane.planning.cache_size import DEFAULT_CONTEXT, cache_bytes
 from nearplane.planning.folder_size import (
     files_beside,
     forecast_bytes,
@@ -33,7 +34,7 @@ from nearplane.system.paths import CONFIG, MAX_FILE
 from nearplane.system.safetensors_files import INDEX, Kind, kind_of
 from nearplane.system.shard_writer import size_of_files
 
-DEFAULT_CONTEXT = 8192
+CACHE_MARGIN = 500  # bytes of the scales of a block's cache, with their names in headers and record
 CARD_MARGIN = 300  # characters of a model card for figures that are measured later
 EXAMPLE_HASH = 64 * "0"
 CARD_BYTES = 9999
@@ -65,10 +66,12 @@ def read_bytes(model: Model, layers: Collection[str]) -> int:
     reader, weights = model.reader, model.weights
     left_out = {name for layer in model.layers if layer.name in layers for name in layer.copies(weights)}
     left_out |= weights.unused.keys()
+    aside = tuple(f"{part}." for part in towers(model.network))
     embeddings = None if model.tied else model.network.get_input_embeddings()
     rows = {id(embeddings.weight)} if embeddings is not None else set()
     looked_up = {weights.source_name(name) for name, each in model.network.named_parameters() if id(each) in rows}
-    sizes = {name: reader.nbytes(name) for name in reader.names() if name not in left_out}
+    names = (name for name in reader.names() if name not in left_out and not (aside and name.startswith(aside)))
+    sizes = {name: reader.nbytes(name) for name in names}
     return sum(size // reader.shape(name)[0] if name in looked_up else size for name, size in sizes.items())
 
 
@@ -105,7 +108,8 @@ def folder_bytes(model: Model, plan: Plan, record: RunRecord) -> int:
     hashed = [*weight_files(size), *([INDEX] if size > MAX_FILE else []), *described, *copied.names()]
     record = _as_long(with_layers(model, replace(record, files=dict.fromkeys(hashed, EXAMPLE_HASH))), sizes, routed)
     card = len(model_card(record, origin_of(model.folder)).encode()) + CARD_MARGIN
-    texts = sum(len(each.encode()) for each in described.values())
+    scales = CACHE_MARGIN * len(model.blocks) if plan.recipe.kv_cache != "none" else 0
+    texts = scales + sum(len(each.encode()) for each in described.values())
     return size + copied.size() + texts + card + len(record.to_json().encode())
 
 
@@ -152,13 +156,16 @@ def _as_long(record: RunRecord, sizes: Mapping[str, int], routed: Collection[str
     )
 
 
-def constant_of(model: Model, recipe: Recipe, mix: FormatMix, layers: Collection[str]) -> int:
+def constant_of(
+    model: Model, recipe: Recipe, mix: FormatMix, layers: Collection[str], ends: Mapping[str, Offer]
+) -> int:
     """Return the bytes that count in a limit beside those of the layers to choose for, and beside the files' entries.
 
     Args:
         model, recipe: The model and its recipe.
         mix: The limit that was asked for.
         layers: Names of the layers to choose for; others are as the recipe says.
+        ends: Formats of embeddings and head, by name.
 
     Raises:
         RecipeError: The size of the cache is not known.
@@ -173,10 +180,14 @@ def constant_of(model: Model, recipe: Recipe, mix: FormatMix, layers: Collection
                 f"The size of the cache of {type(model.network).__name__} is not known. Use --size or --bits-per-weight."
             )
         cache = found
+    others = [layer for layer in model.layers if layer.name not in layers and recipe.pattern_of(layer.name) is not None]
+    fixed = sum(layer_bytes(recipe, layer.shape, recipe.scheme_of(layer.name), model.dtype) for layer in others)
+    fixed += sum(offered_bytes(model, recipe, layer, ends[layer.name]) for layer in model.layers if layer.name in ends)
+    chosen = {*layers, *ends, *(layer.name for layer in others)}
     if mix.cost != "file":
-        return cache + read_bytes(model, layers)
-    replaced = {name for layer in model.layers if layer.name in layers for name in layer.copies(model.weights)}
-    return cache + sum(model.reader.nbytes(name) for name in model.reader.names() if name not in replaced)
+        return cache + fixed + read_bytes(model, chosen)
+    replaced = {name for layer in model.layers if layer.name in chosen for name in layer.copies(model.weights)}
+    return cache + fixed + sum(model.reader.nbytes(name) for name in model.reader.names() if name not in replaced)
 
 
 def context_of(model: Model, mix: FormatMix) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,9 +10,10 @@ from nearplane.errors import RecipeError
 from nearplane.formats.table import FORMATS
 from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
-from nearplane.models.model import Block, Model
+from nearplane.models.model import Model
 from nearplane.planning.mix_probe import Losses, fits
 from nearplane.planning.mix_size import offered_bytes
+from nearplane.planning.request import joined_in
 from nearplane.recipe.format_mix import Offer
 from nearplane.recipe.readers import Weights
 from nearplane.recipe.recipe import Recipe
@@ -53,12 +53,8 @@ def units_of(model: Model, recipe: Recipe, found: Losses) -> tuple[list[Unit], l
         RecipeError: --layer fixes a part of a unit only.
     """
     layers = {layer.name: layer for layer in model.layers}
-    sets: dict[str, list[str]] = {}
-    for block in model.blocks:
-        for name in (layer.name for layer in block.layers):
-            sets.setdefault(_key(model, recipe, block, layers[name], found[name][0]), []).append(name)
     units, unfit = list[Unit](), list[str]()
-    for names in sets.values():
+    for names in _sets(model, recipe, found):
         if inside := [name for name in names if recipe.pattern_of(name) is not None]:
             if len(inside) < len(names):
                 other = next(name for name in names if name not in inside)
@@ -75,19 +71,39 @@ def units_of(model: Model, recipe: Recipe, found: Losses) -> tuple[list[Unit], l
     return units, unfit
 
 
-def _key(model: Model, recipe: Recipe, block: Block, layer: Layer, first: str) -> str:
-    """Return a text that is the same for layers which must have one format.
+def _sets(model: Model, recipe: Recipe, found: Losses) -> list[list[str]]:
+    """Return sets of layers that must have one format.
 
-    Where files hold matrices one by one, each layer is apart, and all experts of a side are together. Programs that join layers
-    join those of the same input, of modules with numbers, and all experts of a block, or of the network.
+    In GGUF and MLX, which hold matrices one by one, each layer is apart, and all experts of a side are together. Else layers of
+    the same input are together, those that vLLM joins, and all experts of a block, or of the network.
     """
-    apart = recipe.files.every_tensor  # as in GGUF and MLX
-    if layer.routed:
-        return first if apart else "experts" if recipe.readers.one_grid_for_experts else f"{block.name}.experts"
-    named = next(each for each in block.layers if each.name == (layer.name if apart else first))
-    stored = named.copies(model.weights)[0]  # also of blocks that share their weights
-    numbered = re.match(r"(.*?)\.\d+(\.|$)", named.name.removeprefix(f"{block.name}."))
-    return f"{block.name}.{numbered[1]}.*" if numbered and not apart else stored
+    keys: dict[str, str] = {}  # of each set by one of its keys; sets that share a key are one
+
+    def root(key: str) -> str:
+        while keys.setdefault(key, key) != key:
+            key = keys[key]
+        return key
+
+    apart, names = recipe.files.every_tensor, dict[str, list[str]]()
+    for block in model.blocks:
+        layers = {layer.name: layer for layer in block.layers}
+        for name, layer in layers.items():
+            first = found[name][0]
+            every = [layer.copies(model.weights)[0]]  # also of blocks that share their weights
+            if layer.routed:
+                every = [
+                    first if apart else "experts" if recipe.readers.one_grid_for_experts else f"{block.name}.experts"
+                ]
+            elif not apart:
+                joined = joined_in(name)
+                every += [layers[first].copies(model.weights)[0], *([] if joined is None else ["/".join(joined[:2])])]
+            for other in every[1:]:
+                keys[root(other)] = root(every[0])
+            names.setdefault(every[0], []).append(name)
+    sets: dict[str, list[str]] = {}
+    for key, some in names.items():
+        sets.setdefault(root(key), []).extend(some)
+    return [*sets.values()]
 
 
 def _unit(model: Model, recipe: Recipe, layers: Sequence[Layer], estimates: Sequence[float]) -> Unit | None:
@@ -107,7 +123,7 @@ def _unit(model: Model, recipe: Recipe, layers: Sequence[Layer], estimates: Sequ
     options = sorted(
         (sum(offered_bytes(model, recipe, layer, offer) for layer in stored), number, losses[number])
         for number, offer in enumerate(offers)
-        if all(_possible(recipe, layer, offer) for layer in layers)
+        if all(_fault(recipe, layer, offer) is None for layer in layers)
     )
     if all(offers[number].scheme is None for _, number, _ in options):
         return None
@@ -122,18 +138,34 @@ def _unit(model: Model, recipe: Recipe, layers: Sequence[Layer], estimates: Sequ
     )
 
 
-def _possible(recipe: Recipe, layer: Layer, offer: Offer) -> bool:
-    """Return whether the program loads a layer in a format, and the format fits it."""
+def _fault(recipe: Recipe, layer: Layer, offer: Offer) -> str | None:
+    """Return why a layer cannot have a format, because of the program or of its shape; None: it can."""
     if offer.scheme is None:
-        return True
-    weights = Weights(offer.scheme.number_format, offer.activations != "none", layer.routed)
-    if not fits(offer, layer.shape) or not recipe.readers.takes(weights):
-        return False
+        return None
+    format = offer.scheme.number_format
+    if (reason := recipe.readers.reason(Weights(format, offer.activations != "none", layer.routed))) is not None:
+        return f"{reason} ({layer.name})"
+    if not fits(offer, layer.shape):
+        out, columns = layer.shape
+        return f"{layer.name} has {out} outputs and {columns} inputs, which {format.name} does not divide into blocks"
     try:
-        FORMATS[str(recipe.format)].layers.check(layer.name, layer.shape, layer.kind, offer.scheme.number_format)
-    except RecipeError:
-        return False
-    return True
+        FORMATS[str(recipe.format)].layers.check(layer.name, layer.shape, layer.kind, format)
+    except RecipeError as error:
+        return str(error)
+    return None
+
+
+def misfits(model: Model, recipe: Recipe) -> dict[str, tuple[int, str]]:
+    """Return the formats of a mix that some layers cannot have: with the number of these layers, and why the first cannot."""
+    mix = recipe.mix
+    assert mix is not None, NO_MIX
+    found: dict[str, tuple[int, str]] = {}
+    for layer in (layer for block in model.blocks for layer in block.layers if recipe.pattern_of(layer.name) is None):
+        for offer in mix.offers:
+            if (fault := _fault(recipe, layer, offer)) is not None:
+                count, reason = found.get(offer.word, (0, fault))
+                found[offer.word] = count + 1, reason
+    return found
 
 
 def share_of(model: Model, layers: Sequence[Layer]) -> float:
@@ -143,6 +175,8 @@ def share_of(model: Model, layers: Sequence[Layer]) -> float:
     counts = [getattr(config, "num_experts_per_tok", None) for config in model.configs()]
     reached = min((count for count in counts if count), default=None)
     if reached is None:
-        raise RecipeError("config.json does not say how many experts a token reaches. Use --weigh stored.")
+        raise RecipeError(
+            "config.json does not say how many experts a token reaches. Use --weigh stored, and --cost file."
+        )
     block = next(block for block in model.blocks if layers[0].name in {layer.name for layer in block.layers})
     return float(min(1.0, reached / len(by_expert([layer for layer in block.layers if layer.routed]))))

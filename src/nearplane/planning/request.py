@@ -270,6 +270,15 @@ def _check_left_out(model: Model, recipe: Recipe) -> None:
             )
 
 
+def joined_in(name: str) -> tuple[str, str, str] | None:
+    """Return module, name and part of the layer that vLLM and SGLang make of a layer and others; None: it is one of its own."""
+    path, _, last = name.rpartition(".")
+    if (experts := EXPERT.match(name)) is not None:
+        return experts[1], "experts", experts[2]  # one kernel takes all matrices of all experts
+    whole = FUSED_NAMES.get(last) or FUSED_BY_VLLM.get(last)
+    return None if whole is None else (path, whole, last)
+
+
 def _inconsistent_fusions(model: Model, plan: Plan) -> dict[str, list[str]]:
     """Return the modules whose layers runtimes fuse although their grids differ or some are unquantized, by the difference."""
     if not plan.recipe.readers.joins:
@@ -280,11 +289,8 @@ def _inconsistent_fusions(model: Model, plan: Plan) -> dict[str, list[str]]:
     }
     fused: dict[tuple[str, str], dict[str, dict[str, None]]] = {}  # grids of each part, by module and fused layer
     for name in dict.fromkeys([*grids, *model.ignored, *(name for name, _ in model.skipped)]):
-        path, _, last = name.rpartition(".")
-        whole = FUSED_NAMES.get(last) or FUSED_BY_VLLM.get(last)
-        if (experts := EXPERT.match(name)) is not None:
-            path, whole, last = experts[1], "experts", experts[2]  # one kernel takes all matrices of all experts
-        if whole is not None:
+        if (joined := joined_in(name)) is not None:
+            path, whole, last = joined
             fused.setdefault((path, whole), {}).setdefault(last, {})[grids.get(name, "unquantized")] = None
     differences: dict[str, list[str]] = {}
     for (path, _), layers in fused.items():

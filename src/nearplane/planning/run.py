@@ -254,7 +254,12 @@ def check_limit(record: RunRecord) -> RunRecord:
     Raises:
         RecipeError: The folder is too large.
     """
-    limit = record.recipe.scheme.limit
+    limit, mix = record.recipe.scheme.limit, record.mix
+    if mix is not None and mix.option == "size" and mix.cost == "file" and record.folder > mix.limit:
+        raise RecipeError(
+            f"The folder has {record.folder:,} bytes in the end, more than --size {mix.limit:,.0f}: figures in its record are "
+            f"longer than was foretold. Use --size {mix.limit - 2 * (record.folder - mix.limit):.0f}."
+        )
     if limit is not None and record.folder > limit:
         raise RecipeError(missed_size(record.recipe, record.folder, "in the end"))
     return record

@@ -92,6 +92,11 @@ class FormatMix:
             raise RecipeError(
                 "--context counts in --served-memory and in --cost bytes-per-token. Use one of them, or leave it out."
             )
+        if self.weigh == "active" and self.bits_per_weight is None and self.cost == "file":
+            raise RecipeError(
+                f"--weigh active counts experts in --bits-per-weight and in --cost bytes-per-token, but all of them are in "
+                f"{'memory' if self.size is None else 'the folder'}. Leave it out, or use one of these."
+            )
         if self.cost != "file" and self.size is None:
             raise RecipeError("--cost bytes-per-token limits the bytes of a token by --size. Use --size.")
         words = ",".join(self.words)
@@ -197,12 +202,14 @@ def default_mix(runtime: Runtime | None, format: Format | None) -> tuple[str, ..
     reader = runtime or BY_FORMAT.get(format or "compressed-tensors")
     if reader is None or reader not in DEFAULTS:
         who = f"--format {format}" if runtime is None else f"--runtime {runtime}"
-        raise RecipeError(f"{who} has no usual mix of number formats. Name them with --mix, or use --rate or --size.")
+        raise RecipeError(
+            f"{who} has no usual mix of number formats. Name the formats with --mix, or use --bits or --grid."
+        )
     return DEFAULTS[reader]
 
 
 def mix_of(options: Mapping[str, Any], flat: Mapping[str, Any]) -> tuple[FormatMix | None, dict[str, Any]]:
-    """Return the mix that flat options ask for, None if they do not, and the other options, with those of its first format.
+    """Return the mix that flat options ask for, None if they do not, and the other options of schemes.
 
     A size for a program, or for files, that do not hold entropy-coded weights asks for a mix, too.
 
@@ -216,14 +223,15 @@ def mix_of(options: Mapping[str, Any], flat: Mapping[str, Any]) -> tuple[FormatM
     own = {name: options[name] for name in MIX_OPTIONS if options.get(name) is not None}
     others = {name: value for name, value in options.items() if name not in MIX_OPTIONS}
     into, runtime = flat.get("format"), flat.get("runtime")
-    by_format = {into, runtime}.isdisjoint({"nearplane", "gguf", "llama.cpp"}) and {into, runtime} != {None}
+    fixed = [each for each in (into, runtime) if each is not None]
+    by_format = bool(fixed) and not any(each in ("nearplane", "gguf", "llama.cpp") for each in fixed)
     if not own and (options.get("size") is None or not by_format):
         return None, others
     for name in ("bits", "grid", "rate", "activations"):
         if (value := {**flat, **others}.get(name)) not in (None, "none"):
             raise RecipeError(
-                f"{name} is {value!r} beside a mix, which chooses the number format of every layer. Leave out one of them; "
-                f"--layer 'PATTERN={name}:{value}' fixes it for some layers."
+                f"{name} is {value!r} beside a mix, which chooses the number format of every layer, as {_asking(own)} does here. "
+                f"Leave out one of them; --layer 'PATTERN={name}:{value}' fixes it for some layers."
             )
     formats = parsed_mix(own.pop("mix")) if "mix" in own else default_mix(runtime, into)
     size = others.pop("size", None)
@@ -240,8 +248,13 @@ def mix_of(options: Mapping[str, Any], flat: Mapping[str, Any]) -> tuple[FormatM
     )
     if all(offer.scheme is None for offer in offers):
         raise RecipeError(f"--mix {','.join(formats)} quantizes nothing. Name another format.")
-    first = next(index for index, offer in enumerate(offers) if offer.scheme is not None)
-    return FormatMix(offers=offers, size=size, **own), kept[first] | named[first]
+    return FormatMix(offers=offers, size=size, **own), others
+
+
+def _asking(own: Mapping[str, Any]) -> str:
+    """Return the option that asks for a mix, of those that were given."""
+    name = next(iter(own), "size")
+    return f"--{name.replace('_', '-')}" + (" with this --runtime or --format" if name == "size" else "")
 
 
 def _options_of(word: str) -> dict[str, Any]:

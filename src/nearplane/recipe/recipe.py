@@ -297,5 +297,10 @@ class Recipe:
         if mix is not None:
             flat |= {"mix": mix, "activations": mix.first.activations}
         other = () if layers is None else layer_schemes(layers, options, known, **place)
-        scheme = scheme_of(**place, spread=flat.get("allocate"), **options)
+        if mix is None:
+            scheme = scheme_of(**place, spread=flat.get("allocate"), **options)
+        else:
+            assert mix.first.scheme is not None, "the first format that is quantized"
+            scheme = mix.first.scheme
+            other = tuple(each if each.activations else replace(each, activations="none") for each in other)
         return cls(scheme=scheme, calibration=Calibration(**tokens), layers=other, **flat)

@@ -13,7 +13,7 @@ from nearplane.record.mix_record import MixRecord
 from nearplane.record.record import RunRecord
 from nearplane.system.sizes import counted, size_text
 
-LEFT = "unquantized"
+NUMBER = re.compile(r"\.(\d+)\.")  # of a block in the name of a layer
 SHADES = ("#f7fbff", "#c6dbef", "#6baed6", "#2171b5", "#08306b", "#7a0177", "#dd3497", "#fcc5c0", "#fdae6b")
 CELL, LABEL, LINE = 16, 220, 20  # pixels
 
@@ -59,12 +59,14 @@ class Frontier:
 def by_kind(formats: Mapping[str, str]) -> dict[str, dict[int, str]]:
     """Return {kind of layer: {number of the block: format}}; experts of a block are one entry, other numbers stay."""
     kinds: dict[str, dict[int, str]] = {}
+    stacks = {name[: match.start()] for name in formats if (match := NUMBER.search(name)) is not None}
     for name, format in formats.items():
-        match = re.search(r"\.(\d+)\.", name)
+        match = NUMBER.search(name)
         if match is None:
             kinds.setdefault(name, {})[0] = format
             continue
         inside = re.sub(r"(experts)\.\d+\.", r"\1.*.", name[match.end() :])
+        inside = inside if len(stacks) == 1 else f"{name[: match.start()]}.*.{inside}"  # an encoder and a decoder
         kinds.setdefault(inside, {})[int(match[1])] = format
     return kinds
 
@@ -109,7 +111,8 @@ def mix_sentences(mix: MixRecord) -> Iterator[str]:
     what = {"file": f"takes {mix.spent:{places}} {unit}{cache}"}.get(
         mix.cost, f"reads {mix.spent:,.0f} bytes a token{cache}"
     )
-    yield f"--mix {','.join(mix.formats)} with --{mix.option} {limit}: {what}, in {counted(mix.units, 'choice')}"
+    yield f"--mix {','.join(mix.formats)} with --{mix.option} {limit}: {what}"
+    yield f"{counted(mix.units, 'group')} of layers got a format each"
     yield (
         f"KL of the choice {mix.predicted:.3g} nats per token as predicted, {mix.measured:.3g} as measured on other windows, "
         f"before targets are corrected and codes refined"

@@ -12,7 +12,7 @@ from nearplane.planning.format_mix import consider
 from nearplane.planning.request import open_resolved
 from nearplane.planning.run import Options
 from nearplane.recipe.recipe import Recipe
-from nearplane.record.mix_summary import Frontier, Size
+from nearplane.record.mix_summary import Frontier
 from nearplane.system.arguments import takes
 from nearplane.verbs.follow import on_all_ranks
 from nearplane.verbs.quantize import on_folder
@@ -43,5 +43,4 @@ def _considered(folder: str, out: Path, recipe: Recipe, options: Options) -> Fro
     chosen, _ = consider(folder, recipe, options)
     model, plan = open_resolved(folder, chosen.recipe, trust_remote_code=options.trust_remote_code)
     seconds = estimated(model, plan, options.device).seconds  # which formats differ little in
-    sizes = tuple(Size(**each._asdict()) for each in chosen.frontier)
-    return Frontier(mix=chosen.mix, formats=chosen.formats, sizes=sizes, seconds=seconds)
+    return Frontier(mix=chosen.mix, formats=chosen.formats, sizes=chosen.frontier, seconds=seconds)

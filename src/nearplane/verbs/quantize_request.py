@@ -23,6 +23,7 @@ from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES, Activations, Allocation
 from nearplane.recipe.schemes import Scale
 from nearplane.recipe.spellings import SPELLINGS
 from nearplane.system.arguments import OPEN, ComputeDtype
+from nearplane.system.files import check_writable
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_path, folders_in, path_in
 from nearplane.system.progress import Progress
@@ -76,10 +77,10 @@ class QuantizeRequest:
             Weights are the same. Default: none, in 16 bits.
         size: Maximum size of the whole checkpoint folder, including the tokenizer: "3.1GB", "800MiB" or a number of bytes. Used
             instead of --rate. With --format gguf, each layer gets a type of llama.cpp, chosen by measuring.
-        mix: Number formats from which every layer gets one, chosen by measuring what each costs the network: nvfp4,fp8,bf16 with
-            inputs rounded as runtimes do, nvfp4a16,fp8a16 for weights alone, int3,int4,int8, or types of llama.cpp. bf16 leaves
-            a layer unquantized. Needs --size, --bits-per-weight or --served-memory. Default with one of these and --runtime:
-            what the runtime takes, int4,int8,bf16 for vllm.
+        mix: Number formats from which every layer gets one, chosen by measuring what each costs the network: int3,int4,int8, types
+            of llama.cpp, or nvfp4,fp8,w8a8 with inputs rounded as runtimes do; nvfp4a16,fp8a16 for weights alone. bf16 leaves a
+            layer unquantized. Needs --size, --bits-per-weight or --served-memory. Default with one of these and --runtime: what
+            the runtime takes, int4,int8,bf16 for vllm.
         bits_per_weight: Bits per weight of a mix: bytes of the tensors of all layers that it is chosen for, with steps and
             zero points, on average.
         served_memory: Memory in which a mix is to run, for example 8GB: its weights and the cache of --context tokens.
@@ -139,7 +140,7 @@ class QuantizeRequest:
             The run then repeats passes and keeps states on disk. A limit that is too small is refused at once.
         device_memory: The same for the memory of a GPU. Default: what is free there. States then lie in main memory.
         plan_file: File that keeps what was measured for a mix, as soon as it is known. A run of the same model, text and options
-            takes it from there, with whatever limit; for others it is refused.
+            reuses it for any limit; a file of another model, text or options is refused.
         trust_remote_code: Run model code that comes with the checkpoint, and copy it.
         progress: Display that wraps an iterator: (items, label, total) -> items. Default: a bar, on a terminal and in a
             notebook; False shows nothing. "nearplane.system.progress" logs as well.
@@ -237,8 +238,14 @@ class QuantizeRequest:
                 "--memory does not limit tuning. Leave out --tune, and tune the checkpoint with nearplane tune."
             )
         check_named(path_in(self.model))
+        if recipe.mix is not None and (limits.host is not None or limits.device is not None):
+            raise RecipeError(
+                "--memory and --device-memory do not limit what is measured for a mix. Leave them out, or write the recipe of "
+                "a mix that was chosen on a larger machine: quantize(recipe=record.recipe)."
+            )
         if self.plan_file is not None:
             check_path("--plan-file", self.plan_file)
+            check_writable(Path(self.plan_file).absolute().parent)
             if recipe.mix is None:
                 raise RecipeError("--plan-file keeps what was measured for a mix. Use --mix, or leave it out.")
         _check_number_formats(recipe)

@@ -16,7 +16,7 @@ from nearplane.errors import RecipeError
 from nearplane.models.described import open_described
 from nearplane.models.kinds import continues_text
 from nearplane.models.model import Model
-from nearplane.planning.cache_size import cache_bytes
+from nearplane.planning.cache_size import DEFAULT_CONTEXT, cache_bytes
 from nearplane.planning.folder_size import tensor_bytes
 from nearplane.planning.modes import ENERGY, MODES, Loss, Mode
 from nearplane.planning.rehearsal import check_readers
@@ -29,7 +29,6 @@ from nearplane.system.arguments import takes
 from nearplane.system.sizes import SIZE_UNITS, size_text
 from nearplane.verbs.suggest_request import SuggestRequest
 
-DEFAULT_CONTEXT = 8192
 GOOD_LOSS = 1.05  # KL as a multiple of that of 4 bits
 SHORT = 8  # a context below an eighth of what was asked for is not advised
 

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 from nearplane import BlockScheme, GridScheme, RateScheme, Recipe
 from nearplane.cli.quantize_command import FLAGS
+from nearplane.recipe.format_mix import MIX_OPTIONS
 from nearplane.recipe.recipe import Calibration
 from nearplane.recipe.scheme import names_of
 from nearplane.system.arguments import OPEN
@@ -14,7 +15,8 @@ from nearplane.verbs.quantize_request import QuantizeRequest
 def test_every_flag_is_a_field_and_every_option_one_of_a_scheme_or_recipe():
     parts = (GridScheme, BlockScheme, RateScheme, Calibration, Recipe)
     options = {each.name for each in fields(QuantizeRequest) if each.default is OPEN}
-    assert set().union(*map(names_of, parts)) - {"scheme", "calibration"} == options - {"calibration"}
+    of_parts = set().union(*map(names_of, parts)) - {"scheme", "calibration", "mix"}
+    assert of_parts | set(MIX_OPTIONS) == options - {"calibration"}
     assert set(FLAGS) <= names_of(QuantizeRequest)
 
 
