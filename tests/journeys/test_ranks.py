@@ -40,6 +40,7 @@ WAYS = {
         bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2", two_sided=True
     ),
     "blocks of llama.cpp": dict(grid="q4_0"),
+    "a mix of formats": dict(mix="int3,int4,int8,bf16", bits_per_weight=7, group_size=16),
     "inputs in 8 bits, scales of the cache": dict(grid="int8", activations="int8", kv_cache="fp8"),
     "inputs in 4 bits": dict(grid="nvfp4", activations="fp4"),
     "experts at a rate": dict(rate=3.0),
@@ -113,6 +114,7 @@ def quantizing(models, way, out, text):
 
 CASES = [(way, world) for way in WAYS for world in (2, 3, 4)]
 SHORT = [
+    ("a mix of formats", 2),
     ("experts", 2),
     ("rate, embeddings and head", 2),
     ("one network", 2),

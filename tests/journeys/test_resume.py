@@ -50,6 +50,7 @@ WAYS = {
         bits=3.5, group_size=32, format="mlx", include_embeddings=True, include_head=True
     ),
     "rounded to nearest": dict(bits=4, group_size=16, solver="round-to-nearest"),
+    "a mix of formats": dict(mix="int3,int4,bf16", bits_per_weight=6, group_size=16),
 }
 EXPERT_WAYS = {
     "grid": dict(bits=4, group_size=16),

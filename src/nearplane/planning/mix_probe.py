@@ -23,7 +23,6 @@ from nearplane.calibration.second_moments import sum_moments
 from nearplane.calibration.sensitivity import Sensitivity
 from nearplane.calibration.separate_passes import observe, rows_by_batch
 from nearplane.calibration.stages import stages
-from nearplane.calibration.states_on_disk import Keep
 from nearplane.formats.gguf.mixes import fitting
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.rounded_inputs import rounded
@@ -58,7 +57,6 @@ def estimated(
     *,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    keep: Keep = list,
     progress: Progress = silent,
 ) -> Losses:
     """Estimate the KL of the network with one layer alone in each format, nats per token.
@@ -73,7 +71,6 @@ def estimated(
         effect: Gradients, as `sensitivity` measures them.
         storage: Dtype of steps in the file.
         device, dtype: Device and dtype of the computation.
-        keep: Function that makes the lists of hidden states.
         progress: Function that wraps the iterator over blocks.
 
     Returns:
@@ -82,7 +79,7 @@ def estimated(
     Raises:
         CalibrationError: Layers did not run, or an input is not finite.
     """
-    stream = _stream(model, fitted, others, effect.positions, device, dtype, keep)
+    stream = _stream(model, fitted, others, effect.positions, device, dtype)
     gradients = [each.mean() for each in effect.outputs.values()]
     found: dict[str, tuple[str, tuple[float, ...]]] = {}
     total = len(model.blocks)
@@ -150,7 +147,6 @@ def divergences(
     *,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    keep: Keep = list,
     progress: Progress = silent,
 ) -> list[float]:
     """Measure KL(original || network with layers rounded together), nats per scored token, for several sets of layers.
@@ -162,13 +158,13 @@ def divergences(
         offers: Formats by name of the layer; others stay as they are.
         parts: The sets; of each only the layers that have a format are rounded.
         positions: Weights of positions by layer.
-        model, fitted, storage, device, dtype, keep, progress: See `estimated`.
+        model, fitted, storage, device, dtype, progress: See `estimated`.
 
     Returns:
         One number for each set.
     """
-    stream = _stream(model, fitted, unseen, positions, device, dtype, keep)
-    travelling, total = _Travelling(stream, parts, keep), len(model.blocks)
+    stream = _stream(model, fitted, unseen, positions, device, dtype)
+    travelling, total = _Travelling(stream, parts), len(model.blocks)
     blocks = Tracked(model.in_turn(model.blocks, device), "measuring", total, blocks=[1] * total)
     for block in progress(blocks, "measuring the choice", total):
         with block.on(device, dtype, original=False):
@@ -199,14 +195,13 @@ class _Travelling:
     Args:
         stream: The stream, with extra windows.
         parts: Names of the layers of each set.
-        keep: Function that makes the lists of hidden states.
     """
 
-    def __init__(self, stream: Stream, parts: Sequence[Collection[str]], keep: Keep) -> None:
+    def __init__(self, stream: Stream, parts: Sequence[Collection[str]]) -> None:
         self._stream, self._parts = stream, parts
         self._places = range(stream.dealt.fitted, len(stream.sizes))
         # of each set, one for each batch
-        self._differences = keep(torch.zeros(()) for _ in range(len(parts) * len(self._places)))
+        self._differences = [torch.zeros(()) for _ in range(len(parts) * len(self._places))]
 
     def states(self) -> list[Tensor]:
         """Return the original hidden states, batch by batch."""
@@ -241,11 +236,10 @@ def _stream(
     positions: Mapping[str, PositionWeights],
     device: torch.device,
     dtype: torch.dtype,
-    keep: Keep,
 ) -> Stream:
     """Return the stream of windows for moments, and of extra windows, which enter no sum."""
     batches, more = fitted.split(_windows_at_once(fitted)), extra.split(_windows_at_once(extra))
-    stream = skeleton(model, [*batches, *more], device=device, dtype=dtype, keep=keep)
+    stream = skeleton(model, [*batches, *more], device=device, dtype=dtype)
     dealt = Dealt.among(ONE_PROCESS, [*map(len, batches)], [*map(len, more)])
     stream.dealt = replace(dealt, extra_windows=0)  # so that no rows of them are left out
     stream.positions = positions

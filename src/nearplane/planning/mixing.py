@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.windows import Windows
 from nearplane.formats.table import FORMATS
 from nearplane.models.model import Model
@@ -50,13 +49,11 @@ class Mixing:
     Args:
         folder: The model as the user named it.
         job: Model, recipe with its mix, windows and options.
-        keep: Function that makes the lists of hidden states.
         file: What was measured before, and is kept; None: nothing is kept.
     """
 
     folder: str
     job: Job
-    keep: Keep = list
     file: PlanFile | None = None
 
     @property
@@ -96,7 +93,6 @@ class Mixing:
             "storage": FORMATS[str(self.recipe.format)].layers.scale_dtype(self.model.dtype),
             "device": self.device.place,
             "dtype": self.device.compute_dtype(self.model.dtype),
-            "keep": self.keep,
             "progress": self.progress,
         }
 
