@@ -150,6 +150,16 @@ def test_mixed_widths_embeddings_and_head_load(tied: bool, tmp_path: Path) -> No
     assert float((theirs - ours).abs().max() / ours.abs().max()) < SAME
 
 
+def test_a_mix_that_was_chosen_loads(tmp_path: Path) -> None:
+    save_type(tmp_path / "model", "qwen3")
+    text = torch.randint(3, VOCABULARY, (16, 48), generator=torch.Generator().manual_seed(2))
+    ways: dict[str, Any] = dict(mix="int3,int4,int8,bf16", bits_per_weight=6.5, format="mlx", group_size=64)
+    record = nearplane.quantize(tmp_path / "model", tmp_path / "out", calibration=text, **ways)
+    assert len({layer.format for layer in record.layers}) > 1
+    theirs, ours = logits(tmp_path / "out"), dense_network(tmp_path / "out")(TOKENS).logits.detach()
+    assert float((theirs - ours).abs().max() / ours.abs().max()) < SAME
+
+
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_types_with_experts_load_with_all_of_them_dense(kind: str, tmp_path: Path) -> None:
     save_type(tmp_path / "model", kind)

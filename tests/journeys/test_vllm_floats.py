@@ -25,6 +25,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "nvfp4, inputs fp4": {"grid": "nvfp4", "activations": "fp4", "solver": "nearest-plane"},
     "mxfp4, inputs fp4": {"grid": "mxfp4", "activations": "fp4"},
     "mxfp8, inputs fp8": {"grid": "mxfp8", "activations": "fp8"},
+    "nvfp4 in a mix": {
+        "mix": "nvfp4a16,mxfp8a16,bf16",
+        "bits_per_weight": 7.0,
+        "runtime": "vllm",
+        "solver": "nearest-plane",
+    },
     "nvfp4 beside bits": {"grid": "nvfp4", "layers": {"down_proj": {"grid": "mxfp8"}}},
 }
 BLOCK: dict[str, dict[str, Any]] = {"fp8-block": {"grid": "fp8-block"}}
