@@ -114,7 +114,7 @@ def mix_sentences(mix: MixRecord) -> Iterator[str]:
     yield f"--mix {','.join(mix.formats)} with --{mix.option} {limit}: {what}"
     yield f"{counted(mix.units, 'group')} of layers got a format each"
     yield (
-        f"KL of the choice {mix.predicted:.3g} nats per token as predicted, {mix.measured:.3g} as measured on other windows, "
+        f"KL of the choice {mix.predicted:.3g} nats per token as predicted, {mix.measured:.3g} as measured, "
         f"before targets are corrected and codes refined"
     )
     if mix.unfit:
