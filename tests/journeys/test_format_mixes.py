@@ -41,11 +41,10 @@ def experts(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("models") / "mixtral", "mixtral", num_hidden_layers=2)
 
 
-def bits_of(record, model, left=()):
-    """Return the bits per weight of the layers of a record, and of others that are unquantized."""
-    shapes = {layer.name: layer.out_features * layer.in_features for layer in record.layers}
-    size = 8 * sum(layer.bytes for layer in record.layers) + 16 * sum(left)
-    return size / (sum(shapes.values()) + sum(left))
+def bits_of(record):
+    """Return the bits per weight of the layers of a record."""
+    weights = sum(layer.out_features * layer.in_features for layer in record.layers)
+    return 8 * sum(layer.bytes for layer in record.layers) / weights
 
 
 def formats_by(record, key):
@@ -58,7 +57,7 @@ def formats_by(record, key):
 def test_what_is_chosen_keeps_to_the_limit_and_is_written_as_if_asked_for(model, tmp_path):
     out = tmp_path / "out"
     record = nearplane.quantize(model, out, mix="int3,int4,int8", bits_per_weight=5.5, **FAST)
-    assert bits_of(record, model) == pytest.approx(record.mix.spent)
+    assert bits_of(record) == pytest.approx(record.mix.spent)
     assert 5.0 < record.mix.spent <= 5.5
     assert len({layer.format for layer in record.layers}) > 1
     assert record.recipe.mix is None
@@ -121,7 +120,7 @@ def test_experts_are_alike_in_a_block_or_in_the_network(experts, tmp_path, runti
 
 
 def test_experts_count_by_the_tokens_that_reach_them(experts, tmp_path):
-    """Two of eight: so that the same limit leaves room for more of their bits."""
+    """So that sizes between the smallest and the largest are other ones, and so are the choices."""
     stored, active = (
         nearplane.frontier(
             experts, tmp_path / "out", mix="int3,int4,int8", bits_per_weight=4.6, runtime="vllm", weigh=weigh, **FAST
@@ -319,3 +318,23 @@ def test_a_format_that_some_layers_cannot_have_is_said(tmp_path, caplog):
     with pytest.raises(RecipeError, match="below the smallest"):
         nearplane.frontier(folder, tmp_path / "out", mix="nvfp4a16,int8", bits_per_weight=4, **FAST | {"group_size": 8})
     assert "nvfp4a16 is not possible for 3 layers: model.layers.0.mlp.down_proj has" in caplog.text
+
+
+def test_rows_that_blocks_of_llama_cpp_do_not_divide_get_the_types_that_it_uses_instead(model, tmp_path):
+    record = nearplane.quantize(
+        model, tmp_path / "out", mix="q3_k,q4_k,q6_k", bits_per_weight=6, format="gguf", **FAST | {"group_size": None}
+    )
+    formats = {layer.format for layer in record.layers if ".layers." in layer.name}
+    assert formats <= {"q4_0", "q5_0", "q8_0"}
+    assert len(formats) > 1
+
+
+def test_a_part_of_what_a_program_joins_is_refused_before_anything_is_measured(model, tmp_path, monkeypatch):
+    def not_yet(*_, **__):
+        raise AssertionError("measured before it was refused")
+
+    monkeypatch.setattr(format_mix, "sensitivity", not_yet)
+    with pytest.raises(RecipeError, match="fuse these"):
+        nearplane.frontier(
+            model, tmp_path / "out", mix="int3,int4", bits_per_weight=4.5, runtime="vllm", ignore=["k_proj"], **FAST
+        )

@@ -24,6 +24,7 @@ from nearplane.calibration.sensitivity import sensitivity
 from nearplane.calibration.windows import Windows, calibration_windows, check_tokens
 from nearplane.errors import RecipeError, first_few
 from nearplane.planning.allocate import choose, scaled_to_sums
+from nearplane.planning.folder_size import files_beside
 from nearplane.planning.mix_probe import Losses, divergences, estimated
 from nearplane.planning.mix_recipe import formats_of_ends, offers_by_layer, recipe_of
 from nearplane.planning.mix_size import constant_of, context_of, folder_bytes
@@ -135,7 +136,7 @@ def chosen_mix(mixing: Mixing) -> Chosen:
     picks, spent = within_the_limit(mixing, units, unfit, warns=True)
     if not quantizes(mixing, units, picks):
         raise RecipeError(
-            f"{mix.asked} has room for the original in 16 bits, so that nothing would be quantized. Use less, or leave "
+            f"{mix.asked} has room for the original, so that nothing would be quantized. Use less, or leave "
             f"{UNQUANTIZED} out of --mix."
         )
     offers = offers_by_layer(model, recipe, units, picks)
@@ -304,9 +305,9 @@ def within_the_limit(
         if not exact:
             return per_unit * float(constant + sum(row[pick] for row, pick in zip(costs, picks, strict=True)))
         if not quantizes(mixing, units, picks):  # as in the original; nothing is written then
-            return float(bytes_of_tensors(model))
+            return float(bytes_of_tensors(model) + files_beside(model).size())
         options = replace(mixing.job.options, mix=_record(mixing, units, unfit, EXAMPLE, EXAMPLE, EXAMPLE, EXAMPLE))
-        asked = recipe_of(model, mixing.recipe, units, picks, list(unfit))
+        asked = recipe_of(model, mixing.recipe, units, picks, unfit)
         other, plan = open_resolved(mixing.folder, asked, trust_remote_code=options.trust_remote_code)
         job = replace(mixing.job, model=other, asked=asked, plan=plan, options=options)
         return float(folder_bytes(other, plan, job.record()))

@@ -2,12 +2,12 @@
 
 `estimated` needs one backward pass and one forward pass: errors e of the outputs of a layer cost `1/2 sum_i s_i e_i^2` nats
 per token, with s the mean squared gradients of its outputs, on average over tokens that count by the gradients at their
-positions: the diagonal of the Fisher information. `divergences` rounds layers together and compares
-predictions.
+positions: the diagonal of the Fisher information. `divergences` rounds layers together and compares predictions.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,6 +23,7 @@ from nearplane.calibration.second_moments import sum_moments
 from nearplane.calibration.sensitivity import Sensitivity
 from nearplane.calibration.separate_passes import observe, rows_by_batch
 from nearplane.calibration.stages import stages
+from nearplane.errors import CalibrationError, first_few
 from nearplane.formats.gguf.mixes import fitting
 from nearplane.lattice.moments import Moments
 from nearplane.lattice.rounded_inputs import rounded
@@ -41,6 +42,7 @@ from nearplane.system.memory import release
 from nearplane.system.progress import Progress, Tracked, silent
 from nearplane.system.ranks import ONE_PROCESS
 
+log = logging.getLogger("nearplane")
 # {layer: (first layer with the same input, KL in each format)}
 Losses: TypeAlias = Mapping[str, tuple[str, tuple[float, ...]]]
 BATCH_TOKENS, BATCH_IMAGES = 4096, 8  # of a forward pass
@@ -80,7 +82,7 @@ def estimated(
         CalibrationError: Layers did not run, or an input is not finite.
     """
     stream = _stream(model, fitted, others, effect.positions, device, dtype)
-    gradients = [each.mean() for each in effect.outputs.values()]
+    gradient = _mean_gradient(model, effect)
     found: dict[str, tuple[str, tuple[float, ...]]] = {}
     total = len(model.blocks)
     blocks = Tracked(model.in_turn(model.blocks, device), "probing", total, blocks=[1] * total)
@@ -89,12 +91,30 @@ def estimated(
             for layer, first, inputs in _inputs_of(block, stream):
                 W, known = layer.read(), effect.positions.get(layer.name)
                 rows = effect.outputs.get(layer.name)
-                rows = torch.stack(gradients).mean().expand(len(W)) if rows is None else rows
+                rows = gradient.expand(len(W)) if rows is None else rows
                 cost = partial(_loss, W, inputs.moments, rows.to(W.device), known)
                 found[layer.name] = first, tuple(cost(offer, as_offered(offer, storage, W, inputs)) for offer in offers)
             stream.passed(block)
         release()
     return found
+
+
+def _mean_gradient(model: Model, effect: Sensitivity) -> Tensor:
+    """Return the mean squared gradient of all layers, which those get that have none; log a warning if there are some.
+
+    Raises:
+        CalibrationError: No layer has any.
+    """
+    if not effect.outputs:
+        raise CalibrationError(
+            "Predictions depend on no layer, so that nothing tells what a format costs. Use --bits or --grid."
+        )
+    names = [layer.name for block in model.blocks for layer in block.layers if layer.name not in effect.outputs]
+    if names:
+        log.warning(
+            "%d layers have no gradients on this text and count as the mean layer: %s", len(names), first_few(names)
+        )
+    return torch.stack([each.mean() for each in effect.outputs.values()]).mean()
 
 
 def _loss(
@@ -223,8 +243,6 @@ class _Travelling:
 
     def losses(self, model: Model, tokens: Tensor, device: torch.device, dtype: torch.dtype) -> list[float]:
         """Return the KL of each set on these windows."""
-        if not self._parts:
-            return []
         batches = tokens.split(_windows_at_once(tokens))
         return losses_of(model, self._stream, batches, self.states(), self._differences, device, dtype)
 

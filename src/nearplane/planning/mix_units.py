@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nearplane.errors import RecipeError
+from nearplane.formats.gguf.mixes import fitting
 from nearplane.formats.table import FORMATS
 from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
+from nearplane.number_formats import BlockType
 from nearplane.planning.mix_probe import Losses, fits
 from nearplane.planning.mix_size import offered_bytes
 from nearplane.planning.request import joined_in
@@ -143,6 +145,8 @@ def _fault(recipe: Recipe, layer: Layer, offer: Offer) -> str | None:
     if offer.scheme is None:
         return None
     format = offer.scheme.number_format
+    if isinstance(format, BlockType):
+        format = fitting(format.name, layer.shape[1])  # what llama.cpp uses for rows that blocks do not divide
     if (reason := recipe.readers.reason(Weights(format, offer.activations != "none", layer.routed))) is not None:
         return f"{reason} ({layer.name})"
     if not fits(offer, layer.shape):

@@ -15,7 +15,14 @@ from nearplane.planning.mix_probe import Losses
 from nearplane.system.files import read_object, write_whole
 
 KIND = "nearplane plan 1"
-LIMITS = ("size", "bits_per_weight", "served_memory", "context", "weigh", "cost")  # with which nothing measured changes
+UNMEASURED = (
+    "size",
+    "bits_per_weight",
+    "served_memory",
+    "context",
+    "weigh",
+    "cost",
+)  # with which nothing measured changes
 EXPECTED = "Expected a file that --plan-file wrote; delete it, or name another"
 
 
@@ -37,7 +44,7 @@ class PlanFile:
 
     def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None:
         self._path = path
-        told = {name: each for name, each in inputs.items() if name.removeprefix("mix.") not in LIMITS}
+        told = {name: each for name, each in inputs.items() if name.removeprefix("mix.") not in UNMEASURED}
         self._inputs = json.loads(json.dumps(told))
         self.losses: Losses = {}
         self.positions: dict[str, PositionWeights] = {}

@@ -84,7 +84,11 @@ def open_for_mix(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tup
     """
     model = open_original(source, recipe, trust_remote_code=trust_remote_code)
     _check_network(model, recipe)
-    return model, _settled(model, recipe)
+    recipe = _settled(model, recipe)
+    _check_fusions(
+        model, Plan.of(recipe, [layer.name for layer in model.layers])
+    )  # of what --ignore and --layer set apart
+    return model, recipe
 
 
 def _settled(model: Model, recipe: Recipe) -> Recipe:
@@ -174,13 +178,22 @@ def check_request(model: Model, plan: Plan) -> None:
                 f"another --grid, or leave it unquantized with --ignore."
             )
     check_budget(model, plan)
+    _check_fusions(model, plan)
+
+
+def _check_fusions(model: Model, plan: Plan) -> None:
+    """Refuse layers that the named runtime joins and that differ; without one, log a warning.
+
+    Raises:
+        RecipeError: There are such layers; the message names some.
+    """
     for difference, modules in _inconsistent_fusions(model, plan).items():
         others = f" and of {len(modules) - 1} more" if len(modules) > 1 else ""
         sentence = (
             f"{difference} of {modules[0]}{others} have different grids or inputs. vLLM and SGLang fuse these and cannot load "
             f"the checkpoint. Quantize all of them alike, or leave all of them out with --ignore."
         )
-        if recipe.runtime is not None:
+        if plan.recipe.runtime is not None:
             raise RecipeError(sentence)
         logger.warning(sentence)
 
