@@ -6,7 +6,7 @@ global scale is measured at the stage of its layers, over the calibration window
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 
@@ -23,13 +23,14 @@ class RoundedStream:
 
     Args:
         how: Function from the name of a layer to the numbers to which its inputs are rounded; None: they are not.
+        known: {layer name: global scale of its inputs} that are not measured.
 
     Attributes:
-        scales: {layer name: global scale of its inputs}, as far as they are measured; empty if they have none.
+        scales: {layer name: global scale of its inputs}, as far as they are known or measured; empty if they have none.
     """
 
-    def __init__(self, how: Callable[[str], InputRounding | None]) -> None:
-        self.how, self.scales = cache(how), dict[str, float]()
+    def __init__(self, how: Callable[[str], InputRounding | None], known: Mapping[str, float]) -> None:
+        self.how, self._known, self.scales = cache(how), known, dict(known)
 
     def rounded(self, name: str, x: Tensor) -> Tensor:
         """Return inputs (..., in) of a layer as the runtime multiplies them; unchanged before their scale is measured."""
@@ -57,4 +58,4 @@ class RoundedStream:
             for layer in layers:
                 hooks.enter_context(layer.replacing(partial(self.rounded, layer.name)))
             yield
-        self.scales.clear()
+        self.scales = dict(self._known)

@@ -150,6 +150,7 @@ def walk(
     *,
     moments: Mapping[str, Moments] | None = None,
     positions: Mapping[str, PositionWeights] | None = None,
+    input_scales: Mapping[str, float] | None = None,
     resumed: Resumed | None = None,
 ) -> Iterator[Iterator[Stage]]:
     """Walk through a network from embeddings to head: `with walk(...) as stages: for stage in stages: ...`
@@ -164,6 +165,7 @@ def walk(
         setting: The device with its ranks, and settings for memory.
         moments: Moments of the embeddings' inputs, if embeddings are quantized; see `Plan`.
         positions: {layer: weights of positions}; None: all tokens count alike.
+        input_scales: {layer name: global scale of its rounded inputs} that are known; others are measured.
         resumed: State of a stopped walk, whose stages are skipped.
 
     Yields:
@@ -175,9 +177,9 @@ def walk(
     ranks, done = setting.device.ranks, 0 if resumed is None else resumed.blocks
     if ranks.others:
         theirs = replace(setting, device=Device(setting.device.place))  # each has ranks of its own
-        library, given = library_in_use(), (dict(moments or {}), dict(positions or {}))
+        library, given = library_in_use(), (dict(moments or {}), dict(positions or {}), dict(input_scales or {}))
         ranks.start(_FollowedWalk(recipe, windows, theirs, *given, done, library, model.tuned))
-    stages = _Walk(model, recipe, windows, setting, positions or {}).stages(moments or {}, resumed)
+    stages = _Walk(model, recipe, windows, setting, positions or {}, input_scales or {}).stages(moments or {}, resumed)
     with closing(_in_order(stages, ranks)) as in_order:
         yield in_order
 
@@ -214,6 +216,7 @@ class _FollowedWalk:
     setting: MemorySetting
     moments: Mapping[str, Moments]
     positions: Mapping[str, PositionWeights]
+    input_scales: Mapping[str, float]
     blocks: int
     library: Library
     tuned: Mapping[str, Tensor]
@@ -222,6 +225,7 @@ class _FollowedWalk:
         followed.model.tuned = dict(self.tuned)
         setting = replace(self.setting, device=followed.device, folder=None)
         known: dict[str, Any] = {"moments": self.moments, "positions": self.positions}
+        known["input_scales"] = self.input_scales
         with (
             using_library(self.library),
             walk(followed.model, self.recipe, self.windows, setting, **known, resumed=self) as stages,
@@ -243,6 +247,7 @@ class _Walk:
     windows: Windows
     setting: MemorySetting
     positions: Mapping[str, PositionWeights]
+    input_scales: Mapping[str, float]
 
     def stages(self, moments: Mapping[str, Moments], resumed: Resumed | None) -> Generator[Stage]:
         """Yield all stages, including the end of every block."""
@@ -302,7 +307,7 @@ class _Walk:
         batches, dealt = self._dealt()
         stream = skeleton(self.model, batches, device=place, dtype=dtype, embeddings=embeddings, keep=keep)
         stream.dealt, stream.positions = dealt, self.positions
-        stream.rounding = RoundedStream(self.recipe.inputs_of) if self.recipe.rounded else None
+        stream.rounding = RoundedStream(self.recipe.inputs_of, self.input_scales) if self.recipe.rounded else None
         stream.cache = CacheRange() if self.recipe.kv_cache != "none" else None
         stream.original = (stream.original or keep(stream.quantized)) if self.recipe.scheme.correct else None
         return stream

@@ -115,7 +115,7 @@ class SharedFit(PlainFit):
 
     def stored(self, steps: Tensor, group: int) -> Tensor:
         """Round steps to those that the file holds, in their dtype."""
-        return divided(self._blocks(steps), self.divisor).to(steps.dtype)
+        return divided(self.blocks(steps), self.divisor).to(steps.dtype)
 
     @property
     def largest(self) -> float:
@@ -130,9 +130,9 @@ class SharedFit(PlainFit):
     def grid(self, state: State, start: Grid) -> Grid:
         """Return the grid `start` with the fitted steps."""
         assert isinstance(start, SharedGrid)
-        return start.with_parts({"block": self._blocks(state.scale.T).to(start.block.dtype).contiguous()})
+        return start.with_parts({"block": self.blocks(state.scale.T).to(start.block.dtype).contiguous()})
 
-    def _blocks(self, steps: Tensor) -> Tensor:
+    def blocks(self, steps: Tensor) -> Tensor:
         """Return the E4M3 values, as float32, of steps."""
         scaled = (steps * self.divisor).clamp(SMALLEST, LARGEST)
         return scaled.to(torch.float8_e4m3fn).float()

@@ -108,11 +108,6 @@ class Scheme:
         return ENTROPY_CODED_FORMAT
 
     @property
-    def tunable(self) -> bool:
-        """Whether codes or steps can be trained after the solve: all but those of 8-bit floats."""
-        return getattr(self, "grid", None) is None or self.number_format.levels is None or self.number_format.bits == 4
-
-    @property
     def weighs_rows(self) -> bool:
         """Whether rows to whose errors the network is more sensitive get finer steps."""
         return getattr(self, "rows", "equal") == "sensitivity"

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +24,12 @@ from nearplane.calibration.windows import default_seqlen, extra_windows, reader_
 from nearplane.errors import CalibrationError, RecipeError
 from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import Grid
-from nearplane.lattice.octaves import OctaveGrid
 from nearplane.lattice.product_grid import ProductGrid
-from nearplane.lattice.shared_grid import SharedGrid
+from nearplane.lattice.rounded_inputs import rounded
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.models.kinds import has_head, shared_layers
 from nearplane.models.model import Model
+from nearplane.number_formats import InputRounding
 from nearplane.recipe.layer_plan import LayerPlan, Plan
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.record.record import LayerRecord, RunRecord
@@ -73,13 +74,26 @@ class Checkpoint:
         matrices: dict[str, TunedLayer] = {}
         for layer in self.of_blocks():
             matrix = read.matrix(layer.stored, read.tensors(layer.stored), self.device.place)
-            matrices[layer.name] = TUNED_TYPES[type(matrix.grid)](layer, matrix, storage, codes and trains_codes(layer))
+            kind = _on_levels if layer.number_format.levels is not None else TUNED_TYPES[type(matrix.grid)]
+            matrices[layer.name] = kind(layer, matrix, storage, codes and trains_codes(layer))
         return matrices
 
     def of_blocks(self) -> list[LayerRecord]:
         """Return the records of the trained layers, which are those in blocks, without embeddings and head."""
         names = {layer.name for block in self.model.blocks for layer in block.layers}
         return [layer for layer in self.record.layers if layer.name in names]
+
+    def inputs(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Return how the inputs of layers are rounded, by name of the layer; empty if runtimes round none."""
+        return {name: partial(rounded, how=how, global_scale=scale) for name, (how, scale) in self._inputs().items()}
+
+    def input_scales(self) -> dict[str, float]:
+        """Return the global scales in the files of layers whose inputs are rounded, by name, where they have one."""
+        return {name: scale for name, (_, scale) in self._inputs().items() if scale is not None}
+
+    def _inputs(self) -> dict[str, tuple[InputRounding, float | None]]:
+        found = ((layer.name, self.stored.inputs(layer.stored)) for layer in self.of_blocks())
+        return {name: how for name, how in found if how is not None}
 
     def ends(self) -> dict[str, Tensor]:
         """Return the values of quantized embeddings and head, float32, by name of the parameter."""
@@ -99,24 +113,21 @@ class Checkpoint:
         return {name: TunedVector(read([file])[file], self.device.place, unit) for name, file in files.items()}
 
 
+def _on_levels(layer: LayerRecord, matrix: Any, storage: torch.dtype, codes: bool) -> TunedLayer:
+    return TunedLevels(matrix, storage, rows=layer.number_format.rows, codes=codes)
+
+
 TUNED_TYPES: Mapping[type, Callable[[LayerRecord, Any, torch.dtype, bool], TunedLayer]] = {
-    Grid: lambda layer, matrix, storage, codes: (
-        TunedMatrix(layer.name, matrix, storage, codes=codes)
-        if matrix.grid.levels is None
-        else TunedLevels(matrix, codes=codes)
-    ),
-    SharedGrid: lambda _, matrix, __, codes: TunedLevels(matrix, codes=codes),
-    OctaveGrid: lambda _, matrix, __, codes: TunedLevels(matrix, codes=codes),
-    SuperGrid: lambda _, matrix, storage, codes: (
-        TunedBlocks(matrix, storage, codes=codes) if matrix.grid.levels is None else TunedLevels(matrix, codes=codes)
-    ),
+    Grid: lambda layer, matrix, storage, codes: TunedMatrix(layer.name, matrix, storage, codes=codes),
+    SuperGrid: lambda _, matrix, storage, codes: TunedBlocks(matrix, storage, codes=codes),
     ProductGrid: lambda layer, matrix, _, codes: TunedLadders(matrix, layer.rate, codes=codes),
-}  # by type of grid: from a layer's record, its matrix, the dtype of steps and whether codes are trained
+}  # by type of grid without levels: from a layer's record, its matrix, the dtype of steps and whether codes are trained
 
 
 def trains_codes(layer: LayerRecord | LayerPlan) -> bool:
     """Return whether the codes of a layer are trained: entropy-coded codes, codes of few bits, and four-bit floats."""
-    return layer.number_format.bits <= CODE_BITS or layer.number_format.levels is not None
+    format = layer.number_format
+    return format.bits <= CODE_BITS or (format.levels is not None and format.bits == 4)
 
 
 def windows_of(model: Model, recipe: Recipe, given: Given | None, device: Device, count: int, length: int) -> Tensor:

@@ -8,7 +8,8 @@ last hidden states are kept. Optimizer steps are taken in `loop.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +24,11 @@ from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.states_on_host import pinned_bytes
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.models.divergence import Divergence, divergence
-from nearplane.models.experts import parameter_of
+from nearplane.models.experts import make_observable, parameter_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 from nearplane.system.device import repeatable_backward
-from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
+from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector, through
 from nearplane.tuning.settings import Split
 
 ACTIVATIONS = 40  # numbers kept of a block for the backward pass, relative to its hidden states
@@ -44,6 +45,7 @@ class TunedNetwork:
         vectors: Weights of its norms, by name of the parameter.
         cut: Windows and batch size.
         ends: Values of quantized embeddings and head, by name of the parameter; they are not trained.
+        inputs: Rounding of the inputs of layers by their names, as runtimes do it; gradients pass straight through it.
         hold: Whether weights and activations of all blocks are kept in memory during a step, which saves a quarter of the work.
         keep: Function that makes the lists of hidden states.
     """
@@ -56,6 +58,7 @@ class TunedNetwork:
         cut: Split,
         *,
         ends: Mapping[str, Tensor] | None = None,
+        inputs: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         hold: bool = False,
         keep: Keep = list,
     ) -> None:
@@ -79,7 +82,7 @@ class TunedNetwork:
                 for i, x in enumerate(self._original):
                     self._original[i] = stream.noted(stream.forward(block, module, i, x))
                 stream.check(block)
-                self._blocks.append(_Block(block, matrices, vectors))
+                self._blocks.append(_Block(block, matrices, vectors, inputs or {}))
         self._after = {name: each for name, each in vectors.items() if not any(name in b.vectors for b in self._blocks)}
         self._logits: Callable[..., Tensor] | None = None
 
@@ -149,7 +152,8 @@ class TunedNetwork:
         """Run a block with given tensors on one batch of hidden states."""
 
         def module(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(block.block.empty, dict(tensors), args, kwargs)
+            with block.rounding():
+                return functional_call(block.block.empty, dict(tensors), args, kwargs)
 
         return self._stream.forward(block.block, module, batch, hidden)
 
@@ -173,10 +177,19 @@ class TunedNetwork:
 class _Block:
     """A block whose weights are decoded from codes and steps on demand; created while the block is in memory."""
 
-    def __init__(self, block: Block, matrices: Mapping[str, TunedLayer], vectors: Mapping[str, TunedVector]) -> None:
+    def __init__(
+        self,
+        block: Block,
+        matrices: Mapping[str, TunedLayer],
+        vectors: Mapping[str, TunedVector],
+        inputs: Mapping[str, Callable[[Tensor], Tensor]],
+    ) -> None:
         module, start = block.quantized, len(block.name) + 1
         assert module is not None, NOT_IN_MEMORY
         self.block = block
+        self._rounded = [(layer, inputs[layer.name]) for layer in block.layers if layer.name in inputs]
+        if any(layer.routed for layer, _ in self._rounded):
+            make_observable(block.empty)
         self._layers: dict[str, list[tuple[Layer, TunedLayer]]] = {}  # by parameter, which experts may share
         for layer in block.quantized_layers():
             if layer.name in matrices:
@@ -192,6 +205,14 @@ class _Block:
         decoded = self._layers.keys() | self._named.keys()
         self._small = {name: tensor.detach() for name, tensor in held.items() if name not in decoded}
 
+    @contextmanager
+    def rounding(self) -> Iterator[None]:
+        """Let the layers of the block without weights multiply rounded inputs in this context."""
+        with ExitStack() as hooks:
+            for layer, change in self._rounded:
+                hooks.enter_context(layer.replacing(partial(_straight, change)))
+            yield
+
     def tensors(self) -> dict[str, Tensor]:
         """Return all parameters and buffers, by name within the block."""
         decoded = {
@@ -199,6 +220,11 @@ class _Block:
             for name, both in self._layers.items()
         }
         return self._small | decoded | {name: each.values() for name, each in self._named.items()}
+
+
+def _straight(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return rounded inputs, with the gradient of those that are not."""
+    return through(change(x.detach()), x)
 
 
 class _Pass:

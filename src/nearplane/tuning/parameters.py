@@ -3,7 +3,7 @@
     value = step * (code - zero)      step = stored(step_0 * exp(2^-bits s)),  code = clipped(round(code_0 + 2^-bits v))
     norm  = stored(norm_0 + 2^-bits rms(norm_0) t)
 
-Four-bit floats are in `levels.py`.
+Floats are in `levels.py`.
 
 On llama.cpp's grids the integers `sc` and `m` of groups are not trained. Of entropy-coded weights the scales of rows and columns
 are not: finer ladders would take more bytes than they are worth (docs/log.md), and norms are trained instead. Their codes have no

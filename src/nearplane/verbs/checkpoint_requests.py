@@ -186,23 +186,11 @@ def check_recipe(recipe: Recipe, called: str) -> None:
             f"{called} cannot be tuned: its embeddings or head are entropy-coded, which is not supported yet. Quantize without "
             f"--include-embeddings and --include-head."
         )
-    if recipe.rounded:
-        names = " and ".join(dict.fromkeys(activations for _, activations in recipe.rounded))
-        raise RecipeError(
-            f"{called} cannot be tuned: runtimes round its activations to {names}, which tuning does not. Quantize "
-            f"with --activations none."
-        )
     if recipe.kv_cache != "none":
         raise RecipeError(
             f"{called} cannot be tuned: it has scales of keys and values, which tuning does not measure again. Quantize without "
             f"--kv-cache."
         )
-    for scheme in recipe.schemes:
-        if not scheme.tunable:
-            raise RecipeError(
-                f"{called} cannot be tuned: it has weights in {scheme.number_format.name}, and 8-bit floats are not trained. "
-                f"Quantize with --bits, --rate, or --grid nvfp4 or mxfp4."
-            )
     if recipe.like is not None:
         raise RecipeError(f"{called} cannot be tuned: it was written by --like, which tuning does not support yet.")
     if recipe.scheme.limit is not None:

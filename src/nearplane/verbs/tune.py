@@ -60,8 +60,9 @@ from nearplane.verbs.verify_losses import along_both_networks, remeasured, tuned
 
 @takes(TuneRequest)
 def tune(request: TuneRequest) -> RunRecord:
-    """Train steps, norms and codes (of 2 or 3 bits, or entropy-coded) of a checkpoint on its divergence from the original.
+    """Train steps, norms and codes (of 2 or 3 bits, 4-bit floats, or entropy-coded) of a checkpoint on its divergence.
 
+    The divergence is that from the original's predictions; where runtimes round inputs, they are rounded in training, too.
     Format, widths and groups stay the same, so nothing changes for readers. A fifth of the windows is held out; the state
     that is best on them is written, which may be the initial one.
 
@@ -104,7 +105,7 @@ def tune(request: TuneRequest) -> RunRecord:
         tuning, layers = _tuned(trained, container, room, kept=kept, progress=request.progress)
         read = Stored(container.folder, unfinished=container.config)
         model.tuned = tuned_norms(read, model, tuning)
-        retuned = replace(solved, record=replace(record, layers=layers), stored=read)
+        retuned = replace(solved, record=replace(record, layers=layers, tuning=tuning), stored=read)
         along = along_both_networks(retuned, windows, request.progress, partial(_certified, retuned))
         record = replace(
             record,
@@ -161,7 +162,9 @@ def _tuned(
     solved, cut, matrices, vectors = trained
     coded = {name: each for name, each in matrices.items() if isinstance(each, TunedLadders)}
     most = _byte_limit(solved.record) if coded else None
-    network = TunedNetwork(solved.model, matrices, vectors, cut, ends=solved.ends(), **room._asdict())
+    network = TunedNetwork(
+        solved.model, matrices, vectors, cut, ends=solved.ends(), inputs=solved.inputs(), **room._asdict()
+    )
     with network.ready():
         outcome = train(
             network,
@@ -240,7 +243,7 @@ def _write(trained: Trained, container: Container) -> tuple[LayerRecord, ...]:
     model, files, read = solved.model, solved.stored, solved.stored.reader.read
     norms = {file: vectors[name] for name, file in norms_stored(model).items()}
     recorded, stored_names = {layer.name: layer for layer in solved.record.layers}, set(files.reader.names())
-    layers: list[LayerRecord] = []
+    layers, scales = list[LayerRecord](), solved.input_scales()
 
     def unquantized(names: Sequence[str]) -> dict[str, Tensor]:
         trained_norms = {name: norms[name].tensor().cpu() for name in names if name in norms}
@@ -254,7 +257,7 @@ def _write(trained: Trained, container: Container) -> tuple[LayerRecord, ...]:
         for layer in () if part is None else part.layers:
             stored, tuned = recorded[layer.name].stored, matrices.get(layer.name)
             matrix = files.matrix(stored, files.tensors(stored)) if tuned is None else tuned.matrix()
-            tensors = container.add(stored, matrix)
+            tensors = container.add(stored, matrix, input_scale=scales.get(layer.name))
             layers.append(replace(recorded[layer.name], stored=stored, bytes=tensors.bytes, checksum=tensors.checksum))
 
     add(model.embeddings)

@@ -134,10 +134,13 @@ def along_both_networks(
     moments = moments_of_embeddings(model, saved.plan.recipe.scheme, windows.fitted, saved.device)
     positions = {name: PositionWeights.recorded(entry.positions) for name, entry in entries.items() if entry.positions}
     setting = _setting(saved, windows)
+    scales = {} if saved.record.tuning is None else saved.input_scales()  # a tuned network keeps those of its start
     along = Along[Measured]()
     tracked = Tracked(range(len(entries)), "measuring", len(entries), blocks=model.layers_by_block)
     with (
-        walk(model, saved.plan.recipe, windows, setting, moments=moments, positions=positions) as stages,
+        walk(
+            model, saved.plan.recipe, windows, setting, moments=moments, positions=positions, input_scales=scales
+        ) as stages,
         in_steps(progress, tracked) as count,
     ):
         for stage in stages:
@@ -282,7 +285,7 @@ def _held_out_again(saved: Checkpoint, tolerance: float) -> Iterator[Fault]:
             yield Fault(where, "the text does not give the windows of the tuning")
             return
         matrices, held = saved.matrices(), replace(cut, windows=cut.windows[cut.training :], training=0)
-        network = TunedNetwork(model, matrices, saved.vectors(matrices), held, ends=saved.ends())
+        network = TunedNetwork(model, matrices, saved.vectors(matrices), held, ends=saved.ends(), inputs=saved.inputs())
         with network.ready():
             kl = mean_kl(network, held.batches()[1])
     except (CalibrationError, FormatError, ModelError) as error:

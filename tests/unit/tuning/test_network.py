@@ -1,6 +1,7 @@
 """The network as a function of what is trained: its divergence and gradient are those of whole networks."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from families import config_of, random_model
 from nearplane.calibration.states_on_host import StatesOnHost
 from nearplane.errors import RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.rounded_inputs import rounded
 from nearplane.lattice.scale import Steps
 from nearplane.loading.dense_network import dense_network
+from nearplane.loading.rounded_layers import round_inputs
 from nearplane.models.model import open_model
-from nearplane.number_formats import integers
+from nearplane.number_formats import INT8_TOKEN, integers
 from nearplane.system.device import Device
 from nearplane.tuning.checkpoint import fits
 from nearplane.tuning.network import TunedNetwork, needed, norms_of
@@ -85,6 +88,31 @@ def test_divergence_and_gradients_are_those_of_whole_networks(case, generator):
             assert torch.allclose(leaf.grad / 2, gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max()))
             leaf.grad = None
         assert reached >= len(matrices) + 2
+
+
+def test_inputs_are_rounded_in_the_quantized_network_alone_and_gradients_pass_through(case):
+    model, dense, matrices, vectors, windows = case
+    cut = Split(windows=windows, training=4, batch=4, samples=6, found=6, steps=1)
+    change = {layer.name: partial(rounded, how=INT8_TOKEN) for layer in model.layers}
+    network = TunedNetwork(model, matrices, vectors, cut, inputs=change)
+    with network.ready():
+        found = network.backward(0)
+    given = {layer.parameter: layer.arranged(matrices[layer.name].values()) for layer in model.layers}
+    given |= {name: each.values() for name, each in vectors.items()}
+    with torch.no_grad():
+        expected = dense(windows[:4], use_cache=False).logits[:, :-1].log_softmax(-1)
+    straight = {layer: lambda x: x + (rounded(x, INT8_TOKEN) - x).detach() for layer in model.layers}
+    with round_inputs(straight, dense):
+        log_probs = functional_call(dense, given, (windows[:4],), {"use_cache": False}).logits[:, :-1].log_softmax(-1)
+    kl = (expected.exp() * (expected - log_probs)).sum(-1).mean()
+    assert found.kl / found.tokens == pytest.approx(float(kl.detach()), rel=1e-4)
+    assert float(kl.detach()) != pytest.approx(
+        float(whole(model, dense, matrices, vectors, windows[:4]).detach()), rel=1e-3
+    )
+    there = torch.autograd.grad(kl, leaves(matrices, vectors), allow_unused=True)
+    for leaf, gradient in zip(leaves(matrices, vectors), there, strict=True):
+        if gradient is not None:
+            assert torch.allclose(leaf.grad, gradient, rtol=1e-2, atol=1e-4 * float(gradient.abs().max()))
 
 
 def test_norms_are_found_by_structure(tmp_path):
