@@ -13,6 +13,7 @@ from families import VOCABULARY
 from native_checkpoints import save_tiny
 from nearplane import RecipeError
 from nearplane.calibration.one_forward import MemorySetting
+from nearplane.calibration.rounded_stream import HEADROOM
 from nearplane.calibration.walk import walk
 from nearplane.calibration.windows import Windows
 from nearplane.evaluation import predictions as evaluate_networks
@@ -116,7 +117,7 @@ def test_second_moments_are_those_of_the_inputs_that_the_finished_network_multip
 def test_layers_that_share_an_input_have_one_global_scale_and_verify_finds_another(tmp_path, tokens):
     model, out = tmp_path / "model", tmp_path / "out"
     save_tiny(model, "llama", torch.bfloat16, **SIZES | {"num_hidden_layers": 3})
-    nearplane.quantize(model, out, grid="nvfp4", activations="fp4", calibration=tokens)
+    assert nearplane.quantize(model, out, grid="nvfp4", activations="fp4", calibration=tokens).headroom == HEADROOM
     files = {file: load_file(file) for file in out.glob("*.safetensors")}
     scales = {name: float(t) for tensors in files.values() for name, t in tensors.items() if "input_global" in name}
     for block in range(3):

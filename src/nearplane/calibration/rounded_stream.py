@@ -17,6 +17,8 @@ from nearplane.lattice.shared_grid import divisor_of
 from nearplane.models.layers import Layer
 from nearplane.number_formats import E2M1, InputRounding
 
+HEADROOM = 4.0  # a power of two changes no step within the range; docs/results/formats.md compares others
+
 
 class RoundedStream:
     """Rounding of the inputs of quantized layers.
@@ -24,13 +26,16 @@ class RoundedStream:
     Args:
         how: Function from the name of a layer to the numbers to which its inputs are rounded; None: they are not.
         known: {layer name: global scale of its inputs} that are not measured.
+        headroom: Factor between the largest measured input and the largest one that a measured global scale allows.
 
     Attributes:
         scales: {layer name: global scale of its inputs}, as far as they are known or measured; empty if they have none.
     """
 
-    def __init__(self, how: Callable[[str], InputRounding | None], known: Mapping[str, float]) -> None:
-        self.how, self._known, self.scales = cache(how), known, dict(known)
+    def __init__(
+        self, how: Callable[[str], InputRounding | None], known: Mapping[str, float], headroom: float = HEADROOM
+    ) -> None:
+        self.how, self._known, self._headroom, self.scales = cache(how), known, headroom, dict(known)
 
     def rounded(self, name: str, x: Tensor) -> Tensor:
         """Return inputs (..., in) of a layer as the runtime multiplies them; unchanged before their scale is measured."""
@@ -49,7 +54,7 @@ class RoundedStream:
 
     def measured(self, group: Iterable[Layer], peak: float) -> None:
         """Set the global scale of layers that share an input, which has this largest magnitude."""
-        self.scales |= dict.fromkeys((layer.name for layer in group), divisor_of(peak, E2M1[-1]))
+        self.scales |= dict.fromkeys((layer.name for layer in group), divisor_of(self._headroom * peak, E2M1[-1]))
 
     @contextmanager
     def applied(self, layers: Iterable[Layer]) -> Iterator[None]:

@@ -25,7 +25,7 @@ from nearplane.calibration.extra_divergence import extra_divergence, is_compared
 from nearplane.calibration.network_ends import finish
 from nearplane.calibration.one_forward import BlockForward, MemorySetting
 from nearplane.calibration.positions import PositionWeights
-from nearplane.calibration.rounded_stream import RoundedStream
+from nearplane.calibration.rounded_stream import HEADROOM, RoundedStream
 from nearplane.calibration.second_moments import Observed, shared_inputs, sum_moments
 from nearplane.calibration.separate_passes import observations_of_the_head
 from nearplane.calibration.windows import Windows, joined_windows
@@ -151,6 +151,7 @@ def walk(
     moments: Mapping[str, Moments] | None = None,
     positions: Mapping[str, PositionWeights] | None = None,
     input_scales: Mapping[str, float] | None = None,
+    headroom: float = HEADROOM,
     resumed: Resumed | None = None,
 ) -> Iterator[Iterator[Stage]]:
     """Walk through a network from embeddings to head: `with walk(...) as stages: for stage in stages: ...`
@@ -166,6 +167,7 @@ def walk(
         moments: Moments of the embeddings' inputs, if embeddings are quantized; see `Plan`.
         positions: {layer: weights of positions}; None: all tokens count alike.
         input_scales: {layer name: global scale of its rounded inputs} that are known; others are measured.
+        headroom: Room that measured ones leave, see `RoundedStream`.
         resumed: State of a stopped walk, whose stages are skipped.
 
     Yields:
@@ -177,9 +179,14 @@ def walk(
     ranks, done = setting.device.ranks, 0 if resumed is None else resumed.blocks
     if ranks.others:
         theirs = replace(setting, device=Device(setting.device.place))  # each has ranks of its own
-        library, given = library_in_use(), (dict(moments or {}), dict(positions or {}), dict(input_scales or {}))
+        library, given = (
+            library_in_use(),
+            (dict(moments or {}), dict(positions or {}), dict(input_scales or {}), headroom),
+        )
         ranks.start(_FollowedWalk(recipe, windows, theirs, *given, done, library, model.tuned))
-    stages = _Walk(model, recipe, windows, setting, positions or {}, input_scales or {}).stages(moments or {}, resumed)
+    stages = _Walk(model, recipe, windows, setting, positions or {}, input_scales or {}, headroom).stages(
+        moments or {}, resumed
+    )
     with closing(_in_order(stages, ranks)) as in_order:
         yield in_order
 
@@ -217,6 +224,7 @@ class _FollowedWalk:
     moments: Mapping[str, Moments]
     positions: Mapping[str, PositionWeights]
     input_scales: Mapping[str, float]
+    headroom: float
     blocks: int
     library: Library
     tuned: Mapping[str, Tensor]
@@ -225,7 +233,7 @@ class _FollowedWalk:
         followed.model.tuned = dict(self.tuned)
         setting = replace(self.setting, device=followed.device, folder=None)
         known: dict[str, Any] = {"moments": self.moments, "positions": self.positions}
-        known["input_scales"] = self.input_scales
+        known |= {"input_scales": self.input_scales, "headroom": self.headroom}
         with (
             using_library(self.library),
             walk(followed.model, self.recipe, self.windows, setting, **known, resumed=self) as stages,
@@ -248,6 +256,7 @@ class _Walk:
     setting: MemorySetting
     positions: Mapping[str, PositionWeights]
     input_scales: Mapping[str, float]
+    headroom: float
 
     def stages(self, moments: Mapping[str, Moments], resumed: Resumed | None) -> Generator[Stage]:
         """Yield all stages, including the end of every block."""
@@ -307,7 +316,9 @@ class _Walk:
         batches, dealt = self._dealt()
         stream = skeleton(self.model, batches, device=place, dtype=dtype, embeddings=embeddings, keep=keep)
         stream.dealt, stream.positions = dealt, self.positions
-        stream.rounding = RoundedStream(self.recipe.inputs_of, self.input_scales) if self.recipe.rounded else None
+        stream.rounding = None
+        if self.recipe.rounded:
+            stream.rounding = RoundedStream(self.recipe.inputs_of, self.input_scales, self.headroom)
         stream.cache = CacheRange() if self.recipe.kv_cache != "none" else None
         stream.original = (stream.original or keep(stream.quantized)) if self.recipe.scheme.correct else None
         return stream

@@ -12,6 +12,7 @@ from typing import Any
 from nearplane.calibration.cache_scales import cache_tensors
 from nearplane.calibration.given import Given
 from nearplane.calibration.one_forward import default_batch
+from nearplane.calibration.rounded_stream import HEADROOM
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.walk import Stage
 from nearplane.calibration.windows import Windows
@@ -111,6 +112,7 @@ class Job:
             original_bytes=bytes_of_tensors(self.model),
             text=windows.digest(),
             stored=self.model.stored,
+            headroom=HEADROOM if self.asked.scales_inputs else 1.0,
             skipped=(*self.model.skipped, *(self.options.like.reasons if self.options.like is not None else ())),
         )
 

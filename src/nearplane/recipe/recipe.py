@@ -226,6 +226,12 @@ class Recipe:
         """The scheme of the recipe, and those of some layers."""
         return self.scheme, *(each.scheme for each in self.layers)
 
+    @property
+    def scales_inputs(self) -> bool:
+        """Whether rounded inputs have global scales, which are measured."""
+        inputs = (scheme.number_format.inputs for scheme, _ in self.rounded)
+        return any(each is not None and each.global_scale for each in inputs)
+
     def ignores(self, name: str) -> bool:
         """Return whether the layer with this full name is left unquantized."""
         return any(has_match(pattern, name) for pattern in self.ignore)

@@ -29,7 +29,7 @@ VERSION = 5  # of the record; records of other versions are refused
 # and of its calibration
 LEFT_OUT: dict[str, object] = {
     "sources": (), "extra_kl": None, "original_bytes": 0, "card": 0, "compute_dtype": "auto", "cache_scales": {},
-    "mix": None,
+    "mix": None, "headroom": 1.0,
 }  # fmt: skip
 LEFT_OUT_OF_LAYERS: dict[str, object] = {
     "degenerate": "", "extra_by_source": (), "extra_own_loss": None, "positions": (),
@@ -235,6 +235,8 @@ class RunRecord:
         layers: Records of the layers in the order of the solve.
         cache_scales: {name of the attention in the files: scales of its keys and of its values} for a key-value cache in 8-bit
             floats, see --kv-cache; empty, and then not in the file, without.
+        headroom: Factor by which the global scales of rounded inputs allow larger ones than those of the calibration text; 1,
+            and then not in the file, without such scales and of older versions.
         skipped: (name, reason) of weights that were not quantized although the recipe did not exclude them.
         batch: Number of windows per forward pass, if --memory reduced it; None: the default.
         seconds: Time of the whole run, including tuning.
@@ -266,6 +268,7 @@ class RunRecord:
     mix: MixRecord | None = None
     layers: tuple[LayerRecord, ...] = ()
     cache_scales: dict[str, tuple[float, float]] = field(default_factory=dict)
+    headroom: float = 1.0
     skipped: tuple[tuple[str, str], ...] = ()
     batch: int | None = None
     seconds: float = 0.0

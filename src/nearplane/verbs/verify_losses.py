@@ -139,7 +139,14 @@ def along_both_networks(
     tracked = Tracked(range(len(entries)), "measuring", len(entries), blocks=model.layers_by_block)
     with (
         walk(
-            model, saved.plan.recipe, windows, setting, moments=moments, positions=positions, input_scales=scales
+            model,
+            saved.plan.recipe,
+            windows,
+            setting,
+            moments=moments,
+            positions=positions,
+            input_scales=scales,
+            headroom=saved.record.headroom,
         ) as stages,
         in_steps(progress, tracked) as count,
     ):

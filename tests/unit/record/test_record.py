@@ -45,6 +45,7 @@ MIXED = replace(
     RUN,
     card=2048,
     extra_kl=0.25,
+    headroom=4.0,
     cache_scales={"model.layers.0.self_attn": (0.01, 0.25)},
     mix=MixRecord(
         formats=("int4", "bf16"),
