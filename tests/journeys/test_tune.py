@@ -27,7 +27,7 @@ from nearplane.record.report.page import render
 from nearplane.system.device import Device
 from nearplane.system.paths import CARD, RECORD
 from nearplane.system.safetensors_files import INDEX
-from nearplane.tuning.network import needed
+from nearplane.tuning.memory import ALLOCATOR_FACTOR, Counts, needed
 from nearplane.verbs.verify import verify
 from nightly import daily
 
@@ -228,6 +228,20 @@ def test_tuning_twice_gives_the_same_bytes(tuned_of, text, tmp_path):
     nearplane.tune(solved, tmp_path / "again", against=original, calibration=text, steps=STEPS)
     for path in tuned.glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+def test_a_limit_of_memory_changes_no_byte(tuned_of, text, tmp_path, monkeypatch, caplog):
+    """With a limit blocks run twice in a step, and here hidden states lie in a file."""
+    solved, tuned, original = tuned_of("compressed-tensors, four-bit floats and inputs")
+    monkeypatch.setattr("nearplane.tuning.memory.needed", lambda *_, **__: needed(*_, **__)._replace(states=2**40))
+    with caplog.at_level("INFO", "nearplane"):
+        nearplane.tune(solved, tmp_path / "new", against=original, calibration=text, steps=STEPS, memory="20GB")
+    assert any(message.endswith("hidden states lie in a file") for message in caplog.messages)
+    for path in tuned.glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "new" / path.name).read_bytes()
+    with pytest.raises(RecipeError, match=r"--memory 100 MB is too small: .* Use --memory [0-9.]+GB"):
+        nearplane.tune(solved, tmp_path / "other", against=original, calibration=text, memory="100MB")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("way", daily(["gptq_v2", "entropy-coded"], ["gptq_v2"]))
@@ -452,7 +466,7 @@ def test_entropy_coded_layers_take_no_more_than_was_asked(tuned_of, way):
 def test_what_does_not_fit_in_memory_is_refused(tuned_of, text, tmp_path, monkeypatch):
     solved, _, original = tuned_of("compressed-tensors")
     monkeypatch.setattr(Device, "free", lambda device: 10**5)
-    with pytest.raises(RecipeError, match=r"Tuning needs about .* of memory on cpu, but only 100.* are free"):
+    with pytest.raises(RecipeError, match=r"of memory are free on cpu, which is too little: tuning needs at most"):
         nearplane.tune(solved, tmp_path / "new", against=original, calibration=text, device="cpu")
 
 
@@ -466,7 +480,7 @@ def test_what_cannot_be_tuned_is_refused_before_the_solve(model_of, tmp_path, mo
     with pytest.raises(CalibrationError, match="needs at least 2, one of them held out"):
         nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=tokens, **words)
     monkeypatch.setattr(Device, "free", lambda device: 10**5)
-    with pytest.raises(RecipeError, match=r"Tuning needs about .* of memory on cpu, but only 100.* are free"):
+    with pytest.raises(RecipeError, match=r"of memory are free on cpu, which is too little: tuning needs at most"):
         nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=str(text), **TEXT, **words)
     assert not list(tmp_path.iterdir())
 
@@ -485,8 +499,10 @@ def test_layers_whose_codes_may_come_to_be_trained_count_before_the_solve(model_
     original, words = model_of("llama"), dict(group_size=16, device="cpu", tune="network", progress=solves)
     model = nearplane.models.model.open_model(original)
     tokens = nearplane.calibration.texts.read_windows(model.tokenizer(), text, samples=400, seqlen=40)
-    needs = needed(model, tokens, batch=6, codes=0)
-    monkeypatch.setattr(Device, "free", lambda device: needs.streamed + needs.states)
+    steps = sum(layer.shape[0] * layer.shape[1] // 16 for layer in model.layers)
+    needs = needed(model, tokens, batch=6, trained=Counts(0, steps))
+    monkeypatch.setattr("nearplane.tuning.memory.resident", lambda: 0)
+    monkeypatch.setattr(Device, "free", lambda device: int(ALLOCATOR_FACTOR * (needs.streamed + needs.sent)) + 1)
     for asked, error in (
         ({"bits": 4}, BeganError),
         ({"bits": 3.5}, RecipeError),

@@ -8,9 +8,7 @@ from dataclasses import replace
 
 from nearplane.calibration.one_forward import MemorySetting
 from nearplane.planning.memory_bound import Bound, Place, Shapes, waits
-from nearplane.system.sizes import Limits, size_text
-
-RESERVE = 1.05  # factor of the recommended limit, because resident memory at the start differs between runs
+from nearplane.system.sizes import RESERVE, Limits, size_text
 
 
 def choose(

@@ -13,6 +13,9 @@ from nearplane.system.paths import MAX_FILE, UNFINISHED
 SIZE_UNITS = ("bytes", "KB", "MB", "GB", "TB")  # each is 1000 times the one before
 
 
+RESERVE = 1.05  # factor of a recommended limit of memory, because resident memory at the start differs between runs
+
+
 class Limits(NamedTuple):
     """Limits of a run's memory in bytes, of the host (--memory) and of a GPU (--device-memory); None: what is free counts."""
 

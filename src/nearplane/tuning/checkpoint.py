@@ -5,20 +5,17 @@ Used by `tune` and `verify`. Also refuses what cannot be tuned before work start
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nearplane.calibration.given import Given
 from nearplane.calibration.mix import Mix
-from nearplane.calibration.states_on_disk import Keep
-from nearplane.calibration.states_on_host import StatesOnHost
 from nearplane.calibration.text_files import refuse_unrecorded, texts_of
 from nearplane.calibration.windows import default_seqlen, extra_windows, reader_of, samples_of
 from nearplane.errors import CalibrationError, RecipeError
@@ -30,18 +27,15 @@ from nearplane.lattice.superblock import SuperGrid
 from nearplane.models.kinds import has_head, shared_layers
 from nearplane.models.model import Model
 from nearplane.number_formats import InputRounding
-from nearplane.recipe.layer_plan import LayerPlan, Plan
+from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.device import Device
-from nearplane.system.memory import free_memory
-from nearplane.system.sizes import size_text
 from nearplane.tuning.levels import TunedLevels
-from nearplane.tuning.network import needed, norms_of
+from nearplane.tuning.memory import Counts, fits, trains_codes
+from nearplane.tuning.network import norms_of
 from nearplane.tuning.parameters import TunedBlocks, TunedLadders, TunedLayer, TunedMatrix, TunedVector
-from nearplane.tuning.settings import CODE_BITS, SAMPLES_FACTOR, Split, split
-
-log = logging.getLogger(__name__)
+from nearplane.tuning.settings import SAMPLES_FACTOR, split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +116,6 @@ TUNED_TYPES: Mapping[type, Callable[[LayerRecord, Any, torch.dtype, bool], Tuned
     SuperGrid: lambda _, matrix, storage, codes: TunedBlocks(matrix, storage, codes=codes),
     ProductGrid: lambda layer, matrix, _, codes: TunedLadders(matrix, layer.rate, codes=codes),
 }  # by type of grid without levels: from a layer's record, its matrix, the dtype of steps and whether codes are trained
-
-
-def trains_codes(layer: LayerRecord | LayerPlan) -> bool:
-    """Return whether the codes of a layer are trained: entropy-coded codes, codes of few bits, and four-bit floats."""
-    format = layer.number_format
-    return format.bits <= CODE_BITS or (format.levels is not None and format.bits == 4)
 
 
 def windows_of(model: Model, recipe: Recipe, given: Given | None, device: Device, count: int, length: int) -> Tensor:
@@ -214,9 +202,10 @@ def check_tunable(model: Model, plan: Plan, given: Given | None, record: RunReco
         lambda count, length: windows_of(model, plan.recipe, given, device, count, length), record, samples=samples
     )
     layers = [layer for block in model.blocks for layer in block.layers]
-    if plan.recipe.allocate != "slope":  # else codes of any layer may be trained
-        layers = [layer for layer in layers if trains_codes(plan.layers[layer.name])]
-    fits(model, cut, sum(math.prod(layer.shape) for layer in layers), device)
+    trained = Counts.of((plan.layers[layer.name], layer.shape) for layer in layers)
+    if plan.recipe.allocate == "slope":  # codes of any layer may be trained
+        trained = trained._replace(codes=sum(math.prod(layer.shape) for layer in layers))
+    fits(model, cut, trained, device)
 
 
 def check_model(model: Model, record: RunRecord, stored: Stored) -> None:
@@ -241,44 +230,3 @@ def check_model(model: Model, record: RunRecord, stored: Stored) -> None:
                 f"{model.folder} is not the model that was quantized, or has changed since then: its tensor {name} differs from "
                 f"the checkpoint. Use --against {record.source}, unchanged."
             )
-
-
-class Room(NamedTuple):
-    """Arguments of `TunedNetwork` that depend on memory."""
-
-    hold: bool
-    keep: Keep
-
-
-def fits(model: Model, cut: Split, codes: int, device: Device) -> Room:
-    """Return what to hold in memory while so many codes are trained, and log how much tuning takes.
-
-    Where hidden states do not fit on a GPU, they lie on its host.
-
-    Raises:
-        RecipeError: Memory does not even suffice to stream the blocks.
-    """
-    needs, free = needed(model, cut.windows, batch=cut.batch, codes=codes), device.free()
-    if free is None:
-        return Room(hold=False, keep=list)
-    aside = not device.on_cpu and needs.streamed + needs.states > free
-    states = needs.sent if aside else needs.states
-    size, on_host = needs.streamed + states, free_memory()
-    # all windows in both networks, and the held-out ones once more while they are measured
-    pinned = needs.pinned * (3 * len(cut.windows) - cut.training) // cut.batch
-    if size > free:
-        raise RecipeError(
-            f"Tuning needs about {size_text(size)} of memory on {device}, but only {size_text(free)} are free. Use fewer "
-            f"--samples."
-        )
-    if aside and on_host is not None and pinned > on_host:
-        raise RecipeError(
-            f"Tuning needs about {size_text(pinned)} of the host's memory for hidden states, which do not fit on {device}, "
-            f"but only {size_text(on_host)} are free. Use fewer --samples."
-        )
-    hold = 2 * (needs.held + states) <= free
-    log.info(
-        f"tuning takes about {size_text((needs.held if hold else needs.streamed) + states)} of memory on {device}"
-        + (f" and {size_text(pinned)} of the host's for hidden states" if aside else "")
-    )
-    return Room(hold=hold, keep=StatesOnHost if aside else list)

@@ -27,14 +27,14 @@ from nearplane.models.divergence import Divergence
 from nearplane.record.record import RunRecord
 from nearplane.record.tuning_record import Point
 from nearplane.system.progress import Progress, Tracked, duration, silent
+from nearplane.tuning.code_steps import CodeSteps
 from nearplane.tuning.network import TunedNetwork
-from nearplane.tuning.parameters import Pressure, Tuned
+from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders
 from nearplane.tuning.settings import Split
 
 logger = logging.getLogger("nearplane")
 
 BETAS = (0.9, 0.95)  # of Adam
-CODE_BETAS = (0.9, 0.999)  # a longer average of squared gradients, because random moves of codes cost loss
 WARMUP = 0.1  # fraction of the steps in which the learning rates rise
 
 
@@ -187,18 +187,23 @@ class _Run:
         for each in tuned:
             for kind, leaf in each.trained().items():
                 leaves.setdefault(kind, []).append(leaf)
-        groups = [
-            {"params": params, "lr": cut.rates[kind], "betas": CODE_BETAS if kind == "codes" else BETAS}
-            for kind, params in leaves.items()
-        ]
-        self._optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
         warm, steps = WARMUP * cut.steps, cut.steps
 
         def rate(step: int) -> float:
             return min(1.0, (step + 1) / (warm + 1)) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
 
+        with_codes = [each for each in tuned if "codes" in each.trained()]
+
+        def press(number: int) -> None:
+            if self._price is not None and isinstance(each := with_codes[number], TunedLadders):
+                each.press(self._price)
+
+        self._codes = CodeSteps(leaves.pop("codes", []), lambda: cut.rates["codes"] * rate(self.done), press)
+        groups = [{"params": params, "lr": cut.rates[kind]} for kind, params in leaves.items()]
+        self._optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True)
         self._falling = torch.optim.lr_scheduler.LambdaLR(self._optimizer, rate)
         self._pressure: Pressure | None = None
+        self._price: float | None = None  # of a bit in this step
         self._since = Divergence()  # since the last measurement
         self.done, self.best = 0, 0
         self.curve: list[Point] = []
@@ -216,10 +221,9 @@ class _Run:
         self.states = [each.state() for each in self._tuned]
 
     def step(self, batch: int) -> None:
-        """Take one optimizer step on a batch."""
+        """Take one optimizer step on a batch: of codes within the backward pass, of all else after it."""
+        self._price = None if self._pressure is None else self._pressure.next_price()
         self._since += self._network.backward(batch)
-        if self._pressure is not None:
-            self._pressure.press()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._falling.step()
@@ -247,6 +251,7 @@ class _Run:
             "states": self.states,
             "leaves": [dict(each.trained()) for each in self._tuned],
             "optimizer": self._optimizer.state_dict(),
+            "codes": self._codes.state(),
             "falling": self._falling.state_dict(),
             "pressure": None if self._pressure is None else self._pressure.standing(),
         }
@@ -262,6 +267,7 @@ class _Run:
             for kind, leaf in each.trained().items():
                 leaf.copy_(leaves[kind])
         self._optimizer.load_state_dict(standing["optimizer"])
+        self._codes.restore(standing["codes"])
         self._falling.load_state_dict(standing["falling"])
         self._pressure = self._pressed(self.curve[0].held_out)
         if self._pressure is not None:

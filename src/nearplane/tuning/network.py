@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from nearplane.calibration.network_ends import readout
 from nearplane.calibration.recorder import tensors_within
 from nearplane.calibration.shared_states import has_place_for_shared
 from nearplane.calibration.states_on_disk import Keep
-from nearplane.calibration.states_on_host import pinned_bytes
 from nearplane.errors import CalibrationError, ModelError, RecipeError
 from nearplane.models.divergence import Divergence, divergence
 from nearplane.models.experts import make_observable, parameter_of
@@ -31,8 +30,6 @@ from nearplane.system.device import repeatable_backward
 from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector, through
 from nearplane.tuning.settings import Split
 
-ACTIVATIONS = 40  # numbers kept of a block for the backward pass, relative to its hidden states
-CODE_BYTES, LEAF_BYTES = 2, 18  # maximum bytes of a code that is not trained, and of one that is
 MAX_LOGITS = 2**24  # logits in memory at a time, unless a single window has more
 
 
@@ -286,50 +283,6 @@ class _Leaves:
         names = [name for name in self._trained if name in self._sums]
         if names:
             torch.autograd.backward([self._computed[name] for name in names], [self._sums[name] for name in names])
-
-
-class Needed(NamedTuple):
-    """Estimates of tuning's memory in bytes.
-
-    Args:
-        streamed: With streamed blocks, without `states`.
-        held: With all blocks held, see `TunedNetwork`, without `states`.
-        states: Hidden states of all windows in both networks.
-        pinned: Hidden states of one batch in one network, in pinned memory of a GPU's host.
-        sent: Hidden states on a GPU while the others lie on the host.
-    """
-
-    streamed: int
-    held: int
-    states: int
-    pinned: int
-    sent: int
-
-
-def needed(model: Model, windows: Tensor, *, batch: int, codes: int) -> Needed:
-    """Return estimates of tuning's memory.
-
-    Args:
-        model: The original model.
-        windows: (windows, seqlen) tokens.
-        batch: Windows per batch.
-        codes: Number of trained codes.
-    """
-    sizes = [sum(layer.shape[0] * layer.shape[1] for layer in block.layers) for block in model.blocks]
-    inside = sum(p.numel() for block in model.blocks for p in block.empty.parameters())
-    ends = sum(p.numel() for p in model.network.parameters()) - inside
-    dim = model.network.get_input_embeddings().weight.shape[1]
-    logits = min(MAX_LOGITS, batch * windows.shape[1] * model.network.get_input_embeddings().weight.shape[0])
-    small = 4 * (ends + inside - sum(sizes))  # including unquantized tensors of blocks
-    base = CODE_BYTES * sum(sizes) + (LEAF_BYTES - CODE_BYTES) * codes + small + 16 * logits
-    state = 4 * batch * windows.shape[1] * dim
-    return Needed(
-        streamed=base + 12 * max(sizes) + state * ACTIVATIONS,
-        held=base + 12 * sum(sizes) + state * ACTIVATIONS * len(sizes),
-        states=8 * windows.numel() * dim,
-        pinned=pinned_bytes(state),
-        sent=4 * state,
-    )
 
 
 def norms_of(network: nn.Module) -> list[str]:

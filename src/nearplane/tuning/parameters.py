@@ -319,13 +319,12 @@ class Pressure:
         self._allowed = self._predicted()
         self.measure()
 
-    def press(self) -> None:
-        """Add the gradient of the bits' price to the gradients of the codes."""
+    def next_price(self) -> float:
+        """Return the price of a bit in the next step, which `TunedLadders.press` takes."""
         excess = (self._predicted() - self._allowed) / self._weights
         price = self._price * math.exp(PRICE_GAIN * excess)
         self._price = min(max(price, self._first / PRICE_RANGE), self._first * PRICE_RANGE)
-        for each in self._matrices.values():
-            each.press(self._price)
+        return self._price
 
     def measure(self) -> int:
         """Return the bytes of all coded matrices, and correct the predictions by them."""

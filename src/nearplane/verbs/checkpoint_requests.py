@@ -20,7 +20,7 @@ from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_path, folders_in, path_in
 from nearplane.system.progress import Progress
 from nearplane.system.progress_bar import bar
-from nearplane.system.sizes import check_room
+from nearplane.system.sizes import Limits, check_room
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,6 +138,8 @@ class TuneRequest:
         steps: Number of optimizer steps. Default: each training window is used once, or several times in a short text.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         compute_dtype: Dtype in which losses are measured after the training, as in quantize. Training is in float32.
+        memory: Memory limit of the run, for example 12GB. Hidden states then lie in a file if they must. Default: no limit.
+        device_memory: The same for the memory of a GPU. Default: what is free there.
         overwrite: Replace an existing checkpoint in the folder to write, once the new one is complete.
         trust_remote_code: Run model code that comes with the original model.
         progress: Display that wraps the iterators over steps and layers.
@@ -154,12 +156,15 @@ class TuneRequest:
     steps: int | None = None
     device: str = "auto"
     compute_dtype: ComputeDtype = "auto"
+    memory: str | int | None = None
+    device_memory: str | int | None = None
     overwrite: bool = False
     trust_remote_code: bool = False
     progress: Progress = bar
 
     def check(self) -> RunRecord:
         """Refuse what can be refused without torch, and checkpoints that cannot be tuned; return their run record."""
+        self.limits()  # refused if one is no size
         whole("samples", self.samples, 2)
         whole("seqlen", self.seqlen, 2)
         whole("steps", self.steps, 1)
@@ -173,6 +178,10 @@ class TuneRequest:
         Unfinished(out, overwrite=self.overwrite, sources=(source, *folders_in(self.against)))
         check_room(out, record.folder, joined=0 if record.recipe.files.one_file else record.bytes)
         return record
+
+    def limits(self) -> Limits:
+        """Return the limits of memory."""
+        return Limits.of(self.memory, self.device_memory)
 
 
 def check_recipe(recipe: Recipe, called: str) -> None:

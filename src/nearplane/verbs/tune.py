@@ -40,22 +40,21 @@ from nearplane.record.tuning_record import KL_TOLERANCE, Solved, Tuning
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import recorded_library
+from nearplane.system.memory import release_all
 from nearplane.system.progress import Progress
 from nearplane.tuning.checkpoint import (
     Checkpoint,
-    Room,
     check_model,
-    fits,
     norms_stored,
     samples_to_tune_on,
-    trains_codes,
 )
 from nearplane.tuning.loop import Outcome, TrainingJournal, mean_kl, train
+from nearplane.tuning.memory import Counts, Room, fits, trains_codes
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split, split
 from nearplane.verbs.checkpoint_requests import TuneRequest
-from nearplane.verbs.verify_losses import along_both_networks, remeasured, tuned_norms
+from nearplane.verbs.verify_losses import along_both_networks, remeasured, setting_of, tuned_norms
 
 
 @takes(TuneRequest)
@@ -92,8 +91,9 @@ def tune(request: TuneRequest) -> RunRecord:
     check_tokens_in_file(container, model, windows)
     samples = request.samples or samples_to_tune_on(model, record, request.seqlen)
     cut = split(solved.windows, record, samples=samples, seqlen=request.seqlen, steps=request.steps)
-    codes = sum(layer.out_features * layer.in_features for layer in solved.of_blocks() if trains_codes(layer))
-    room = fits(model, cut, codes, where)
+    setting = setting_of(solved, windows, request.limits())
+    shapes = ((layer, (layer.out_features, layer.in_features)) for layer in solved.of_blocks())
+    room = fits(model, cut, Counts.of(shapes), where, request.limits(), container.folder)
     matrices = solved.matrices(codes=True)
     with container, recorded_library(record.products, where) as products:
         settings = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.steps}
@@ -103,10 +103,12 @@ def tune(request: TuneRequest) -> RunRecord:
             return sealed
         trained = Trained(solved, cut, matrices, solved.vectors(matrices))
         tuning, layers = _tuned(trained, container, room, kept=kept, progress=request.progress)
+        del matrices, trained  # what follows takes as much memory
+        release_all()
         read = Stored(container.folder, unfinished=container.config)
         model.tuned = tuned_norms(read, model, tuning)
         retuned = replace(solved, record=replace(record, layers=layers, tuning=tuning), stored=read)
-        along = along_both_networks(retuned, windows, request.progress, partial(_certified, retuned))
+        along = along_both_networks(retuned, windows, request.progress, partial(_certified, retuned), setting)
         record = replace(
             record,
             layers=tuple(along.layers),

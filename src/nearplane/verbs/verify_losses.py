@@ -14,17 +14,18 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from nearplane.calibration.one_forward import MemorySetting
+from nearplane.calibration.one_forward import MemorySetting, default_batch
 from nearplane.calibration.positions import PositionWeights
 from nearplane.calibration.stages import try_blocks
 from nearplane.calibration.walk import Stage, walk
 from nearplane.calibration.windows import Windows, digest_of
-from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, first_few
+from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError, first_few
 from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.certificate import SolvedMatrix, measured_rows, record_of
 from nearplane.models.model import Model
 from nearplane.planning.forecast import within_limits
+from nearplane.planning.memory_limits import too_small
 from nearplane.planning.plan import moments_of_embeddings
 from nearplane.recipe.schemes import AnyScheme
 from nearplane.record.record import LayerRecord, RunRecord
@@ -39,6 +40,7 @@ from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.settings import split
 from nearplane.verbs.verify_files import Fault
 
+NO_LIMITS = Limits()
 MAX_NAMED = 4  # differing figures that one fault lists
 ROUNDING = 1e-12  # relative, for the entropy, which depends only on integers
 UNMEASURED = {"name", "stored", "seconds", "asked", "bytes", "checksum", "entropy"}  # not measured on data
@@ -120,6 +122,7 @@ def along_both_networks(
     windows: Windows,
     progress: Progress,
     measure: Callable[[Stage, int, LayerRecord], tuple[Tensor | None, Measured]],
+    setting: MemorySetting,
 ) -> Along[Measured]:
     """Pass windows through the original and the quantized network, and return what was measured along both.
 
@@ -129,11 +132,11 @@ def along_both_networks(
         progress: Display that wraps the iterator over layers.
         measure: Function of a layer, by its stage and number, that returns the weights that later layers see (None: the
             original's) and a measurement.
+        setting: What `setting_of` returns.
     """
     model, entries = saved.model, {layer.name: layer for layer in saved.record.layers}
     moments = moments_of_embeddings(model, saved.plan.recipe.scheme, windows.fitted, saved.device)
     positions = {name: PositionWeights.recorded(entry.positions) for name, entry in entries.items() if entry.positions}
-    setting = _setting(saved, windows)
     scales = {} if saved.record.tuning is None else saved.input_scales()  # a tuned network keeps those of its start
     along = Along[Measured]()
     tracked = Tracked(range(len(entries)), "measuring", len(entries), blocks=model.layers_by_block)
@@ -162,14 +165,21 @@ def along_both_networks(
     return along
 
 
-def _setting(saved: Checkpoint, windows: Windows) -> MemorySetting:
-    """Return the memory settings of a walk: on a GPU those of a solve, which takes more."""
+def setting_of(saved: Checkpoint, windows: Windows, limits: Limits = NO_LIMITS) -> MemorySetting:
+    """Return the memory settings of a walk: with a limit or on a GPU those of a solve, which takes more.
+
+    Raises:
+        RecipeError: No setting keeps within the limits.
+    """
     device, batch = saved.device, saved.record.batch
-    if windows.fitted is not None and not device.on_cpu:
+    if windows.fitted is not None and (any(limits) or not device.on_cpu):
         looks = try_blocks(saved.model, windows.fitted, device)
-        planned = within_limits(saved.model, saved.plan, windows, looks, device, Limits(), batch)
+        batch = batch or default_batch(windows.seqlen)  # not reduced, so that figures do not depend on limits
+        planned = within_limits(saved.model, saved.plan, windows, looks, device, limits, batch)
+        if planned is not None and any(limits) and planned.exceeding is not None:
+            raise RecipeError(too_small(planned.exceeding, limits, planned.allowed[planned.exceeding.place]))
         if planned is not None:
-            return planned.bounds[0].setting
+            return replace(planned.bounds[0].setting, folder=None)
     return MemorySetting.usual(windows.seqlen, device, batch)
 
 
@@ -208,7 +218,7 @@ def losses_again(
             faults.append(Fault(layer.name, "weights of inputs that were always 0 are not 0"))
         return matrix.decode(), True
 
-    along = along_both_networks(saved, windows, progress, measure)
+    along = along_both_networks(saved, windows, progress, measure, setting_of(saved, windows))
     if not all(along.layers):
         return False
     kl, scales = saved.record.extra_kl, along.input_scales

@@ -1,6 +1,5 @@
 """The network as a function of what is trained: its divergence and gradient are those of whole networks."""
 
-import math
 from functools import partial
 
 import pytest
@@ -8,8 +7,6 @@ import torch
 from torch.func import functional_call
 
 from families import config_of, random_model
-from nearplane.calibration.states_on_host import StatesOnHost
-from nearplane.errors import RecipeError
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.rounded_inputs import rounded
 from nearplane.lattice.scale import Steps
@@ -17,9 +14,7 @@ from nearplane.loading.dense_network import dense_network
 from nearplane.loading.rounded_layers import round_inputs
 from nearplane.models.model import open_model
 from nearplane.number_formats import INT8_TOKEN, integers
-from nearplane.system.device import Device
-from nearplane.tuning.checkpoint import fits
-from nearplane.tuning.network import TunedNetwork, needed, norms_of
+from nearplane.tuning.network import TunedNetwork, norms_of
 from nearplane.tuning.parameters import TunedMatrix, TunedVector
 from nearplane.tuning.settings import Split
 from nightly import daily
@@ -123,20 +118,6 @@ def test_norms_are_found_by_structure(tmp_path):
     assert {"transformer.ln_f.weight", "transformer.ln_f.bias"} <= set(norms_of(random_model(config_of("gpt2"))))
 
 
-def test_memory_needed_counts_what_is_not_quantized_in_blocks(tmp_path):
-    """Layers that are ignored are held in float32, as experts in one tensor are."""
-    random_model(config_of("llama")).float().save_pretrained(tmp_path)
-    windows = torch.ones(1, 2, dtype=torch.int64)
-    model = open_model(str(tmp_path), ignore=["mlp", "[qkv]_proj"])
-    held = sum(p.numel() for p in model.network.parameters()) - sum(
-        layer.shape[0] * layer.shape[1] for layer in model.layers
-    )
-    assert model.layers
-    for codes in (False, True):
-        needs = needed(model, windows, batch=1, codes=codes)
-        assert 4 * held < needs.streamed < needs.held
-
-
 @pytest.mark.parametrize("hold", daily([False, True], [False]))
 def test_a_gpu_adds_in_a_fixed_order_and_is_waited_for_once_a_step_for_gradients(hold, tmp_path, generator):
     random_model(config_of("llama", num_hidden_layers=2)).float().save_pretrained(tmp_path)
@@ -165,29 +146,3 @@ def test_a_gpu_adds_in_a_fixed_order_and_is_waited_for_once_a_step_for_gradients
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     assert gpu.of("tuning/network.py").synchronizations == 1
     assert gpu.total.synchronizations - gpu.of("lattice/").synchronizations <= 4  # two are transformers' own
-
-
-def test_hidden_states_that_do_not_fit_on_a_gpu_lie_on_its_host(monkeypatch, tmp_path, caplog):
-    random_model(config_of("llama")).float().save_pretrained(tmp_path)
-    model, gpu = open_model(str(tmp_path)), Device(torch.device("cuda"))
-    cut = Split(windows=torch.ones(60, 40, dtype=torch.int64), training=48, batch=6, samples=60, found=60, steps=1)
-    needs = needed(model, cut.windows, batch=6, codes=0)
-    pinned = 22 * needs.pinned  # batches: 10 of each network, and the 2 that are measured
-    assert needs.pinned == 2 ** math.ceil(math.log2(needs.sent / 4))  # as torch rounds up
-    assert pinned > needs.states
-    for free, host, keep in (
-        (needs.streamed + needs.states, 0, list),
-        (needs.streamed + needs.sent, pinned, StatesOnHost),
-        (needs.streamed, pinned, "of memory on cuda, but only"),
-        (needs.streamed + needs.sent, pinned - 1, "of the host's memory for hidden states"),
-    ):
-        monkeypatch.setattr(Device, "free", lambda _, free=free: free)
-        monkeypatch.setattr("nearplane.tuning.checkpoint.free_memory", lambda host=host: host)
-        if isinstance(keep, str):
-            with pytest.raises(RecipeError, match=keep):
-                fits(model, cut, 0, gpu)
-        else:
-            with caplog.at_level("INFO", "nearplane"):
-                assert fits(model, cut, 0, gpu).keep is keep
-            assert ("of the host's for hidden states" in caplog.messages[-1]) == (keep is StatesOnHost)
-            assert caplog.messages[-1].startswith("tuning takes about ")

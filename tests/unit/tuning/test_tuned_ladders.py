@@ -83,7 +83,7 @@ def test_codes_are_pulled_until_they_take_what_they_may(generator, share):
     sizes = []
     for step in range(120):
         leaf.grad = noise * torch.randn(leaf.shape, generator=generator)
-        pressure.press()
+        tuned.press(pressure.next_price())
         optimizer.step()
         if step % 30 == 29:
             sizes.append(pressure.measure())

@@ -1,0 +1,179 @@
+"""Memory of tuning: an upper bound from shapes alone, and what is held, kept aside or computed twice to stay within limits.
+
+    bound = ALLOCATOR_FACTOR * (resident memory at the start + live bytes)
+
+Live are codes of one byte each, and of trained codes their position and the best ones so far; steps with their gradients and
+averages; embeddings, head and unquantized tensors in float32; one block with its gradients; logits; and hidden states.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from nearplane.calibration.states_on_disk import Keep, StatesOnDisk
+from nearplane.calibration.states_on_host import StatesOnHost, pinned_bytes
+from nearplane.errors import RecipeError
+from nearplane.models.model import Model
+from nearplane.recipe.layer_plan import LayerPlan
+from nearplane.record.record import LayerRecord
+from nearplane.system.device import Device
+from nearplane.system.memory import free_memory, release_all, resident
+from nearplane.system.sizes import RESERVE, Limits, size_text
+from nearplane.tuning.network import MAX_LOGITS
+from nearplane.tuning.settings import CODE_BITS, Split
+
+log = logging.getLogger("nearplane")
+
+NO_LIMITS = Limits()
+ALLOCATOR_FACTOR = 1.15  # for memory that allocators keep between live tensors, and for buffers of libraries
+ACTIVATIONS = 40  # numbers kept of a block for the backward pass, relative to its hidden states
+CODE_BYTES, TRAINED_BYTES = (
+    2,
+    6,
+)  # of a code that is not trained, and of one that is: itself, its position, the best one
+STEP_BYTES = 32  # of a step: as read, with its zero, exact and as stored, its gradient, two averages and the best one
+BLOCK_BYTES = 28  # of a weight in the block that is trained: values, their factors, gradients of values and of codes
+LOGIT_BYTES = 16  # of a logit: of both networks, probabilities, and gradients
+
+
+def trains_codes(layer: LayerRecord | LayerPlan) -> bool:
+    """Return whether the codes of a layer are trained: entropy-coded codes, codes of few bits, and four-bit floats."""
+    format = layer.number_format
+    return format.bits <= CODE_BITS or (format.levels is not None and format.bits == 4)
+
+
+class Counts(NamedTuple):
+    """Numbers of trained codes and of trained steps."""
+
+    codes: int
+    steps: int
+
+    @classmethod
+    def of(cls, layers: Iterable[tuple[LayerRecord | LayerPlan, tuple[int, int]]]) -> Counts:
+        """Count those of layers, each with the shape (out, in) of its matrix."""
+        codes = steps = 0
+        for layer, (out, columns) in layers:
+            codes += out * columns * trains_codes(layer)
+            steps += out * layer.number_format.groups(columns) if layer.number_format.bits else 0
+        return cls(codes, steps)
+
+
+class Needed(NamedTuple):
+    """Estimates of tuning's memory in bytes.
+
+    Args:
+        streamed: With streamed blocks, without `states`.
+        held: With all blocks held, see `TunedNetwork`, without `states`.
+        states: Hidden states of all windows in both networks.
+        pinned: Hidden states of one batch in one network, in pinned memory of a GPU's host.
+        sent: Hidden states on the device while the others lie on its host or on disk.
+    """
+
+    streamed: int
+    held: int
+    states: int
+    pinned: int
+    sent: int
+
+
+class Room(NamedTuple):
+    """Arguments of `TunedNetwork` that depend on memory."""
+
+    hold: bool
+    keep: Keep
+
+
+def needed(model: Model, windows: Tensor, *, batch: int, trained: Counts) -> Needed:
+    """Return estimates of tuning's memory.
+
+    Args:
+        model: The original model.
+        windows: (windows, seqlen) tokens.
+        batch: Windows per batch.
+        trained: Numbers of trained codes and steps.
+    """
+    sizes = [sum(math.prod(layer.shape) for layer in block.layers) for block in model.blocks]
+    inside = sum(p.numel() for block in model.blocks for p in block.empty.parameters())
+    ends = sum(p.numel() for p in model.network.parameters()) - inside
+    vocabulary, dim = model.network.get_input_embeddings().weight.shape
+    logits = min(MAX_LOGITS, batch * windows.shape[1] * vocabulary)
+    small = 4 * (ends + inside - sum(sizes))  # including unquantized tensors of blocks
+    codes = CODE_BYTES * (sum(sizes) - trained.codes) + TRAINED_BYTES * trained.codes
+    state = 4 * batch * windows.shape[1] * dim
+    base = codes + STEP_BYTES * trained.steps + small + LOGIT_BYTES * logits + state * len(sizes)
+    return Needed(
+        streamed=base + BLOCK_BYTES * max(sizes) + state * ACTIVATIONS,
+        held=base + BLOCK_BYTES * sum(sizes) + state * ACTIVATIONS * len(sizes),
+        states=8 * windows.numel() * dim,
+        pinned=pinned_bytes(state),
+        sent=4 * state,
+    )
+
+
+def fits(
+    model: Model, cut: Split, trained: Counts, device: Device, limits: Limits = NO_LIMITS, folder: Path | None = None
+) -> Room:
+    """Return what to hold in memory in training, and log how much that takes.
+
+    Where hidden states do not fit, those of a GPU lie on its host, and those of the CPU in a file.
+
+    Args:
+        model, cut, trained, device: Model, windows, numbers of what is trained, and device.
+        limits: Limits of --memory and --device-memory.
+        folder: Folder for hidden states on disk; None: the system's for temporary files.
+
+    Raises:
+        RecipeError: Memory does not even suffice to stream the blocks.
+    """
+    release_all()
+    needs, at_start = needed(model, cut.windows, batch=cut.batch, trained=trained), resident() or 0
+    limit, option = (limits.host, "--memory") if device.on_cpu else (limits.device, "--device-memory")
+    beside = at_start if device.on_cpu else 0
+
+    def bound(live: int) -> int:
+        return round(ALLOCATOR_FACTOR * (beside + live))
+
+    free = device.free()
+    allowed = None if free is None else beside + free
+    if limit is not None:
+        allowed = limit if allowed is None else min(limit, allowed)
+    if allowed is None:
+        return Room(hold=False, keep=list)
+    hold = limit is None and 2 * (needs.held + needs.states) <= allowed - beside
+    aside = not hold and bound(needs.streamed + needs.states) > allowed
+    size = bound((needs.held if hold else needs.streamed) + (needs.sent if aside else needs.states))
+    if size > allowed:
+        raise RecipeError(_too_small(size, allowed, limit, option, device))
+    if not aside or device.on_cpu:
+        _say(size, device, "; hidden states lie in a file" if aside else "")
+        return Room(hold=hold, keep=partial(StatesOnDisk, folder) if aside else list)
+    # all windows in both networks, and the held-out ones once more while they are measured
+    pinned, on_host = needs.pinned * (3 * len(cut.windows) - cut.training) // cut.batch, free_memory()
+    if limits.host is not None or (on_host is not None and pinned > on_host):
+        left = min(
+            each for each in (on_host, None if limits.host is None else limits.host - at_start) if each is not None
+        )
+        if pinned > left:
+            _say(size, device, "; hidden states lie in a file")
+            return Room(hold=False, keep=partial(StatesOnDisk, folder))
+    _say(size, device, f" and {size_text(pinned)} of the host's for hidden states")
+    return Room(hold=False, keep=StatesOnHost)
+
+
+def _say(size: int, device: Device, more: str) -> None:
+    log.info("tuning takes at most %s of memory on %s%s", size_text(size), device, more)
+
+
+def _too_small(size: int, allowed: int, limit: int | None, option: str, device: Device) -> str:
+    needs = f"tuning needs at most {size_text(size)} of memory on {device}"
+    if limit is not None and limit <= allowed:
+        enough = f"{math.ceil(RESERVE * size / 1e7) / 100:.2f}GB"
+        return f"{option} {size_text(limit)} is too small: {needs}. Use {option} {enough}."
+    return f"{size_text(allowed)} of memory are free on {device}, which is too little: {needs}. End other programs that use it."
