@@ -32,8 +32,15 @@ class CodeSteps:
         self._counts = [0] * len(leaves)
         self._rows = [leaf.new_zeros(len(leaf)) for leaf in leaves]
         self._columns = [leaf.new_zeros(leaf.shape[1]) for leaf in leaves]
-        for number, leaf in enumerate(leaves):
+        self._hooks = [
             leaf.register_post_accumulate_grad_hook(lambda _, number=number: self._step(number))
+            for number, leaf in enumerate(leaves)
+        ]
+
+    def close(self) -> None:
+        """Step no more; without this the leaves stay in memory, as their hooks refer to them."""
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.no_grad()
     def _step(self, number: int) -> None:

@@ -16,7 +16,8 @@ from nearplane.lattice.octaves import LIMITS, OctaveGrid
 from nearplane.lattice.scale import stored
 from nearplane.lattice.shared_grid import SharedFit, SharedGrid
 from nearplane.lattice.superblock import SuperGrid, rounded
-from nearplane.tuning.parameters import TunedLayer, through
+from nearplane.tuning.parameters import TunedLayer
+from nearplane.tuning.straight import decoded, through
 
 NAMES = {SharedGrid: "block", SuperGrid: "d", Grid: "scale"}  # parts of grids that hold the trained steps
 UNIT = 1 / 6  # of `v` in codes: a third loses, a fifteenth hardly moves a code (docs/log.md)
@@ -43,23 +44,19 @@ class TunedLevels(TunedLayer):
         self._names = (next(name for kind, name in NAMES.items() if isinstance(grid, kind)),)
         self._levels = grid.levels.to(device, grid.scale.dtype)
         gaps = self._levels.diff()
-        self._gaps = (torch.cat([gaps[:1], gaps]) + torch.cat([gaps, gaps[-1:]])) / 2  # around every level
         limits = 0, len(self._levels) - 1
         out, steps = self._steps(grid).shape
         numbers = torch.zeros(out // rows, steps, device=device)
         super().__init__(matrix, numbers, 1.0 / len(self._levels), limits=limits, step=UNIT, codes=codes)
+        around = (torch.cat([gaps[:1], gaps]) + torch.cat([gaps, gaps[-1:]])) / 2  # every level
+        self._table |= {"levels": self._levels, "gaps": around}
 
     def values(self) -> Tensor:
         """Return (out, in) `step * level[code]`, exactly as the file will decode."""
-        codes = self._rounded_codes()
-        places = codes.detach().long()
-        position = self._levels[places]
-        if self._v is not None:
-            position = through(position, self._gaps[places] * codes)
         steps = self._rounded_steps()
         if isinstance(self._grid, SuperGrid):
             steps = steps.repeat_interleave(self._grid.sc.shape[1] // steps.shape[1], 1) * self._grid.sc
-        return steps[:, self._grid.group] * position
+        return decoded(self._v, steps, self._means())
 
     def _positions(self, W: Tensor) -> Tensor:
         position = (W / self._grid.scale[:, self._grid.group]).clamp_(float(self._levels[0]), float(self._levels[-1]))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -144,6 +145,15 @@ def train(
         run.begin()
     else:
         run.restore(before)
+    with closing(run):
+        _steps(run, cut, training, kept, progress)
+    for each, state in zip(tuned, run.states, strict=True):
+        each.restore(state)
+    return Outcome(curve=tuple(run.curve), kept=run.best, steps=run.done)
+
+
+def _steps(run: _Run, cut: Split, training: Sequence[int], kept: TrainingJournal | None, progress: Progress) -> None:
+    """Take all steps that are left, and measure on the way."""
     total = cut.steps
     looks = {round(total * (look + 1) / cut.looks) for look in range(cut.looks)}
     for step in progress(Tracked(range(1, total + 1), "tuning", total, there=run.done), "tuning", total):
@@ -160,9 +170,6 @@ def train(
             run.look()
         if kept is not None:
             kept.passed(run.standing, done=step == total)
-    for each, state in zip(tuned, run.states, strict=True):
-        each.restore(state)
-    return Outcome(curve=tuple(run.curve), kept=run.best, steps=run.done)
 
 
 class _Run:
@@ -208,6 +215,10 @@ class _Run:
         self.done, self.best = 0, 0
         self.curve: list[Point] = []
         self.states: list[dict[str, Any]] = []
+
+    def close(self) -> None:
+        """Step no more."""
+        self._codes.close()
 
     def begin(self) -> None:
         """Measure the start."""

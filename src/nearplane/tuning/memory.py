@@ -26,7 +26,7 @@ from nearplane.record.record import LayerRecord
 from nearplane.system.device import Device
 from nearplane.system.memory import free_memory, release_all, resident
 from nearplane.system.sizes import RESERVE, Limits, size_text
-from nearplane.tuning.network import MAX_LOGITS
+from nearplane.tuning.network import tokens_at_once
 from nearplane.tuning.settings import CODE_BITS, Split
 
 log = logging.getLogger("nearplane")
@@ -39,8 +39,8 @@ CODE_BYTES, TRAINED_BYTES = (
     6,
 )  # of a code that is not trained, and of one that is: itself, its position, the best one
 STEP_BYTES = 32  # of a step: as read, with its zero, exact and as stored, its gradient, two averages and the best one
-BLOCK_BYTES = 28  # of a weight in the block that is trained: values, their factors, gradients of values and of codes
-LOGIT_BYTES = 16  # of a logit: of both networks, probabilities, and gradients
+BLOCK_BYTES = 20  # of a weight in the block that is trained: its value, rounded code, both gradients, and temporaries
+LOGIT_BYTES = 24  # of a logit: of both networks, probabilities, differences and gradients
 
 
 def trains_codes(layer: LayerRecord | LayerPlan) -> bool:
@@ -103,7 +103,7 @@ def needed(model: Model, windows: Tensor, *, batch: int, trained: Counts) -> Nee
     inside = sum(p.numel() for block in model.blocks for p in block.empty.parameters())
     ends = sum(p.numel() for p in model.network.parameters()) - inside
     vocabulary, dim = model.network.get_input_embeddings().weight.shape
-    logits = min(MAX_LOGITS, batch * windows.shape[1] * vocabulary)
+    logits = min(tokens_at_once(model), batch * windows.shape[1]) * vocabulary
     small = 4 * (ends + inside - sum(sizes))  # including unquantized tensors of blocks
     codes = CODE_BYTES * (sum(sizes) - trained.codes) + TRAINED_BYTES * trained.codes
     state = 4 * batch * windows.shape[1] * dim

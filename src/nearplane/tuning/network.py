@@ -27,10 +27,11 @@ from nearplane.models.experts import make_observable, parameter_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 from nearplane.system.device import repeatable_backward
-from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector, through
+from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split
+from nearplane.tuning.straight import through
 
-MAX_LOGITS = 2**24  # logits in memory at a time, unless a single window has more
+MAX_LOGITS = 2**23  # logits in memory at a time, unless a single token has more
 
 
 class TunedNetwork:
@@ -122,16 +123,15 @@ class TunedNetwork:
             passes.append(_Pass(self, block, batch, hidden, hold=self._hold))
             hidden = passes[-1].forward()
         predicted = self._tokens[batch][:, 1:].numel()
-        after, parts, original = _Leaves(self._values_after()), [], self._original[batch]
+        after, original, gradient = _Leaves(self._values_after()), self._original[batch], torch.zeros_like(hidden)
         for part in self._parts(batch):
             with torch.no_grad():
                 expected = self._predicted(batch, part, original[part])
             leaf = hidden.detach()[part].requires_grad_()
             log_probs = self._predicted(batch, part, leaf, after.leaves)
             kl = (expected.exp() * (expected - log_probs)).sum() / predicted
-            parts.append(after.back(kl, leaf))
+            gradient[part] = after.back(kl, leaf)
             total += divergence(expected, log_probs.detach())
-        gradient = torch.cat(parts)
         after.end()
         finite = {"the head": torch.isfinite(gradient).all()}
         while passes:
@@ -158,17 +158,26 @@ class TunedNetwork:
         """Return norms after the last block, and quantized embeddings and head."""
         return {name: each.values() for name, each in self._after.items()} | self._ends
 
-    def _parts(self, batch: int) -> list[slice]:
-        """Return slices of a batch's windows whose logits are in memory together."""
-        windows, seqlen = self._tokens[batch].shape
-        most = max(1, MAX_LOGITS // (seqlen * self._model.network.get_input_embeddings().weight.shape[0]))
-        return [slice(start, start + most) for start in range(0, windows, most)]
+    def _parts(self, batch: int) -> Iterator[tuple[slice, slice]]:
+        """Yield parts of a batch whose logits are in memory together: its windows, and positions but the last, in slices."""
+        windows, predicting = self._tokens[batch].shape[0], self._tokens[batch].shape[1] - 1
+        most = tokens_at_once(self._model)
+        across, along = max(1, most // predicting), min(most, predicting)
+        for window in range(0, windows, across):
+            for start in range(0, predicting, along):
+                yield slice(window, window + across), slice(start, min(start + along, predicting))
 
-    def _predicted(self, batch: int, part: slice, hidden: Tensor, given: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return (windows, seqlen - 1, vocabulary) log-probabilities, float32."""
+    def _predicted(
+        self, batch: int, part: tuple[slice, slice], hidden: Tensor, given: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """Return (windows, positions, vocabulary) log-probabilities of a part, float32."""
         assert self._logits is not None, "only within `with network.ready()`"
-        logits = self._logits(self._tokens[batch][part], hidden, given)
-        return logits[:, :-1].float().log_softmax(-1)
+        return self._logits(self._tokens[batch][part], hidden, given).float().log_softmax(-1)
+
+
+def tokens_at_once(model: Model) -> int:
+    """Return the number of tokens whose logits are in memory together."""
+    return max(1, MAX_LOGITS // int(model.network.get_input_embeddings().weight.shape[0]))
 
 
 class _Block:

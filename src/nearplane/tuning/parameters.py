@@ -36,6 +36,7 @@ from nearplane.lattice.grid import Grid, QuantizedMatrix
 from nearplane.lattice.product_grid import ProductGrid
 from nearplane.lattice.scale import stored
 from nearplane.lattice.superblock import SuperGrid, rounded
+from nearplane.tuning.straight import Codes, decoded, through
 
 LEAN_FRACTION, MAX_LEAN = 0.5, 0.4  # start of `v` towards the original weight: part of the way, and maximum in steps
 CODE_UNIT = 0.25  # maximum unit of `v` in steps, which matters at low rates
@@ -53,7 +54,7 @@ class TunedLayer(ABC):
         matrix: The matrix as read from a file.
         numbers: Trained numbers of the grid, zeros at the start.
         unit: Relative error of the weights, 2^-bits.
-        limits: Lowest and highest code; None: no limits.
+        limits: Lowest and highest code.
         step: Unit of `v` in steps; None: `unit`.
         codes: Whether codes are trained too; see `lean`.
     """
@@ -68,12 +69,13 @@ class TunedLayer(ABC):
         numbers: Tensor,
         unit: float,
         *,
-        limits: tuple[int, int] | None = None,
+        limits: tuple[int, int] = (0, 0),
         step: float | None = None,
         codes: bool = False,
     ) -> None:
         self._grid, self.unit, self._step = matrix.grid, unit, step or unit
-        self._limits, self._low = limits, limits[0] if limits is not None else 0
+        self._limits, self._low = limits, limits[0]
+        self._table: dict[str, Any] = {}  # fields of `Codes` that say what codes mean
         self._codes = self._short(matrix.codes - self._low)
         self._s = numbers.requires_grad_()
         self._v = torch.zeros(matrix.codes.shape, device=numbers.device, requires_grad=True) if codes else None
@@ -112,12 +114,12 @@ class TunedLayer(ABC):
 
     def matrix(self) -> QuantizedMatrix:
         """Return codes and grid as the file will hold them."""
-        return QuantizedMatrix(codes=self._rounded_codes().detach().to(torch.int32), grid=self._rounded_grid())
+        return QuantizedMatrix(codes=self._rounded_codes().to(torch.int32) + self._low, grid=self._rounded_grid())
 
     def state(self) -> dict[str, Any]:
         """Return copies of the grid's numbers, and of codes if they are trained, as the file would hold them."""
         state = self._numbers(self._rounded_grid())
-        return state if self._v is None else state | {"codes": self._short(self._rounded_codes().detach() - self._low)}
+        return state if self._v is None else state | {"codes": self._rounded_codes()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Set `values` to a state; the state does not suffice to resume training."""
@@ -139,16 +141,14 @@ class TunedLayer(ABC):
         """Return codes minus the lowest code, one byte each."""
         return codes.to(torch.uint8)
 
+    @torch.no_grad()
     def _rounded_codes(self) -> Tensor:
-        """Return (out, in) float32 codes within the limits of the grid."""
-        codes = self._codes.float() + self._low
-        if self._v is None:
-            return codes
-        position = codes + self._step * self._v
-        rounded = position.detach().round()
-        if self._limits is not None:
-            rounded.clamp_(*self._limits)
-        return through(rounded, position)
+        """Return (out, in) codes minus the lowest code, in short integers."""
+        return self._means().rounded(self._v)
+
+    def _means(self) -> Codes:
+        """Return the codes and what they mean."""
+        return Codes(self._codes, *self._limits, self._step, **self._table)
 
 
 class TunedMatrix(TunedLayer):
@@ -179,12 +179,12 @@ class TunedMatrix(TunedLayer):
         self._storage = storage
         numbers = torch.zeros(len(matrix.codes), groups, device=grid.scale.device)
         super().__init__(matrix, numbers, 1.0 / (high - low + 1), limits=(low, high), codes=codes)
+        if bool(grid.zero.any()):
+            self._table["zero"] = grid.zero
 
     def values(self) -> Tensor:
         """Return (out, in) `step * (code - zero)`, exactly as the file will decode."""
-        out, groups = self._s.shape
-        position = self._rounded_codes() - self._grid.zero.repeat_interleave(self._codes.shape[1] // groups, 1)
-        return (position.view(out, groups, -1) * self._rounded_steps()[:, :, None]).view(out, -1)
+        return decoded(self._v, self._rounded_steps(), self._means())
 
     def _positions(self, W: Tensor) -> Tensor:
         return W / self._grid.scale[:, self._grid.group] + self._grid.zero[:, self._grid.group]
@@ -223,11 +223,12 @@ class TunedBlocks(TunedLayer):
         d, dmin = self._rounded_steps()
         out, groups = self._grid.sc.shape
         each = groups // d.shape[1]
-        steps = d.repeat_interleave(each, 1) * self._grid.sc
-        values = self._rounded_codes().view(out, groups, -1) * steps[:, :, None]
-        if dmin is not None and self._grid.m is not None:
-            values = values - (dmin.repeat_interleave(each, 1) * self._grid.m)[:, :, None]
-        return values.view(out, -1)
+        values = decoded(self._v, d.repeat_interleave(each, 1) * self._grid.sc, self._means())
+        if dmin is None or self._grid.m is None:
+            return values
+        return (values.view(out, groups, -1) - (dmin.repeat_interleave(each, 1) * self._grid.m)[:, :, None]).view(
+            out, -1
+        )
 
     def _positions(self, W: Tensor) -> Tensor:
         scale, zero = self._grid.columns(slice(None))
@@ -276,7 +277,16 @@ class TunedLadders(TunedLayer):
         grid = self._rounded_grid()
         column = grid.column_scale()
         column = through(column, column * (self.unit * (self._s - self._s.detach())).exp())
-        return self._rounded_codes() * grid.row_scale()[:, None] * column
+        position = self._position()
+        return through(position.detach().round(), position) * grid.row_scale()[:, None] * column
+
+    def _position(self) -> Tensor:
+        """Return (out, in) codes as trained, not rounded."""
+        return self._codes.float() if self._v is None else self._codes + self._step * self._v
+
+    @torch.no_grad()
+    def _rounded_codes(self) -> Tensor:
+        return self._short(self._position().round())
 
     @torch.no_grad()
     def press(self, price: float) -> None:
@@ -288,7 +298,7 @@ class TunedLadders(TunedLayer):
     @torch.no_grad()
     def bits(self) -> float:
         """Return an estimate of the bits of the codes, up to a constant."""
-        return float((self._rounded_codes().abs().sum(0) * self._price).sum())
+        return float((self._position().round_().abs_().sum(0) * self._price).sum())
 
     def _positions(self, W: Tensor) -> Tensor:
         return W / self._grid.row_scale()[:, None] / self._grid.column_scale()
@@ -398,8 +408,3 @@ class TunedVector:
 
 Tuned = TunedLayer | TunedVector
 """A tensor of the network as a function of its trained tensors."""
-
-
-def through(rounded: Tensor, exact: Tensor) -> Tensor:
-    """Return exactly `rounded`, with the gradient of `exact`."""
-    return rounded + (exact - exact.detach())
