@@ -39,7 +39,7 @@ of its own says so. `-` means not measured.
 
 - *nearest* is nearplane with `--solver round-to-nearest`, *solved* is nearplane by its defaults, *tuned* is `tune` on
   the calibration's own tokens after that. Where *tuned / solved* is 1.000, no trained state was better on the windows
-  that tuning holds out, and the solved one was kept. `tune` does not train 8-bit floats.
+  that tuning holds out, and the solved one was kept. 8-bit floats are not tuned here.
 - *llm-compressor* is its GPTQ in the same format with the better of two observers, `memoryless_minmax` and one that
   searches (`nvfp4_expanded_mse` for NVFP4, else `memoryless_mse`). It runs on the CPU.
 - *mlx_lm* is `mlx_lm.convert`, *mlx_lm, gptq* its GPTQ, which has 2, 4 and 8 bits. mlx2 to mlx8 are 2 to 8 bits in

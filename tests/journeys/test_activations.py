@@ -132,6 +132,8 @@ def test_layers_that_share_an_input_have_one_global_scale_and_verify_finds_anoth
         save_file(tensors | changed, file, {"format": "pt"})
     faults = [f.what for f in nearplane.verify(out, against=model, calibration=tokens).faults]
     assert any("the global scale of its inputs is" in what for what in faults)
+    (fault,) = (f for f in nearplane.verify(out).faults if "vLLM takes one for both" in f.what)
+    assert fault.where in ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate_proj")
 
 
 @pytest.mark.nightly

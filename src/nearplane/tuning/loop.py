@@ -249,7 +249,9 @@ class _Run:
         size, best = self._size(), next(point.held_out for point in self.curve if point.step == self.best)
         self.curve.append(Point(step=self.done, training=training, held_out=held_out, bytes=size))
         if held_out < best and (self._pressure is None or size is None or size <= self._pressure.most):
-            self.best, self.states = self.done, [each.state() for each in self._tuned]
+            self.best = self.done
+            for number, each in enumerate(self._tuned):  # one after the other, as each replaces one that is as large
+                self.states[number] = each.state()
 
     def standing(self) -> dict[str, Any]:
         """Return the complete state of training: numbers, and tensors in dicts and lists."""

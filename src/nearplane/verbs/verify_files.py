@@ -147,7 +147,7 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
         if copy.is_file() and copy.read_bytes() != text.encode():
             yield Fault(name, f"it differs from the quantization_config in {CONFIG}")
     stored_names = dict.fromkeys(stored.names())
-    divisors, said = dict[str, float](), set[str]()
+    divisors, of_inputs, said = dict[str, float](), dict[str, float](), set[str]()
     for name in stored_names:
         if name not in known:
             yield Fault(name, f"{RECORD} does not list this quantized layer")
@@ -158,7 +158,7 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
         try:
             tensors = stored.tensors(layer.stored)
             matrix = stored.matrix(layer.stored, tensors)
-            inputs = stored.layers.inputs_of(stored.config, layer.stored)
+            inputs, scale = stored.inputs(layer.stored) or (None, None)
         except (FormatError, ModelError) as error:
             if str(error) not in said:  # of the config, and so of every layer
                 yield Fault(layer.name, str(error))
@@ -178,13 +178,17 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
             yield Fault(layer.name, f"its tensors have {summary.bytes:,} bytes, the record has {layer.bytes:,}")
         if isinstance(matrix.grid, SharedGrid):
             divisors[layer.name] = matrix.grid.divisor
+        if scale is not None:
+            of_inputs[layer.name] = scale
         faults = list(_of_the_grid(matrix, layer))
         yield from (Fault(layer.name, what) for what in faults)
         if not faults:
             sound.add(layer.name)
-    for name, first in apart(divisors):
-        what = f"its global scale is {divisors[name]:g}, but that of {first} is {divisors[first]:g}; vLLM takes one for both"
-        yield Fault(name, what)
+    for called, scales in (("its global scale", divisors), ("the global scale of its inputs", of_inputs)):
+        for name, first in apart(scales):
+            yield Fault(
+                name, f"{called} is {scales[name]:g}, but {scales[first]:g} of {first}; vLLM takes one for both"
+            )
 
 
 def _of_the_grid(matrix: QuantizedMatrix, layer: LayerRecord) -> Iterator[str]:
