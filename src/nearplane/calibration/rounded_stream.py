@@ -17,7 +17,7 @@ from nearplane.lattice.shared_grid import divisor_of
 from nearplane.models.layers import Layer
 from nearplane.number_formats import E2M1, InputRounding
 
-HEADROOM = 4.0  # a power of two changes no step within the range; docs/results/formats.md compares others
+HEADROOM = 4.0  # a power of two changes no step within the range; docs/results/tuning.md compares others
 
 
 class RoundedStream:
