@@ -31,8 +31,12 @@ def rows_of(file: Path) -> list[dict]:
 
 def texts_of(subject: Subject, calibration: int, samples: int) -> Tensor:
     """Return (MORE * samples, seqlen) windows, of which the first are those of the calibration."""
-    parts = -(-MORE * samples // subject.samples)
-    return torch.cat([subject.calibration(calibration * MORE + part) for part in range(parts)])[: MORE * samples]
+    times = -(-MORE * samples // subject.samples)
+    if (calibration + 1) * times > subject.calibrations:
+        raise SystemExit(
+            f"{subject.name}: the text has no calibration {calibration} that shares no window with another"
+        )
+    return subject.calibration(calibration * times, times)[: MORE * samples]
 
 
 def measured(subject: Subject, grid: str, calibration: int, samples: int, held_out: int) -> dict:

@@ -27,7 +27,7 @@ from nearplane.record.report.page import render
 from nearplane.system.device import Device
 from nearplane.system.paths import CARD, RECORD
 from nearplane.system.safetensors_files import INDEX
-from nearplane.tuning.memory import ALLOCATOR_FACTOR, Counts, needed
+from nearplane.tuning.memory import ALLOCATOR_FACTOR, CODE_BYTES, STEP_BYTES, needed
 from nearplane.verbs.verify import verify
 from nightly import daily
 
@@ -466,7 +466,9 @@ def test_entropy_coded_layers_take_no_more_than_was_asked(tuned_of, way):
 def test_what_does_not_fit_in_memory_is_refused(tuned_of, text, tmp_path, monkeypatch):
     solved, _, original = tuned_of("compressed-tensors")
     monkeypatch.setattr(Device, "free", lambda device: 10**5)
-    with pytest.raises(RecipeError, match=r"of memory are free on cpu, which is too little: tuning needs at most"):
+    with pytest.raises(
+        RecipeError, match=r"of memory on cpu are free or this program's, which is too little: tuning needs up to"
+    ):
         nearplane.tune(solved, tmp_path / "new", against=original, calibration=text, device="cpu")
 
 
@@ -480,7 +482,9 @@ def test_what_cannot_be_tuned_is_refused_before_the_solve(model_of, tmp_path, mo
     with pytest.raises(CalibrationError, match="needs at least 2, one of them held out"):
         nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=tokens, **words)
     monkeypatch.setattr(Device, "free", lambda device: 10**5)
-    with pytest.raises(RecipeError, match=r"of memory are free on cpu, which is too little: tuning needs at most"):
+    with pytest.raises(
+        RecipeError, match=r"of memory on cpu are free or this program's, which is too little: tuning needs up to"
+    ):
         nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=str(text), **TEXT, **words)
     assert not list(tmp_path.iterdir())
 
@@ -499,8 +503,8 @@ def test_layers_whose_codes_may_come_to_be_trained_count_before_the_solve(model_
     original, words = model_of("llama"), dict(group_size=16, device="cpu", tune="network", progress=solves)
     model = nearplane.models.model.open_model(original)
     tokens = nearplane.calibration.texts.read_windows(model.tokenizer(), text, samples=400, seqlen=40)
-    steps = sum(layer.shape[0] * layer.shape[1] // 16 for layer in model.layers)
-    needs = needed(model, tokens, batch=6, trained=Counts(0, steps))
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in model.layers)
+    needs = needed(model, tokens, batch=6, trained=CODE_BYTES * weights + STEP_BYTES * weights // 16)
     monkeypatch.setattr("nearplane.tuning.memory.resident", lambda: 0)
     monkeypatch.setattr(Device, "free", lambda device: int(ALLOCATOR_FACTOR * (needs.streamed + needs.sent)) + 1)
     for asked, error in (

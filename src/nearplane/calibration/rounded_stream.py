@@ -17,7 +17,7 @@ from nearplane.lattice.shared_grid import divisor_of
 from nearplane.models.layers import Layer
 from nearplane.number_formats import E2M1, InputRounding
 
-HEADROOM = 4.0  # a power of two changes no step within the range; docs/results/tuning.md compares others
+HEADROOM = 4.0  # a power of two changes no step within the range of E4M3; docs/results/tuning.md compares others
 
 
 class RoundedStream:
@@ -32,9 +32,7 @@ class RoundedStream:
         scales: {layer name: global scale of its inputs}, as far as they are known or measured; empty if they have none.
     """
 
-    def __init__(
-        self, how: Callable[[str], InputRounding | None], known: Mapping[str, float], headroom: float = HEADROOM
-    ) -> None:
+    def __init__(self, how: Callable[[str], InputRounding | None], known: Mapping[str, float], headroom: float) -> None:
         self.how, self._known, self._headroom, self.scales = cache(how), known, headroom, dict(known)
 
     def rounded(self, name: str, x: Tensor) -> Tensor:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from nearplane.calibration.one_forward import MemorySetting
 from nearplane.planning.memory_bound import Bound, Place, Shapes, waits
-from nearplane.system.sizes import RESERVE, Limits, size_text
+from nearplane.system.sizes import Limits, enough, size_text
 
 
 def choose(
@@ -52,8 +51,7 @@ def too_small(exceeding: Bound, limits: Limits, allowed: float) -> str:
     option, given = ("--memory", limits.host) if place == "host" else ("--device-memory", limits.device)
     needs = f"the most economical settings need {size_text(exceeding.bytes)} (while {exceeding.while_})"
     if given is not None and given <= allowed:
-        enough = f"{math.ceil(RESERVE * exceeding.bytes / 1e7) / 100:.2f}GB"
-        return f"{option} {size_text(given)} is too small: {needs}. Use {option} {enough} or fewer --samples."
+        return f"{option} {size_text(given)} is too small: {needs}. Use {option} {enough(exceeding.bytes)} or fewer --samples."
     where = f"on {device}" if place == "device" else "on the host"
     other = " or --device cpu" if place == "device" else ""
     return (

@@ -118,6 +118,17 @@ class Device:
             stored = dtype_name(dtype)
             log.warning("--compute-dtype %s rounds the model's weights, which are in %s", self.asked_dtype, stored)
 
+    def check_limit(self, device_memory: str | int | None) -> None:
+        """Refuse --device-memory where no GPU computes.
+
+        Raises:
+            RecipeError: It is given, and the CPU computes.
+        """
+        if self.on_cpu and device_memory is not None:
+            raise RecipeError(
+                f"--device-memory limits the memory on a GPU, but this run computes on {self}. Use --memory."
+            )
+
     def free(self) -> int | None:
         """Return the bytes that this process can still allocate on the device, or None if they are unknown."""
         if self.on_cpu:

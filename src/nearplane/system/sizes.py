@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,11 @@ SIZE_UNITS = ("bytes", "KB", "MB", "GB", "TB")  # each is 1000 times the one bef
 
 
 RESERVE = 1.05  # factor of a recommended limit of memory, because resident memory at the start differs between runs
+
+
+def enough(size: int) -> str:
+    """Return a limit of memory that suffices for so many bytes, as the options take it."""
+    return f"{math.ceil(RESERVE * size / 1e7) / 100:.2f}GB"
 
 
 class Limits(NamedTuple):
@@ -35,6 +41,9 @@ class Limits(NamedTuple):
     def options(self) -> list[str]:
         """Return the options that are given."""
         return [name for name, limit in zip(("--memory", "--device-memory"), self, strict=True) if limit is not None]
+
+
+NO_LIMITS = Limits()
 
 
 def bytes_in(text: str, called: str = "size") -> int:

@@ -5,7 +5,6 @@ Used by `tune` and `verify`. Also refuses what cannot be tuned before work start
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +30,9 @@ from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.device import Device
+from nearplane.system.sizes import Limits
 from nearplane.tuning.levels import TunedLevels
-from nearplane.tuning.memory import Counts, fits, trains_codes
+from nearplane.tuning.memory import bytes_of, fits, trains_codes
 from nearplane.tuning.network import norms_of
 from nearplane.tuning.parameters import TunedBlocks, TunedLadders, TunedLayer, TunedMatrix, TunedVector
 from nearplane.tuning.settings import SAMPLES_FACTOR, split
@@ -184,7 +184,9 @@ def check_layers(model: Model, called: str) -> None:
         )
 
 
-def check_tunable(model: Model, plan: Plan, given: Given | None, record: RunRecord, device: Device) -> None:
+def check_tunable(
+    model: Model, plan: Plan, given: Given | None, record: RunRecord, device: Device, limits: Limits
+) -> None:
     """Refuse before a solve what `tune` would refuse after it.
 
     Args:
@@ -192,20 +194,19 @@ def check_tunable(model: Model, plan: Plan, given: Given | None, record: RunReco
         plan, given: Plan of the run and texts or tokens from Python, which name the text.
         record: The record of the starting run, with its windows.
         device: Device of the computation.
+        limits: Limits of memory.
 
     Raises:
         CalibrationError: The text has too few windows.
-        RecipeError: Tuning needs more memory than is free.
+        RecipeError: Tuning needs more memory than is free, or than a limit allows.
     """
     samples = samples_to_tune_on(model, record)
     cut = split(
         lambda count, length: windows_of(model, plan.recipe, given, device, count, length), record, samples=samples
     )
     layers = [layer for block in model.blocks for layer in block.layers]
-    trained = Counts.of((plan.layers[layer.name], layer.shape) for layer in layers)
-    if plan.recipe.allocate == "slope":  # codes of any layer may be trained
-        trained = trained._replace(codes=sum(math.prod(layer.shape) for layer in layers))
-    fits(model, cut, trained, device)
+    planned = ((plan.layers[layer.name], layer.shape) for layer in layers)
+    fits(model, cut, bytes_of(planned, all_trained=plan.recipe.allocate == "slope"), device, limits)
 
 
 def check_model(model: Model, record: RunRecord, stored: Stored) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 DECAY = 0.999  # of the means; a long average, because random moves of codes cost loss
-TINY = 1e-30  # in place of the root of squares that are all 0
+TINY = 1e-300  # in place of squares that are all 0; squares of small gradients need the range of float64
 
 
 class CodeSteps:
@@ -30,8 +30,8 @@ class CodeSteps:
     ) -> None:
         self._leaves, self._rate, self._before = leaves, rate, before
         self._counts = [0] * len(leaves)
-        self._rows = [leaf.new_zeros(len(leaf)) for leaf in leaves]
-        self._columns = [leaf.new_zeros(leaf.shape[1]) for leaf in leaves]
+        self._rows = [leaf.new_zeros(len(leaf), dtype=_widest(leaf)) for leaf in leaves]
+        self._columns = [leaf.new_zeros(leaf.shape[1], dtype=_widest(leaf)) for leaf in leaves]
         self._hooks = [
             leaf.register_post_accumulate_grad_hook(lambda _, number=number: self._step(number))
             for number, leaf in enumerate(leaves)
@@ -49,13 +49,15 @@ class CodeSteps:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None, "called behind the addition to a gradient"
         out, width = gradient.shape
-        rows.lerp_(torch.linalg.vector_norm(gradient, dim=1).square_().div_(width), 1 - DECAY)
-        columns.lerp_(torch.linalg.vector_norm(gradient, dim=0).square_().div_(out), 1 - DECAY)
+        rows.lerp_(torch.linalg.vector_norm(gradient, dim=1).to(rows).square_().div_(width), 1 - DECAY)
+        columns.lerp_(torch.linalg.vector_norm(gradient, dim=0).to(columns).square_().div_(out), 1 - DECAY)
         self._counts[number] += 1
         known = 1 - DECAY ** self._counts[number]
-        by_row = (rows / rows.mean().clamp(min=TINY)).sqrt_().clamp_(min=TINY)
-        by_column = (columns / known).sqrt_().clamp_(min=TINY)
-        gradient.div_(by_row[:, None]).div_(by_column)
+        least = max(TINY, torch.finfo(rows.dtype).tiny)
+        by_row = (rows / rows.mean().clamp(min=least)).sqrt_().clamp_(min=least)
+        by_column = (columns / known).sqrt_().clamp_(min=least)
+        gradient.div_(by_row.to(gradient)[:, None].clamp_(min=torch.finfo(gradient.dtype).tiny))
+        gradient.div_(by_column.to(gradient).clamp_(min=torch.finfo(gradient.dtype).tiny))
         leaf.add_(gradient, alpha=-self._rate())
 
     def state(self) -> Mapping[str, list[Tensor] | list[int]]:
@@ -68,3 +70,8 @@ class CodeSteps:
         for mine, read in ((self._rows, state["rows"]), (self._columns, state["columns"])):
             for one, other in zip(mine, read, strict=True):
                 one.copy_(torch.as_tensor(other))
+
+
+def _widest(leaf: Tensor) -> torch.dtype:
+    """Return float64, or float32 on devices without it."""
+    return torch.float32 if leaf.device.type == "mps" else torch.float64

@@ -145,6 +145,7 @@ def train(
         run.begin()
     else:
         run.restore(before)
+        del before  # as large as all that is trained
     with closing(run):
         _steps(run, cut, training, kept, progress)
     for each, state in zip(tuned, run.states, strict=True):

@@ -2,8 +2,8 @@
 
     bound = ALLOCATOR_FACTOR * (resident memory at the start + live bytes)
 
-Live are codes of one byte each, and of trained codes their position and the best ones so far; steps with their gradients and
-averages; embeddings, head and unquantized tensors in float32; one block with its gradients; logits; and hidden states.
+Live are codes of a byte or two each, and of trained codes their position and the best ones so far; steps with their gradients
+and averages; embeddings, head and unquantized tensors in float32; one block with its gradients; logits; and hidden states.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from nearplane.recipe.layer_plan import LayerPlan
 from nearplane.record.record import LayerRecord
 from nearplane.system.device import Device
 from nearplane.system.memory import free_memory, release_all, resident
-from nearplane.system.sizes import RESERVE, Limits, size_text
+from nearplane.system.sizes import NO_LIMITS, Limits, enough, size_text
 from nearplane.tuning.network import tokens_at_once
 from nearplane.tuning.settings import CODE_BITS, Split
 
 log = logging.getLogger("nearplane")
 
-NO_LIMITS = Limits()
 ALLOCATOR_FACTOR = 1.15  # for memory that allocators keep between live tensors, and for buffers of libraries
-ACTIVATIONS = 40  # numbers kept of a block for the backward pass, relative to its hidden states
-CODE_BYTES, TRAINED_BYTES = (
-    2,
-    6,
-)  # of a code that is not trained, and of one that is: itself, its position, the best one
+ACTIVATIONS = 50  # numbers kept of a block for the backward pass, relative to its hidden states
+SCORES = 3  # copies of attention's weights that a backward pass on a GPU keeps, see `repeatable_backward`
+CODE_BYTES = 1  # of a code that is not trained
+TRAINED_BYTES = 6  # of one that is: the code, its position, the best one so far
+CODED_BYTES = 8  # of one without limits, whose code and best one take two bytes each
 STEP_BYTES = 32  # of a step: as read, with its zero, exact and as stored, its gradient, two averages and the best one
 BLOCK_BYTES = 20  # of a weight in the block that is trained: its value, rounded code, both gradients, and temporaries
 LOGIT_BYTES = 24  # of a logit: of both networks, probabilities, differences and gradients
+END_BYTES = 16  # of a weight of quantized embeddings or head while they are decoded and written
 
 
 def trains_codes(layer: LayerRecord | LayerPlan) -> bool:
@@ -49,20 +49,21 @@ def trains_codes(layer: LayerRecord | LayerPlan) -> bool:
     return format.bits <= CODE_BITS or (format.levels is not None and format.bits == 4)
 
 
-class Counts(NamedTuple):
-    """Numbers of trained codes and of trained steps."""
+def bytes_of(layers: Iterable[tuple[LayerRecord | LayerPlan, tuple[int, int]]], *, all_trained: bool = False) -> int:
+    """Return the bytes of codes and steps of layers, each with the shape (out, in) of its matrix.
 
-    codes: int
-    steps: int
-
-    @classmethod
-    def of(cls, layers: Iterable[tuple[LayerRecord | LayerPlan, tuple[int, int]]]) -> Counts:
-        """Count those of layers, each with the shape (out, in) of its matrix."""
-        codes = steps = 0
-        for layer, (out, columns) in layers:
-            codes += out * columns * trains_codes(layer)
-            steps += out * layer.number_format.groups(columns) if layer.number_format.bits else 0
-        return cls(codes, steps)
+    Args:
+        layers: The layers.
+        all_trained: Whether codes of all of them may come to be trained.
+    """
+    total = 0
+    for layer, (out, columns) in layers:
+        format = layer.number_format
+        each = CODE_BYTES if not (all_trained or trains_codes(layer)) else TRAINED_BYTES if format.bits else CODED_BYTES
+        with_offsets = format.minimum or bool(getattr(format, "m", 0))
+        steps = format.groups(columns) if format.bits else 0
+        total += out * (columns * each + steps * STEP_BYTES * (2 if with_offsets else 1))
+    return total
 
 
 class Needed(NamedTuple):
@@ -90,27 +91,31 @@ class Room(NamedTuple):
     keep: Keep
 
 
-def needed(model: Model, windows: Tensor, *, batch: int, trained: Counts) -> Needed:
+def needed(model: Model, windows: Tensor, *, batch: int, trained: int, on_cpu: bool = True) -> Needed:
     """Return estimates of tuning's memory.
 
     Args:
         model: The original model.
         windows: (windows, seqlen) tokens.
         batch: Windows per batch.
-        trained: Numbers of trained codes and steps.
+        trained: Bytes of codes and steps, see `bytes_of`.
+        on_cpu: Whether the CPU computes.
     """
     sizes = [sum(math.prod(layer.shape) for layer in block.layers) for block in model.blocks]
     inside = sum(p.numel() for block in model.blocks for p in block.empty.parameters())
     ends = sum(p.numel() for p in model.network.parameters()) - inside
-    vocabulary, dim = model.network.get_input_embeddings().weight.shape
-    logits = min(tokens_at_once(model), batch * windows.shape[1]) * vocabulary
-    small = 4 * (ends + inside - sum(sizes))  # including unquantized tensors of blocks
-    codes = CODE_BYTES * (sum(sizes) - trained.codes) + TRAINED_BYTES * trained.codes
-    state = 4 * batch * windows.shape[1] * dim
-    base = codes + STEP_BYTES * trained.steps + small + LOGIT_BYTES * logits + state * len(sizes)
+    quantized = [math.prod(end.layers[0].shape) for end in (model.embeddings, model.head) if end is not None]
+    (vocabulary, dim), seqlen = model.network.get_input_embeddings().weight.shape, windows.shape[1]
+    heads = 0 if on_cpu else getattr(model.config.get_text_config(), "num_attention_heads", 0)
+    state = 4 * batch * seqlen * dim
+    kept = ACTIVATIONS * state + 4 * SCORES * heads * batch * seqlen**2
+    compared = LOGIT_BYTES * min(tokens_at_once(model), batch * seqlen) * vocabulary
+    small = 4 * (ends + inside - sum(sizes) + sum(quantized))  # including unquantized tensors of blocks
+    written = max(4 * ends, END_BYTES * max(quantized, default=0))
+    base = trained + small + state * len(sizes)
     return Needed(
-        streamed=base + BLOCK_BYTES * max(sizes) + state * ACTIVATIONS,
-        held=base + BLOCK_BYTES * sum(sizes) + state * ACTIVATIONS * len(sizes),
+        streamed=base + max(compared + BLOCK_BYTES * max(sizes) + kept, written),
+        held=base + max(compared + BLOCK_BYTES * sum(sizes) + kept * len(sizes), written),
         states=8 * windows.numel() * dim,
         pinned=pinned_bytes(state),
         sent=4 * state,
@@ -118,14 +123,14 @@ def needed(model: Model, windows: Tensor, *, batch: int, trained: Counts) -> Nee
 
 
 def fits(
-    model: Model, cut: Split, trained: Counts, device: Device, limits: Limits = NO_LIMITS, folder: Path | None = None
+    model: Model, cut: Split, trained: int, device: Device, limits: Limits = NO_LIMITS, folder: Path | None = None
 ) -> Room:
     """Return what to hold in memory in training, and log how much that takes.
 
     Where hidden states do not fit, those of a GPU lie on its host, and those of the CPU in a file.
 
     Args:
-        model, cut, trained, device: Model, windows, numbers of what is trained, and device.
+        model, cut, trained, device: Model, windows, bytes of codes and steps, and device.
         limits: Limits of --memory and --device-memory.
         folder: Folder for hidden states on disk; None: the system's for temporary files.
 
@@ -133,7 +138,10 @@ def fits(
         RecipeError: Memory does not even suffice to stream the blocks.
     """
     release_all()
-    needs, at_start = needed(model, cut.windows, batch=cut.batch, trained=trained), resident() or 0
+    needs, at_start = (
+        needed(model, cut.windows, batch=cut.batch, trained=trained, on_cpu=device.on_cpu),
+        resident() or 0,
+    )
     limit, option = (limits.host, "--memory") if device.on_cpu else (limits.device, "--device-memory")
     beside = at_start if device.on_cpu else 0
 
@@ -172,8 +180,11 @@ def _say(size: int, device: Device, more: str) -> None:
 
 
 def _too_small(size: int, allowed: int, limit: int | None, option: str, device: Device) -> str:
-    needs = f"tuning needs at most {size_text(size)} of memory on {device}"
     if limit is not None and limit <= allowed:
-        enough = f"{math.ceil(RESERVE * size / 1e7) / 100:.2f}GB"
-        return f"{option} {size_text(limit)} is too small: {needs}. Use {option} {enough}."
-    return f"{size_text(allowed)} of memory are free on {device}, which is too little: {needs}. End other programs that use it."
+        needs = f"tuning needs up to {size_text(size)} of memory on {device}"
+        return f"{option} {size_text(limit)} is too small: {needs}. Use {option} {enough(size)}."
+    other = "" if device.on_cpu else " or --device cpu"
+    return (
+        f"{size_text(allowed)} of memory on {device} are free or this program's, which is too little: tuning needs up to "
+        f"{size_text(size)}. End other programs that use it, or use a shorter --seqlen{other}."
+    )

@@ -149,10 +149,7 @@ def on_folder(request: QuantizeRequest, ranks: Ranks, verb: Callable[[str, Path,
     if (path := path_in(model)) is None:
         check_model(model)
     place = Device.named(request.device, request.compute_dtype, ranks=ranks)
-    if place.on_cpu and request.device_memory is not None:
-        raise RecipeError(
-            f"--device-memory limits the memory on a GPU, but this run computes on {place}. Use --memory."
-        )
+    place.check_limit(request.device_memory)
     options = Options(
         name=name_of(model),
         given=given,

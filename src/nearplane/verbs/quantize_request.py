@@ -136,7 +136,7 @@ class QuantizeRequest:
         compute_dtype: Dtype in which blocks run. Default: float32, but bfloat16 for models in bfloat16 on a GPU.
             A dtype that is narrower than the model's also rounds its weights.
         overwrite: Replace an existing checkpoint in OUT, once the new one is complete. Both need room on disk.
-        memory: Memory limit of the run, for example 12GB. Default: no limit. Cannot be used with --tune network.
+        memory: Memory limit of the run, for example 12GB. Default: no limit.
             The run then repeats passes and keeps states on disk. A limit that is too small is refused at once.
         device_memory: The same for the memory of a GPU. Default: what is free there. States then lie in main memory.
         plan_file: File that keeps what was measured for a mix, as soon as it is known. A run of the same model, text and options
@@ -233,10 +233,6 @@ class QuantizeRequest:
     def check(self, recipe: Recipe) -> Limits:
         """Refuse what can be refused without torch, but of the text only the shares of a mix; return the limits of memory."""
         limits = Limits.of(self.memory, self.device_memory)
-        if limits.host is not None and recipe.tune != "none":
-            raise RecipeError(
-                "--memory does not limit tuning. Leave out --tune, and tune the checkpoint with nearplane tune."
-            )
         check_named(path_in(self.model))
         if recipe.mix is not None and (limits.host is not None or limits.device is not None):
             raise RecipeError(

@@ -75,6 +75,8 @@ def then_tuned(
             calibration=None if given is None else given.tokens if given.texts is None else given.texts,
             device=str(options.device),
             compute_dtype=options.device.asked_dtype,
+            memory=options.limits.host,
+            device_memory=options.limits.device,
             overwrite=options.overwrite,
             trust_remote_code=options.trust_remote_code,
             progress=options.progress,
@@ -99,7 +101,7 @@ def _check_tunable(folder: str, out: Path, recipe: Recipe, options: Options) -> 
     check_layers(model, "This run")
     windows = calibration_windows(model, settled.recipe, options.given, options.device, options.progress)
     job = Job(model=model, asked=recipe, plan=settled, windows=windows, options=options)
-    check_tunable(model, settled, options.given, job.record(), options.device)
+    check_tunable(model, settled, options.given, job.record(), options.device, options.limits)
 
 
 def _differing(solved: Path, recipe: Recipe, options: Options) -> str:

@@ -49,7 +49,7 @@ from nearplane.tuning.checkpoint import (
     samples_to_tune_on,
 )
 from nearplane.tuning.loop import Outcome, TrainingJournal, mean_kl, train
-from nearplane.tuning.memory import Counts, Room, fits, trains_codes
+from nearplane.tuning.memory import Room, bytes_of, fits, trains_codes
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split, split
@@ -77,6 +77,7 @@ def tune(request: TuneRequest) -> RunRecord:
     against, calibration, trust = request.against, request.calibration, request.trust_remote_code
     began, folder, given = time.perf_counter(), Path(request.source), Given.of(calibration)
     where = Device.named(request.device, request.compute_dtype)
+    where.check_limit(request.device_memory)
     sound_record(folder)
     stored = Stored(folder)
     model = open_original(against, record.recipe, trust_remote_code=trust)
@@ -91,9 +92,9 @@ def tune(request: TuneRequest) -> RunRecord:
     check_tokens_in_file(container, model, windows)
     samples = request.samples or samples_to_tune_on(model, record, request.seqlen)
     cut = split(solved.windows, record, samples=samples, seqlen=request.seqlen, steps=request.steps)
-    setting = setting_of(solved, windows, request.limits())
+    setting = replace(setting_of(solved, windows, request.limits()), folder=container.folder)
     shapes = ((layer, (layer.out_features, layer.in_features)) for layer in solved.of_blocks())
-    room = fits(model, cut, Counts.of(shapes), where, request.limits(), container.folder)
+    room = fits(model, cut, bytes_of(shapes), where, request.limits(), container.folder)
     matrices = solved.matrices(codes=True)
     with container, recorded_library(record.products, where) as products:
         settings = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.steps}

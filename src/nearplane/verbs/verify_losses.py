@@ -24,7 +24,7 @@ from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.certificate import SolvedMatrix, measured_rows, record_of
 from nearplane.models.model import Model
-from nearplane.planning.forecast import within_limits
+from nearplane.planning.forecast import NO_BOUND, within_limits
 from nearplane.planning.memory_limits import too_small
 from nearplane.planning.plan import moments_of_embeddings
 from nearplane.recipe.schemes import AnyScheme
@@ -33,14 +33,13 @@ from nearplane.record.tuning_record import Tuning
 from nearplane.system.device import Device, dtype_name, without_number
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import Progress, Tracked, in_steps
-from nearplane.system.sizes import Limits
+from nearplane.system.sizes import NO_LIMITS, Limits
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.tuning.loop import mean_kl
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.settings import split
 from nearplane.verbs.verify_files import Fault
 
-NO_LIMITS = Limits()
 MAX_NAMED = 4  # differing figures that one fault lists
 ROUNDING = 1e-12  # relative, for the entropy, which depends only on integers
 UNMEASURED = {"name", "stored", "seconds", "asked", "bytes", "checksum", "entropy"}  # not measured on data
@@ -179,7 +178,9 @@ def setting_of(saved: Checkpoint, windows: Windows, limits: Limits = NO_LIMITS) 
         if planned is not None and any(limits) and planned.exceeding is not None:
             raise RecipeError(too_small(planned.exceeding, limits, planned.allowed[planned.exceeding.place]))
         if planned is not None:
-            return replace(planned.bounds[0].setting, folder=None)
+            return planned.bounds[0].setting
+        if options := " and ".join(limits.options()):
+            raise RecipeError(f"{options} {NO_BOUND} {options}.")
     return MemorySetting.usual(windows.seqlen, device, batch)
 
 

@@ -36,6 +36,6 @@ def test_room_of_a_power_of_two_changes_no_input_within_the_range_and_saves_larg
 
 
 def test_steps_of_tokens_need_no_scale(generator):
-    x, stream = torch.randn(5, 32, generator=generator), RoundedStream(lambda _: INT8_TOKEN, {})
+    x, stream = torch.randn(5, 32, generator=generator), RoundedStream(lambda _: INT8_TOKEN, {}, 1.0)
     assert not stream.measures([FREE])
     assert torch.equal(stream.rounded("free", x), rounded(x, INT8_TOKEN))

@@ -16,6 +16,7 @@ from nearplane.planning.forecast import Forecast, forecast
 from nearplane.planning.memory_limits import settings
 from nearplane.record.record_file import read_record
 from nearplane.system.device import Device
+from nearplane.tuning.memory import Needed
 
 CPU = Device(torch.device("cpu"))
 
@@ -156,9 +157,12 @@ def test_a_run_that_was_stopped_goes_on_with_as_many_windows_at_a_time(batch, mo
     nearplane.verify(tmp_path / "out", against=model, calibration=str(CALIBRATION), device="cpu")
 
 
-def test_tuning_keeps_to_no_limit(model, tmp_path) -> None:
-    with pytest.raises(RecipeError, match="--memory does not limit tuning"):
-        nearplane.quantize(model, tmp_path / "out", calibration=str(CALIBRATION), memory="8GB", tune="network", **TEXT)
+def test_a_limit_of_tuning_is_checked_before_the_solve(model, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("nearplane.tuning.memory.needed", lambda *_, **__: Needed(2**33, 2**33, 0, 0, 0))
+    options = dict(calibration=str(CALIBRATION), memory="8GB", tune="network", **TEXT)
+    with pytest.raises(RecipeError, match=r"--memory 8\.00 GB is too small: tuning needs up to"):
+        nearplane.quantize(model, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_head_alone_at_a_rate_is_foreseen(model, tmp_path) -> None:

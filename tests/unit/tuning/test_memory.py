@@ -1,7 +1,9 @@
 """What tuning holds, keeps aside or computes twice to stay within limits, and what is said where none suffices."""
 
 import math
+from dataclasses import fields
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,15 +12,20 @@ from families import config_of, random_model
 from nearplane.calibration.states_on_disk import StatesOnDisk
 from nearplane.calibration.states_on_host import StatesOnHost
 from nearplane.errors import RecipeError
+from nearplane.lattice.fits import FITS
+from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.lattice.scale import Steps
 from nearplane.models.model import open_model
+from nearplane.number_formats import number_format
 from nearplane.system.device import Device
 from nearplane.system.sizes import Limits
-from nearplane.tuning.memory import ALLOCATOR_FACTOR, Counts, fits, needed
+from nearplane.tuning.memory import ALLOCATOR_FACTOR, bytes_of, fits, needed
+from nearplane.tuning.parameters import TunedBlocks, TunedMatrix
 from nearplane.tuning.settings import Split
 
 WINDOWS = torch.ones(60, 40, dtype=torch.int64)
 CUT = Split(windows=WINDOWS, training=48, batch=6, samples=60, found=60, steps=1)
-NOTHING = Counts(0, 0)
+NOTHING = 0
 START = 10**9  # resident bytes
 
 
@@ -55,12 +62,31 @@ def test_what_is_not_quantized_in_blocks_counts_and_so_do_codes_and_steps(tmp_pa
     assert model.layers
     before = needed(model, WINDOWS[:1], batch=1, trained=NOTHING)
     assert 4 * held < before.streamed < before.held
-    after = needed(model, WINDOWS[:1], batch=1, trained=Counts(100, 10))
-    assert after.streamed - before.streamed == 100 * 4 + 10 * 32
+    after = needed(model, WINDOWS[:1], batch=1, trained=1000)
+    assert after.streamed - before.streamed == after.held - before.held == 1000
+
+
+def test_codes_and_steps_take_what_tuned_layers_hold(generator):
+    """Codes with their positions and the best ones; steps with what training needs of them."""
+    for name, tuned_type, of_codes in (("int3-g32", TunedMatrix, 6), ("int3-g32-min", TunedBlocks, 6)):
+        format = number_format(name)
+        W = torch.randn(64, 128, generator=generator)
+        grid, _ = FITS[format.fit](W, torch.ones(128), Steps(format=format, search="mse", storage=torch.float16))
+        matrix = QuantizedMatrix(codes=grid.round(W)[0].int(), grid=grid)
+        words = ("it", matrix) if tuned_type is TunedMatrix else (matrix,)
+        tuned = tuned_type(*words, torch.float16, codes=True)
+        held = [*vars(tuned).values(), *(getattr(tuned._grid, each.name) for each in fields(tuned._grid))]
+        bytes_held = sum(each.nbytes for each in held if isinstance(each, torch.Tensor) and each.dim() > 1)
+        bytes_held += sum(each.nbytes for each in tuned.state().values())  # the best state
+        bytes_held += 3 * tuned.trained()["steps"].nbytes  # its gradient and two averages
+        known = SimpleNamespace(number_format=format)
+        counted = bytes_of([(known, (64, 128))])
+        assert 0.8 * counted < bytes_held <= counted, name
+        assert counted >= of_codes * W.numel()
 
 
 def test_hidden_states_that_do_not_fit_on_a_gpu_lie_on_its_host(machine, model, caplog):
-    needs = needed(model, WINDOWS, batch=6, trained=NOTHING)
+    needs = needed(model, WINDOWS, batch=6, trained=NOTHING, on_cpu=False)
     pinned = 22 * needs.pinned  # batches: 10 of each network, and the 2 that are measured
     assert needs.pinned == 2 ** math.ceil(math.log2(needs.sent / 4))  # as torch rounds up
     assert pinned > needs.states
@@ -77,7 +103,7 @@ def test_hidden_states_that_do_not_fit_on_a_gpu_lie_on_its_host(machine, model, 
         assert ("in a file" in caplog.messages[-1]) == (keep is StatesOnDisk)
         assert caplog.messages[-1].startswith("tuning takes at most ")
     machine(needs.streamed, pinned)
-    with pytest.raises(RecipeError, match="of memory are free on cuda, which is too little"):
+    with pytest.raises(RecipeError, match="of memory on cuda are free or this program's, which is too little"):
         fits(model, CUT, NOTHING, Device(torch.device("cuda")))
 
 
@@ -97,7 +123,7 @@ def test_a_limit_moves_hidden_states_to_a_file_and_the_smallest_that_suffices_is
     assert (found.keep.func, found.keep.args) == (StatesOnDisk, (tmp_path,))
     assert caplog.messages[-1].endswith("; hidden states lie in a file")
     with pytest.raises(
-        RecipeError, match=r"--memory 1\.\d+ GB is too small: tuning needs .* Use --memory (1\.\d\d)GB"
+        RecipeError, match=r"--memory 1\.\d+ GB is too small: tuning needs up to .* Use --memory (1\.\d\d)GB"
     ) as caught:
         fits(model, cut, NOTHING, cpu, Limits(host=START + 1000))
     named = float(str(caught.value).rpartition("--memory ")[2].removesuffix("GB.")) * 1e9
