@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import forgery
 import nearplane
 from families import VOCABULARY
 from native_checkpoints import save_tiny
-from nearplane import RecipeError
+from nearplane import FormatError, RecipeError
 from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.rounded_stream import HEADROOM
 from nearplane.calibration.walk import walk
@@ -22,6 +23,7 @@ from nearplane.lattice.rounded_inputs import rounded
 from nearplane.loading.dense_network import dense_network
 from nearplane.loading.rounded_layers import round_inputs, rounded_layers
 from nearplane.models.model import open_model
+from nearplane.record.record_file import read_record
 from nearplane.system.device import Device
 from nightly import daily
 
@@ -134,6 +136,9 @@ def test_layers_that_share_an_input_have_one_global_scale_and_verify_finds_anoth
     assert any("the global scale of its inputs is" in what for what in faults)
     (fault,) = (f for f in nearplane.verify(out).faults if "vLLM takes one for both" in f.what)
     assert fault.where in ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate_proj")
+    forgery.sign(out, read_record(out))
+    with pytest.raises(FormatError, match=r"layers\.1\.mlp\.up_proj.* and runtimes take one for both"):
+        nearplane.tune(out, tmp_path / "tuned", against=model, calibration=tokens)
 
 
 @pytest.mark.nightly

@@ -606,7 +606,7 @@ def test_the_commands_work(tuned_of, text, tmp_path, capsys, monkeypatch):
         "--steps",
         "2",
     ]
-    for more in ((), ("--json", "--overwrite")):
+    for more in (("--memory", "20.5GB"), ("--json", "--overwrite")):
         monkeypatch.setattr("sys.argv", ["nearplane", *words, *more])
         with pytest.raises(SystemExit) as ended:
             cli.main()

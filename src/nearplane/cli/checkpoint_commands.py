@@ -157,6 +157,8 @@ class TuneFlags(TuneRequest):
     against: str
     calibration: Path | None
     device: DeviceFlag
+    memory: str | None
+    device_memory: str | None
     progress: Annotated[Progress, Hidden]
 
 

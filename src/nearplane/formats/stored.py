@@ -154,7 +154,9 @@ class Stored:
             return None if how is None else (how, None)
         scale = float(expect(name, self.tensors(name), INPUT_SCALE, (1,), {torch.float32}))
         if not 0 < scale < math.inf:
-            raise FormatError(f"{name}: the global scale of its inputs is {scale:g}, expected a positive number.")
+            raise FormatError(
+                f"{name}: the global scale of its inputs is {scale:g}, expected a positive number. Fetch the folder again."
+            )
         return how, scale
 
 

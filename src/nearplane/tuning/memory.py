@@ -176,13 +176,13 @@ def fits(
 
 
 def _say(size: int, device: Device, more: str) -> None:
-    log.info("tuning takes at most %s of memory on %s%s", size_text(size), device, more)
+    log.info("training takes at most %s of memory on %s%s", size_text(size), device, more)
 
 
 def _too_small(size: int, allowed: int, limit: int | None, option: str, device: Device) -> str:
     if limit is not None and limit <= allowed:
         needs = f"tuning needs up to {size_text(size)} of memory on {device}"
-        return f"{option} {size_text(limit)} is too small: {needs}. Use {option} {enough(size)}."
+        return f"{option} {size_text(limit)} is too small: {needs}. Use {option} {enough(size)}, or a shorter --seqlen."
     other = "" if device.on_cpu else " or --device cpu"
     return (
         f"{size_text(allowed)} of memory on {device} are free or this program's, which is too little: tuning needs up to "

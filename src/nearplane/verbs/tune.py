@@ -23,6 +23,7 @@ from nearplane.calibration.hub_texts import DEFAULT_DATASET
 from nearplane.calibration.walk import Stage
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
 from nearplane.errors import CalibrationError, FormatError
+from nearplane.formats.compressed_tensors.fp4_packed import apart
 from nearplane.formats.container import Container, written
 from nearplane.formats.find_record import sound_record
 from nearplane.formats.journal_pages import run_inputs
@@ -88,6 +89,7 @@ def tune(request: TuneRequest) -> RunRecord:
         model, plan, Path(request.out), stored.config, overwrite=request.overwrite, trust_remote_code=trust
     )
     solved = Checkpoint(record=record, stored=stored, model=model, plan=plan, given=given, device=where)
+    _refuse_unlike(solved)
     windows = _windows_of_the_run(solved, request.progress)
     check_tokens_in_file(container, model, windows)
     samples = request.samples or samples_to_tune_on(model, record, request.seqlen)
@@ -135,6 +137,20 @@ def _windows_of_the_run(solved: Checkpoint, progress: Progress) -> Windows:
             f"measured on them again. Pass the same text with --calibration; tuning uses more of it."
         )
     return windows
+
+
+def _refuse_unlike(solved: Checkpoint) -> None:
+    """Refuse a checkpoint in which layers that runtimes join have several global scales of their inputs.
+
+    Raises:
+        FormatError: They have.
+    """
+    scales = solved.input_scales()
+    for name, first in apart(scales):
+        raise FormatError(
+            f"{solved.stored.reader.folder}: the global scale of the inputs of {name} is {scales[name]:g}, but {scales[first]:g} of "
+            f"{first}, and runtimes take one for both. Quantize again."
+        )
 
 
 class Trained(NamedTuple):
