@@ -145,11 +145,11 @@ def _refuse_unlike(solved: Checkpoint) -> None:
     Raises:
         FormatError: They have.
     """
-    scales = solved.input_scales()
+    scales, folder = solved.input_scales(), solved.stored.reader.folder
     for name, first in apart(scales):
         raise FormatError(
-            f"{solved.stored.reader.folder}: the global scale of the inputs of {name} is {scales[name]:g}, but {scales[first]:g} of "
-            f"{first}, and runtimes take one for both. Quantize again."
+            f"{folder}: the global scale of the inputs of {name} is {scales[name]:g}, but {scales[first]:g} of {first}, and "
+            f"runtimes take one for both. Quantize again."
         )
 
 
