@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import forgery
 import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
-from nearplane import CalibrationError, NearplaneError, RecipeError
+from nearplane import CalibrationError, FormatError, NearplaneError, RecipeError
 from nearplane.cli import app as cli
 from nearplane.demo import CALIBRATION
 from nearplane.errors import SystemLimitError
@@ -221,6 +221,22 @@ def test_losses_before_stay_in_the_record_and_those_after_are_their_own(tuned_of
     assert "Tuning" in page
     assert f"{after.tuning.held_out:.5f}" in page
     assert "Tuning" not in render(before)
+
+
+def test_files_that_hold_something_else_than_was_trained_are_no_checkpoint(tuned_of, text, tmp_path, monkeypatch):
+    solved, _, original = tuned_of("compressed-tensors")
+    verb = importlib.import_module("nearplane.verbs.tune")
+
+    def writes_and_moves(trained, container, write=verb._write):
+        layers = write(trained, container)
+        with torch.no_grad():
+            trained.matrices["model.layers.0.mlp.up_proj"].trained()["steps"].add_(4.0)
+        return layers
+
+    monkeypatch.setattr(verb, "_write", writes_and_moves)
+    with pytest.raises(FormatError, match=r"^model\.layers\.0\.mlp\.up_proj: the written files hold something else"):
+        nearplane.tune(solved, tmp_path / "new", against=original, calibration=text, steps=1)
+    assert not (tmp_path / "new").exists()
 
 
 def test_tuning_twice_gives_the_same_bytes(tuned_of, text, tmp_path):

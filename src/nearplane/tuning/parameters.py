@@ -130,13 +130,6 @@ class TunedLayer(ABC):
                 self._codes = state["codes"]
                 self._v.zero_()
 
-    def load(self, matrix: QuantizedMatrix) -> None:
-        """Load a matrix on the same grid, as read from a file."""
-        assert type(matrix.grid) is type(self._grid), "the matrix has another type of grid"
-        matrix = matrix.to(self._codes.device)
-        self._codes = self._short(matrix.codes - self._low)
-        self.restore(self._numbers(matrix.grid) | {"codes": self._codes})
-
     def _short(self, codes: Tensor) -> Tensor:
         """Return codes minus the lowest code, one byte each."""
         return codes.to(torch.uint8)
@@ -394,10 +387,6 @@ class TunedVector:
     def state(self) -> dict[str, Tensor]:
         """Return the weights."""
         return {"norms": self.values().detach().clone()}
-
-    def load(self, weights: Tensor) -> None:
-        """Load weights as read from a file."""
-        self.restore({"norms": weights.to(self._start)})
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Set the weights to a state, as a new start."""

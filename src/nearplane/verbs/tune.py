@@ -22,12 +22,12 @@ from nearplane.calibration.given import Given
 from nearplane.calibration.hub_texts import DEFAULT_DATASET
 from nearplane.calibration.walk import Stage
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
-from nearplane.errors import CalibrationError, FormatError
+from nearplane.errors import CalibrationError, FormatError, first_few
 from nearplane.formats.compressed_tensors.fp4_packed import apart
 from nearplane.formats.container import Container, written
 from nearplane.formats.find_record import sound_record
 from nearplane.formats.journal_pages import run_inputs
-from nearplane.formats.stored import Stored
+from nearplane.formats.stored import CPU, Stored
 from nearplane.matrix.certificate import SolvedMatrix
 from nearplane.matrix.to_rate import TOLERANCE
 from nearplane.models.model import Block
@@ -37,7 +37,7 @@ from nearplane.planning.request import open_original, recorded
 from nearplane.planning.run import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.record.record import LayerRecord, RunRecord, versions
-from nearplane.record.tuning_record import KL_TOLERANCE, Solved, Tuning
+from nearplane.record.tuning_record import Solved, Tuning
 from nearplane.system.arguments import takes
 from nearplane.system.device import Device
 from nearplane.system.matmul_library import recorded_library
@@ -49,7 +49,7 @@ from nearplane.tuning.checkpoint import (
     norms_stored,
     samples_to_tune_on,
 )
-from nearplane.tuning.loop import Outcome, TrainingJournal, mean_kl, train
+from nearplane.tuning.loop import Outcome, TrainingJournal, train
 from nearplane.tuning.memory import Room, bytes_of, fits, trains_codes
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
@@ -193,18 +193,17 @@ def _tuned(
             kept=kept,
             progress=progress,
         )
-        tuning = _tuning_record(trained, outcome, most)
-        container.room = max_record_bytes(replace(solved.record, tuning=tuning))
-        layers = _write(trained, container)
-        moved = _load(trained, Stored(container.folder, unfinished=container.config))
-        by_files = mean_kl(network, cut.batches()[1])
-    _agree(outcome, by_files)
+    del network  # the head, which is read once more for the files
+    tuning = _tuning_record(trained, outcome, most)
+    container.room = max_record_bytes(replace(solved.record, tuning=tuning))
+    layers = _write(trained, container)
+    moved = _read_back(trained, Stored(container.folder, unfinished=container.config))
     changed = {}
     for name, file in norms_stored(solved.model).items():
         tensor = vectors[name].tensor().cpu()
         if not torch.equal(tensor, solved.stored.reader.read([file])[file]):
             changed[file] = written({file: tensor}).checksum
-    return replace(tuning, codes=moved, held_out=by_files, norms=changed), layers
+    return replace(tuning, codes=moved, norms=changed), layers
 
 
 def _tuning_record(trained: Trained, outcome: Outcome, most: int | None) -> Tuning:
@@ -226,24 +225,35 @@ def _tuning_record(trained: Trained, outcome: Outcome, most: int | None) -> Tuni
         codes=0,
         curve=outcome.curve,
         kept=outcome.kept,
-        held_out=outcome.curve[-1].held_out,
+        held_out=next(point.held_out for point in outcome.curve if point.step == outcome.kept),
         most=most,
         norms=dict.fromkeys(norms_stored(solved.model).values(), 64 * "0"),
         solved=tuple(Solved(**each) for each in before),
     )
 
 
-def _load(trained: Trained, read: Stored) -> int:
-    """Load the written layers and norms into the trained parameters; return the number of changed codes."""
-    solved, moved = trained.solved, 0
+def _read_back(trained: Trained, read: Stored) -> int:
+    """Compare the written layers and norms with the trained state; return the number of codes that differ from the solve.
+
+    Raises:
+        FormatError: The files hold something else.
+    """
+    solved, moved, unlike = trained.solved, 0, list[str]()
     for layer in solved.of_blocks():
         matrix = read.matrix(layer.stored, read.tensors(layer.stored))
+        if not matrix.same_as(trained.matrices[layer.name].matrix().to(CPU)):
+            unlike.append(layer.name)
         if trains_codes(layer):
             before = solved.stored.matrix(layer.stored, solved.stored.tensors(layer.stored))
             moved += int((matrix.codes != before.codes).sum())
-        trained.matrices[layer.name].load(matrix)
     for name, file in norms_stored(solved.model).items():
-        trained.vectors[name].load(read.reader.read([file])[file])
+        if not torch.equal(read.reader.read([file])[file], trained.vectors[name].tensor().cpu()):
+            unlike.append(name)
+    if unlike:
+        raise FormatError(
+            f"{first_few(unlike)}: the written files hold something else than was trained. This is a fault of nearplane: "
+            f"please report it."
+        )
     return moved
 
 
@@ -286,20 +296,6 @@ def _write(trained: Trained, container: Container) -> tuple[LayerRecord, ...]:
     add(model.head)
     container.close_block(unquantized(model.unquantized()))
     return tuple(layers)
-
-
-def _agree(outcome: Outcome, by_files: float) -> None:
-    """Check that the files hold the trained state.
-
-    Raises:
-        FormatError: The KL of the files on the held-out windows differs from that of the trained state.
-    """
-    kept = next(point.held_out for point in outcome.curve if point.step == outcome.kept)
-    if not math.isclose(kept, by_files, rel_tol=KL_TOLERANCE, abs_tol=1e-12):
-        raise FormatError(
-            f"The written files have a KL of {by_files:.9g} on the held-out windows, the trained state {kept:.9g}. "
-            f"This is a fault of nearplane: please report it."
-        )
 
 
 def _certified(retuned: Checkpoint, stage: Stage, number: int, old: LayerRecord) -> tuple[Tensor, LayerRecord]:

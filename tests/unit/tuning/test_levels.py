@@ -77,8 +77,6 @@ def test_states_and_files_bring_back_what_was(generator, kind):
     assert not tuned.matrix().same_as(kept)
     tuned.restore(state)
     assert tuned.matrix().same_as(kept)
-    tuned.load(start)
-    assert tuned.matrix().same_as(start)
 
 
 @pytest.mark.parametrize("kind", KINDS + EIGHT_BITS)
@@ -100,7 +98,8 @@ def test_steps_are_trained_and_stored_as_the_format_does(generator, kind):
     assert back.same_as(found)
     assert torch.equal(tuned.values(), back.decode().float())
     state = tuned.state()
-    tuned.load(start)
+    with torch.no_grad():
+        steps.zero_()
     assert tuned.matrix().same_as(start)
     tuned.restore(state)
     assert tuned.matrix().same_as(found)

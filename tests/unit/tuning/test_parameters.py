@@ -66,10 +66,10 @@ def test_a_state_comes_back(generator):
     tuned = TunedMatrix("it", start, torch.float16, codes=True)
     before = tuned.state()
     shake(tuned, generator, 4.0)
-    after = tuned.matrix()
+    state, after = tuned.state(), tuned.matrix()
     tuned.restore(before)
     assert tuned.matrix().same_as(start)
-    tuned.load(after)
+    tuned.restore(state)
     assert tuned.matrix().same_as(after)
 
 
