@@ -179,11 +179,19 @@ def walk(
     ranks, done = setting.device.ranks, 0 if resumed is None else resumed.blocks
     if ranks.others:
         theirs = replace(setting, device=Device(setting.device.place))  # each has ranks of its own
-        library, given = (
-            library_in_use(),
-            (dict(moments or {}), dict(positions or {}), dict(input_scales or {}), headroom),
+        followed = _FollowedWalk(
+            recipe=recipe,
+            windows=windows,
+            setting=theirs,
+            moments=dict(moments or {}),
+            positions=dict(positions or {}),
+            input_scales=dict(input_scales or {}),
+            headroom=headroom,
+            blocks=done,
+            library=library_in_use(),
+            tuned=model.tuned,
         )
-        ranks.start(_FollowedWalk(recipe, windows, theirs, *given, done, library, model.tuned))
+        ranks.start(followed)
     stages = _Walk(model, recipe, windows, setting, positions or {}, input_scales or {}, headroom).stages(
         moments or {}, resumed
     )
@@ -232,8 +240,8 @@ class _FollowedWalk:
     def __call__(self, followed: Followed) -> None:
         followed.model.tuned = dict(self.tuned)
         setting = replace(self.setting, device=followed.device, folder=None)
-        known: dict[str, Any] = {"moments": self.moments, "positions": self.positions}
-        known |= {"input_scales": self.input_scales, "headroom": self.headroom}
+        names = ("moments", "positions", "input_scales", "headroom")
+        known: dict[str, Any] = {name: getattr(self, name) for name in names}
         with (
             using_library(self.library),
             walk(followed.model, self.recipe, self.windows, setting, **known, resumed=self) as stages,

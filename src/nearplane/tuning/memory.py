@@ -127,7 +127,7 @@ def fits(
 ) -> Room:
     """Return what to hold in memory in training, and log how much that takes.
 
-    Where hidden states do not fit, those of a GPU lie on its host, and those of the CPU in a file.
+    Where hidden states do not fit, those of a GPU lie on its host if they fit there, and others in a file.
 
     Args:
         model, cut, trained, device: Model, windows, bytes of codes and steps, and device.
@@ -163,14 +163,11 @@ def fits(
         _say(size, device, "; hidden states lie in a file" if aside else "")
         return Room(hold=hold, keep=partial(StatesOnDisk, folder) if aside else list)
     # all windows in both networks, and the held-out ones once more while they are measured
-    pinned, on_host = needs.pinned * (3 * len(cut.windows) - cut.training) // cut.batch, free_memory()
-    if limits.host is not None or (on_host is not None and pinned > on_host):
-        left = min(
-            each for each in (on_host, None if limits.host is None else limits.host - at_start) if each is not None
-        )
-        if pinned > left:
-            _say(size, device, "; hidden states lie in a file")
-            return Room(hold=False, keep=partial(StatesOnDisk, folder))
+    pinned = needs.pinned * (3 * len(cut.windows) - cut.training) // cut.batch
+    on_host = (free_memory(), None if limits.host is None else limits.host - at_start)
+    if pinned > min((each for each in on_host if each is not None), default=pinned):
+        _say(size, device, "; hidden states lie in a file")
+        return Room(hold=False, keep=partial(StatesOnDisk, folder))
     _say(size, device, f" and {size_text(pinned)} of the host's for hidden states")
     return Room(hold=False, keep=StatesOnHost)
 

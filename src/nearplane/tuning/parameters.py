@@ -54,7 +54,7 @@ class TunedLayer(ABC):
         matrix: The matrix as read from a file.
         numbers: Trained numbers of the grid, zeros at the start.
         unit: Relative error of the weights, 2^-bits.
-        limits: Lowest and highest code.
+        limits: Lowest and highest code; without limits a subclass rounds codes itself.
         step: Unit of `v` in steps; None: `unit`.
         codes: Whether codes are trained too; see `lean`.
     """
@@ -285,8 +285,7 @@ class TunedLadders(TunedLayer):
     def press(self, price: float) -> None:
         """Add the gradient of `price` times the bits of the codes to the gradients of the codes."""
         if self._v is not None and self._v.grad is not None:
-            position = self._codes + self._step * self._v
-            self._v.grad += position.mul_(2).clamp_(-1, 1).mul_(price * self._step * self._price)  # towards 0
+            self._v.grad += self._position().mul_(2).clamp_(-1, 1).mul_(price * self._step * self._price)  # towards 0
 
     @torch.no_grad()
     def bits(self) -> float:
