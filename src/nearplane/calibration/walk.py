@@ -36,6 +36,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme
+from nearplane.record.fold import Fold
 from nearplane.system.device import Device
 from nearplane.system.matmul_choice import Library
 from nearplane.system.matmul_library import library_in_use, using_library
@@ -190,6 +191,7 @@ def walk(
             blocks=done,
             library=library_in_use(),
             tuned=model.tuned,
+            folds=model.folds,
         )
         ranks.start(followed)
     stages = _Walk(model, recipe, windows, setting, positions or {}, input_scales or {}, headroom).stages(
@@ -236,9 +238,11 @@ class _FollowedWalk:
     blocks: int
     library: Library
     tuned: Mapping[str, Tensor]
+    folds: tuple[Fold, ...]
 
     def __call__(self, followed: Followed) -> None:
         followed.model.tuned = dict(self.tuned)
+        followed.model.fold(self.folds)
         setting = replace(self.setting, device=followed.device, folder=None)
         names = ("moments", "positions", "input_scales", "headroom")
         known: dict[str, Any] = {name: getattr(self, name) for name in names}

@@ -89,6 +89,10 @@ class Weights:
         names = self._aliases.get(parameter, (parameter,))
         return [name for alias in names if alias in self._loads for name, _ in self._loads[alias].sources]
 
+    def tied(self, parameter: str) -> bool:
+        """Return whether the network has a parameter under several names."""
+        return parameter in self._aliases
+
     def merged(self) -> dict[str, list[str]]:
         """Return {parameter: stored names} of all parameters that are converted from one or several tensors."""
         return {name: [source for source, _ in load.sources] for name, load in self._loads.items() if load.converter}

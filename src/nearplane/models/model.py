@@ -21,6 +21,7 @@ from nearplane.errors import ModelError
 from nearplane.models.conversion import Load, Weights
 from nearplane.models.expert_names import stacked_names
 from nearplane.models.experts import make_observable
+from nearplane.models.folded import FoldedReader, stored_scales
 from nearplane.models.kinds import padded_positions, towers
 from nearplane.models.layers import Layer, is_stack
 from nearplane.models.pretrained import (
@@ -38,6 +39,7 @@ from nearplane.models.structure import (
     kept_parts,
     unbuilt_parts,
 )
+from nearplane.record.fold import Fold
 from nearplane.system.files import read_object
 from nearplane.system.fp8_mxfp4 import WidenedReader, form_of
 from nearplane.system.memory import working_on
@@ -138,6 +140,7 @@ class Model:
             outside the blocks.
         ignored: Names of matrices that `ignore` leaves out.
         tuned: {parameter name: tensor} of parameters in blocks that replace the original's in the quantized network.
+        folds: Channel scales with which the network is read, see `fold`.
     """
 
     def __init__(
@@ -158,6 +161,7 @@ class Model:
             ends: Whether input embeddings and whether the head are quantized as well.
         """
         self.folder, self.network, self.reader, self.config = folder, network, reader, network.config
+        self._plain, self.folds = reader, tuple[Fold, ...]()
         self.dtype, self.positions = _dtype(reader), positions_of(network.config, network)
         self.trust_remote_code = trust_remote_code
         self.stored = reader.method if isinstance(reader, WidenedReader) else ""
@@ -204,6 +208,16 @@ class Model:
         counts[0] += self.embeddings is not None
         counts[-1] += self.head is not None
         return counts
+
+    def fold(self, folds: Sequence[Fold]) -> None:
+        """Read the network from now on with these channel scales, instead of others; see `models/folded.py`.
+
+        Raises:
+            ModelError: The network has not these parameters.
+        """
+        scales = stored_scales(self.network, self.weights, folds)
+        self.reader = self.weights.reader = FoldedReader(self._plain, scales) if folds else self._plain
+        self.folds = tuple(folds)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer.

@@ -28,6 +28,12 @@ MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
 NOT_BUILT = "transformers does not build it"
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module has a weight, and all its parameters are vectors."""
+    parameters = dict(module.named_parameters(recurse=False))
+    return "weight" in parameters and all(each.dim() == 1 and each.is_floating_point() for each in parameters.values())
+
+
 def find_layers(
     block: nn.Module, prefix: str, ignore: Sequence[str] = (), names: Callable[[str, int, int], Names] | None = None
 ) -> tuple[list[Layer], list[tuple[str, str]]]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nearplane.calibration.folding import fold
 from nearplane.calibration.positions import PositionWeights
 from nearplane.calibration.sensitivity import sensitivity
 from nearplane.calibration.windows import Windows, calibration_windows, check_tokens
@@ -106,7 +107,9 @@ def consider(folder: str, recipe: Recipe, options: Options) -> tuple[Chosen, Win
             file = PlanFile(options.plan_file, job.run_inputs().values)
     shapes = [layer.shape for layer in model.layers]
     with chosen_library(shapes, windows.count * windows.seqlen, options.device):
-        return chosen_mix(Mixing(folder=folder, job=job, file=file)), windows
+        mixing = Mixing(folder=folder, job=job, file=file)
+        fold(model, windows, options.device, lambda _: mixing.mix.coarsest_inputs, options.progress)
+        return chosen_mix(mixing), windows
 
 
 def chosen_mix(mixing: Mixing) -> Chosen:

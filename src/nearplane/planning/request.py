@@ -62,6 +62,17 @@ def open_original(source: str | Path, recipe: Recipe, *, trust_remote_code: bool
     )
 
 
+def open_recorded(source: str | Path, record: RunRecord, *, trust_remote_code: bool) -> Model:
+    """Open the original model of a checkpoint, with the channel scales that were folded before it was quantized.
+
+    Raises:
+        ModelError: See `open_model`, and if scales do not fit the model.
+    """
+    model = open_original(source, record.recipe, trust_remote_code=trust_remote_code)
+    model.fold(record.folds)
+    return model
+
+
 def open_resolved(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tuple[Model, Plan]:
     """Open the model that a recipe quantizes; return it and what is decided of its layers.
 

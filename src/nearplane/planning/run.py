@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nearplane.calibration.cache_scales import cache_tensors
+from nearplane.calibration.folding import fold
 from nearplane.calibration.given import Given
 from nearplane.calibration.one_forward import default_batch
 from nearplane.calibration.rounded_stream import HEADROOM
@@ -113,6 +114,7 @@ class Job:
             text=windows.digest(),
             stored=self.model.stored,
             headroom=HEADROOM if self.asked.scales_inputs else 1.0,
+            folds=self.model.folds,
             skipped=(*self.model.skipped, *(self.options.like.reasons if self.options.like is not None else ())),
         )
 
@@ -324,6 +326,10 @@ def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]
         else recorded_library(before.record.products, device)
     ) as products:
         batch = None if before is None else before.record.batch or usual  # affects the order of sums
+        if before is None:
+            fold(model, windows, device, job.plan.recipe.inputs_of, job.options.progress)
+        else:
+            model.fold(before.record.folds)
         with phase(job.options.progress, "trying one window in a block of each kind"):
             prediction = forecast(model, job.plan, windows, device, job.options.limits, batch)
         if before is not None:

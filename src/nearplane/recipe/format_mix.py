@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from nearplane.errors import RecipeError
-from nearplane.number_formats import find_format
+from nearplane.number_formats import InputRounding, find_format
 from nearplane.recipe.block_scheme import MEASURED_TYPES
 from nearplane.recipe.file_formats import FILE_FORMATS, Format
 from nearplane.recipe.runtimes import Runtime
@@ -125,6 +125,14 @@ class FormatMix:
     def words(self) -> tuple[str, ...]:
         """Names of the formats in --mix."""
         return tuple(offer.word for offer in self.offers)
+
+    @property
+    def coarsest_inputs(self) -> InputRounding | None:
+        """Numbers of the fewest bits to which a format rounds inputs; None: no format does."""
+        rounded = [
+            each.scheme.number_format.inputs for each in self.offers if each.scheme and each.activations != "none"
+        ]
+        return min((each for each in rounded if each is not None), key=lambda each: each.bits, default=None)
 
     @property
     def first(self) -> Offer:

@@ -15,6 +15,7 @@ from typing import Any
 from nearplane.errors import FormatError, printable
 from nearplane.number_formats import NumberFormat, number_format
 from nearplane.recipe.recipe import Recipe
+from nearplane.record.fold import Fold
 from nearplane.record.mix_record import MixRecord
 from nearplane.record.tuning_record import Tuning
 from nearplane.system.arguments import ComputeDtype
@@ -29,7 +30,7 @@ VERSION = 5  # of the record; records of other versions are refused
 # and of its calibration
 LEFT_OUT: dict[str, object] = {
     "sources": (), "extra_kl": None, "original_bytes": 0, "card": 0, "compute_dtype": "auto", "cache_scales": {},
-    "mix": None, "headroom": 1.0,
+    "mix": None, "headroom": 1.0, "folds": (),
 }  # fmt: skip
 LEFT_OUT_OF_LAYERS: dict[str, object] = {
     "degenerate": "", "extra_by_source": (), "extra_own_loss": None, "positions": (),
@@ -237,6 +238,8 @@ class RunRecord:
             floats, see --kv-cache; empty, and then not in the file, without.
         headroom: Factor by which the global scales of rounded inputs allow larger ones than those of the calibration text; 1,
             and then not in the file, without such scales and of older versions.
+        folds: Channel scales that were folded from norms into weights, to which the tensors of the original were compared and
+            its certificates refer; empty, and then not in the file, where inputs are not rounded to four bits.
         skipped: (name, reason) of weights that were not quantized although the recipe did not exclude them.
         batch: Number of windows per forward pass, if --memory reduced it; None: the default.
         seconds: Time of the whole run, including tuning.
@@ -269,6 +272,7 @@ class RunRecord:
     layers: tuple[LayerRecord, ...] = ()
     cache_scales: dict[str, tuple[float, float]] = field(default_factory=dict)
     headroom: float = 1.0
+    folds: tuple[Fold, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     batch: int | None = None
     seconds: float = 0.0

@@ -50,6 +50,7 @@ def usual(record: RunRecord) -> Iterator[str]:
             _types,
             _mix,
             _activations,
+            _folds,
             _kv_cache,
             _smaller_groups,
             _wide_steps,
@@ -112,6 +113,15 @@ def _mix(record: RunRecord) -> Iterator[str]:
     yield from mix_sentences(record.mix)
     counts = Counter(layer.format for layer in record.layers)
     yield ", ".join(f"{name} in {counted(count, 'layer')}" for name, count in counts.most_common())
+
+
+def _folds(record: RunRecord) -> Iterator[str]:
+    """Yield what scales of channels mean for whoever combines the weights with others."""
+    if record.folds:
+        yield (
+            f"{counted(len(record.folds), 'norm')} and the weights behind them carry channel scales, powers of two, so that inputs "
+            f"lose less when they are rounded. The network is the same; adapters made for the original do not fit"
+        )
 
 
 def _activations(record: RunRecord) -> Iterator[str]:

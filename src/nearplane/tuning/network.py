@@ -26,6 +26,7 @@ from nearplane.models.divergence import Divergence, divergence
 from nearplane.models.experts import make_observable, parameter_of
 from nearplane.models.layers import Layer
 from nearplane.models.model import NOT_IN_MEMORY, Block, Model
+from nearplane.models.structure import is_norm
 from nearplane.system.device import repeatable_backward
 from nearplane.tuning.parameters import Tuned, TunedLayer, TunedVector
 from nearplane.tuning.settings import Split
@@ -295,10 +296,9 @@ class _Leaves:
 
 
 def norms_of(network: nn.Module) -> list[str]:
-    """Return the names of norms' parameters: of modules with a weight whose parameters are all vectors."""
+    """Return the names of norms' parameters, see `is_norm`."""
     names = []
     for path, module in network.named_modules():
-        parameters = dict(module.named_parameters(recurse=False))
-        if "weight" in parameters and all(each.dim() == 1 and each.is_floating_point() for each in parameters.values()):
-            names += [f"{path}.{name}" for name in parameters]
+        if is_norm(module):
+            names += [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
     return names

@@ -33,7 +33,7 @@ from nearplane.matrix.to_rate import TOLERANCE
 from nearplane.models.model import Block
 from nearplane.models.two_tokenizers import check_same_tokens
 from nearplane.planning.folder_size import max_record_bytes
-from nearplane.planning.request import open_original, recorded
+from nearplane.planning.request import open_recorded, recorded
 from nearplane.planning.run import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.record.record import LayerRecord, RunRecord, versions
@@ -81,7 +81,7 @@ def tune(request: TuneRequest) -> RunRecord:
     where.check_limit(request.device_memory)
     sound_record(folder)
     stored = Stored(folder)
-    model = open_original(against, record.recipe, trust_remote_code=trust)
+    model = open_recorded(against, record, trust_remote_code=trust)
     check_model(model, record, stored)
     check_same_tokens({str(request.source): folder, str(against): model.folder}, trust_remote_code=trust)
     plan = recorded(record, calibration)

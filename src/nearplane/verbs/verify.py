@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nearplane.calibration.folding import changing
 from nearplane.calibration.given import Given
 from nearplane.calibration.windows import Windows, calibration_windows
 from nearplane.errors import CalibrationError, FormatError, ModelError, RecipeError
@@ -34,7 +35,7 @@ from nearplane.formats.stored import Stored
 from nearplane.models.model import Model
 from nearplane.models.pretrained import TOKENIZER
 from nearplane.models.two_tokenizers import check_same_tokens
-from nearplane.planning.request import open_original, quantization_config, recorded
+from nearplane.planning.request import open_recorded, quantization_config, recorded
 from nearplane.planning.run import bytes_of_tensors
 from nearplane.recipe.layer_plan import Plan
 from nearplane.record.record import RunRecord, Source
@@ -104,7 +105,7 @@ def verify(request: VerifyRequest) -> Verified:
         record = request.check()
         measured_on = _device(record, request.device, ranks)
         trust = request.trust_remote_code
-        opened = partial(open_original, str(request.against), record.recipe, trust_remote_code=trust)
+        opened = partial(open_recorded, str(request.against), record, trust_remote_code=trust)
         verified = partial(_verified, record, request, measured_on)
         return run_on_rank_0(verified, Follower(opened, measured_on), {"record": record.text})
 
@@ -118,7 +119,7 @@ def _verified(record: RunRecord, request: VerifyRequest, where: Device) -> Verif
     agreement = Agreement()
     if against is not None and stored is not None:
         return_large_blocks()
-        model = open_original(against, record.recipe, trust_remote_code=trust_remote_code)
+        model = open_recorded(against, record, trust_remote_code=trust_remote_code)
         agreement = Agreement.on(where, record, model.dtype, request.tolerance)
         differing, same = _unlike(folder, record, stored, model)
         faults += differing
@@ -138,6 +139,8 @@ def _verified(record: RunRecord, request: VerifyRequest, where: Device) -> Verif
             windows = _windows(saved, faults, progress)
             if windows is not None:
                 with recorded_library(record.products, saved.device):
+                    for norm in changing(model, windows, saved.device) if record.folds else ():
+                        faults.append(Fault(norm, "the scales that the record folds from it change the network"))
                     measured = losses_again(saved, windows, agreement, progress, faults)
     return Verified(
         record=record,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from nearplane import FormatError, GridScheme, ModelError, RateScheme, Recipe
+from nearplane.record.fold import Fold
 from nearplane.record.mix_record import MixRecord
 from nearplane.record.record import LEFT_OUT_OF_LAYERS, LayerRecord, RunRecord, Source, digest_of, row_groups
 from nearplane.record.record_file import parsed_record, read_record
@@ -46,6 +47,7 @@ MIXED = replace(
     card=2048,
     extra_kl=0.25,
     headroom=4.0,
+    folds=(Fold.of("model.layers.0.norm", ("model.layers.0.a.weight",), [-12, 0, 1, 12]),),
     cache_scales={"model.layers.0.self_attn": (0.01, 0.25)},
     mix=MixRecord(
         formats=("int4", "bf16"),
@@ -198,6 +200,7 @@ WRONG = {  # JSON that is not what an annotation says
     "Tuning | None": [3, [], "network", {}, {"mode": "block"}, {"curve": []}],
     "tuple[float | None, ...]": [None, 0.5, ["a"], [[None]], [float("nan")], {}],
     "tuple[Source, ...]": [None, {}, [None], [[]], [{}], ["a"]],
+    "tuple[Fold, ...]": [None, {}, [None], [{}], [{"norm": "a", "weights": ["b"], "exponents": "M_"}]],
     "dict[str, str]": [None, [], {"a": 1}, {"a": None}, "a"],
     "dict[str, tuple[float, float]]": [None, [], {"a": 1.0}, {"a": [1.0]}, {"a": [1.0, None]}, {"a": [float("nan"), 1.0]}],
     "tuple[tuple[str, str], ...]": [None, {}, ["ab"], [["a"]], [["a", "b", "c"]], [["a", 1]]],
