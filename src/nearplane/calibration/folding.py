@@ -2,8 +2,9 @@
 
 The original network runs on a few windows. A channel whose outputs of a norm have the root mean square r gets the power of two
 nearest to c / sqrt(r). That halves the range of magnitudes within the groups that share a step, and leaves the other half to
-the weights, whose rounding the solver makes up for. A fold counts only if the block's outputs stay the same to the bit, which
-finds out what else uses a norm's outputs: a residual stream, a weight that is 1 + what is stored.
+the weights, whose rounding the solver makes up for. A fold counts only if the block's outputs stay the same, which finds out
+what else uses a norm's outputs, such as a residual stream: to the bit, or for norms that multiply by 1 + their weight as nearly
+as float32 computes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from nearplane.calibration.one_forward import default_batch
 from nearplane.calibration.rows import tensors_in
 from nearplane.calibration.windows import Windows
 from nearplane.errors import ModelError
-from nearplane.models.folded import back, columns_of, scaled, scales_of, stored_scales
-from nearplane.models.model import DTYPES, NOT_IN_MEMORY, Block, Model
+from nearplane.models.folded import columns_of, scaled, scales_of, stored_scales
+from nearplane.models.model import NOT_IN_MEMORY, Block, Model
 from nearplane.models.structure import is_norm
 from nearplane.number_formats import InputRounding
 from nearplane.record.fold import Fold
@@ -34,6 +35,8 @@ from nearplane.system.sizes import counted
 WINDOWS = 8  # that are looked at
 BITS = 4  # of rounded inputs that gain by it
 LARGEST = 12  # exponent, see `Fold`
+OFFSETS = (0.0, 1.0)  # what norms add to their weight before they multiply by it
+TOLERANCE = 1e-4  # of a channel, for norms with an offset: float32 computes to about 1e-6, bfloat16 to 4e-3
 
 log = logging.getLogger("nearplane")
 
@@ -61,16 +64,17 @@ def fold(
         return
     found, left = list[Fold](), list[str]()
     with phase(progress, "looking at the channels of inputs"):
-        for block, seen, stays in _blocks(model, windows.fitted, device):
+        for block, looked in _blocks(model, windows.fitted, device):
             rounded = {layer.parameter for layer in block.layers if layer.name in names}
-            for norm, weights in seen.weights.items():
-                new = Fold.of(norm, tuple(weights), powers_of(seen.squares[norm]))
-                if rounded.isdisjoint(weights) or not any(new.powers):
+            for norm, weights in looked.weights.items():
+                powers = powers_of(looked.squares[norm])
+                if rounded.isdisjoint(weights) or not any(powers):
                     continue
-                if stays(new):
-                    found.append(new)
-                else:
+                tried = (Fold.of(norm, tuple(weights), powers, offset) for offset in OFFSETS)
+                if (new := next(filter(looked.stays_with, tried), None)) is None:
                     left.append(norm)
+                else:
+                    found.append(new)
     rest = f"; not those of {counted(len(left), 'norm')}, as the network would change" if left else ""
     log.info("channel scales of %s are folded into the weights behind them%s", counted(len(found), "norm"), rest)
     model.fold(found)
@@ -80,24 +84,27 @@ def fold(
 def changing(model: Model, windows: Windows, device: Device) -> list[str]:
     """Return the norms whose folded scales change the network; see `fold` for the arguments."""
     assert windows.fitted is not None, "scales are folded in runs with windows"
-    folds, wrong = model.folds, list[str]()
+    (folds, tuned), wrong = (model.folds, model.tuned), list[str]()
     model.fold(())  # `_blocks` folds the blocks in memory
-    for block, _, stays in _blocks(model, windows.fitted, device):
-        wrong += [each.norm for each in folds if each.norm.startswith(f"{block.name}.") and not stays(each)]
+    model.tuned = {}
+    for block, looked in _blocks(model, windows.fitted, device):
+        ours = (each for each in folds if each.norm.startswith(f"{block.name}."))
+        wrong += [each.norm for each in ours if not looked.stays_with(each)]
     model.fold(folds)
+    model.tuned = tuned
     return wrong
 
 
-def _blocks(model: Model, windows: Tensor, device: Device) -> Iterator[tuple[Block, _Seen, Callable[[Fold], bool]]]:
-    """Yield the blocks of the original in memory, with what was seen in them and a function that tries a fold, see `_stays`."""
+def _blocks(model: Model, windows: Tensor, device: Device) -> Iterator[tuple[Block, _Looked]]:
+    """Yield the blocks of the original in memory, with what was seen in them."""
     dtype = device.compute_dtype(model.dtype)
     batches = windows[:WINDOWS].split(default_batch(windows.shape[1]))
     stream = skeleton(model, batches, device=device.place, dtype=dtype)
     for block in model.in_turn(model.blocks, device.place):
         with block.on(device.place, dtype, original=False):
-            seen = _Seen(block)
-            outputs = [seen.passed(stream, batch) for batch in range(len(batches))]
-            yield block, seen, partial(_stays, model, block, stream, outputs[0])
+            looked = _Looked(model, block, stream)
+            outputs = [looked.passed(batch) for batch in range(len(batches))]
+            yield block, looked
         stream.quantized = outputs
         stream.passed(block)
 
@@ -114,26 +121,26 @@ def powers_of(squares: Tensor) -> list[int]:
     return [int(each) for each in powers.round().clamp(-LARGEST, LARGEST).tolist()]
 
 
-class _Seen:
-    """What is seen of norms while batches pass a block.
+class _Looked:
+    """What is seen of norms while batches pass a block, which is in memory.
 
     Attributes:
         squares: {name of a norm: (channels,) sums of the squares of its outputs}.
         weights: {name of a norm: names of the parameters that multiply its outputs}.
     """
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, model: Model, block: Block, stream: Stream) -> None:
+        assert block.quantized is not None, NOT_IN_MEMORY
         self.squares: dict[str, Tensor] = {}
         self.weights: dict[str, dict[str, None]] = {}
-        self._block = block
-        self._made: dict[int, tuple[str, Tensor]] = {}  # by address
+        self._model, self._block, self._stream, self._module = model, block, stream, block.quantized
+        self._made: dict[int, tuple[str, Tensor]] = {}  # outputs of norms in the present pass, by address
+        self._before: Tensor | None = None  # output of the block for the first batch
 
-    def passed(self, stream: Stream, batch: int) -> Tensor:
+    def passed(self, batch: int) -> Tensor:
         """Return the output of the block for a batch."""
-        module = self._block.quantized
-        assert module is not None, NOT_IN_MEMORY
         with ExitStack() as hooks:
-            for path, part in module.named_modules():
+            for path, part in self._module.named_modules():
                 name = f"{self._block.name}.{path}"
                 if is_norm(part):
                     hooks.enter_context(part.register_forward_hook(partial(self._leaving, name)))
@@ -143,9 +150,13 @@ class _Seen:
                     hooks.enter_context(
                         part.register_forward_pre_hook(partial(self._entering, columns), with_kwargs=True)
                     )
-            output = stream.noted(stream.forward(self._block, module, batch, stream.quantized[batch]))
+            output = self._stream.noted(self._run(batch))
         self._made.clear()
+        self._before = output if batch == 0 else self._before
         return output
+
+    def _run(self, batch: int, *, trial: bool = False) -> Tensor:
+        return self._stream.forward(self._block, self._module, batch, self._stream.quantized[batch], trial=trial)
 
     def _leaving(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         if isinstance(output, Tensor):
@@ -160,29 +171,34 @@ class _Seen:
                 fits = [key for key, count in columns.items() if count == len(self.squares[name])]
                 self.weights.setdefault(name, {}).update(dict.fromkeys(fits))
 
+    def stays_with(self, new: Fold) -> bool:
+        """Fold the block in memory and return whether its output for the first batch stays the same; if not, undo it.
 
-def _stays(model: Model, block: Block, stream: Stream, before: Tensor, new: Fold) -> bool:
-    """Fold the block in memory and return whether its output for the first batch stays the same to the bit; if not, undo it.
-
-    It also fails if a tensor is not stored for itself, or is to be written in a dtype that does not hold it.
-    """
-    module = block.quantized
-    assert module is not None, NOT_IN_MEMORY
-    try:
-        stored_scales(model.network, model.weights, [new])
-    except ModelError:
-        return False
-    scales = scales_of(model.network, new)
-    parts = {name: module.get_parameter(name.removeprefix(f"{block.name}.")) for name in scales}
-    for name, x in parts.items():
-        (source, *_) = model.weights.copies(name)
-        kind = DTYPES[model.reader.dtype(source)]
-        if source not in model.quantized_names and scaled(x.to(kind), scales[name]).dtype != kind:
+        It also fails if a tensor cannot be written like that.
+        """
+        model, weights = self._model, self._model.weights
+        assert self._before is not None, "a batch has passed"
+        try:
+            for source, each in stored_scales(model.network, weights, [new], model.quantized_names).items():
+                if source not in model.quantized_names and not each.offset:
+                    tensor = weights.reader.read([source])[source]
+                    there_and_back = scaled(scaled(tensor, each), each._replace(factors=1 / each.factors))
+                    if not torch.equal(there_and_back, tensor):
+                        return False
+            scales = scales_of(model.network, new, weights.stored)
+        except ModelError:
             return False
-    for name, x in parts.items():
-        x.copy_(scaled(x, scales[name]))
-    if torch.equal(stream.forward(block, module, 0, stream.quantized[0], trial=True), before):
-        return True
-    for name, x in parts.items():
-        x.copy_(scaled(x, back(scales[name])))
-    return False
+        parts = {name: self._module.get_parameter(name.removeprefix(f"{self._block.name}.")) for name in scales}
+        kept = {name: part.clone() for name, part in parts.items()}
+        for name, part in parts.items():
+            part.copy_(scaled(part if name in new.weights else weights.stored(name).to(part.device), scales[name]))
+        output = self._run(0, trial=True)
+        moved, size = (
+            (x.double().square().flatten(0, -2).sum(0).sqrt()) for x in (output - self._before, self._before)
+        )
+        if torch.equal(output, self._before) or (new.offset and bool((moved <= TOLERANCE * size).all())):
+            self._before = output
+            return True
+        for name, part in parts.items():
+            part.copy_(kept[name])
+        return False

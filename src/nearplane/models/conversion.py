@@ -68,6 +68,11 @@ class Weights:
             raise ModelError(f"{parameter} is {how} in {self.reader.folder}, where it has no name of its own.")
         return load.sources[0][0]
 
+    def stored(self, parameter: str) -> Tensor:
+        """Read a parameter that is stored as a tensor of its own, as it is stored; see `source_name`."""
+        source = self.source_name(parameter)
+        return self.reader.read([source])[source]
+
     def stored_alone(self, parameter: str) -> bool:
         """Return whether a parameter is stored as one tensor of its own."""
         load = self.find(parameter)

@@ -215,8 +215,10 @@ class Model:
         Raises:
             ModelError: The network has not these parameters.
         """
-        scales = stored_scales(self.network, self.weights, folds)
-        self.reader = self.weights.reader = FoldedReader(self._plain, scales) if folds else self._plain
+        self.reader = self.weights.reader = self._plain
+        scales = stored_scales(self.network, self.weights, folds, self.quantized_names)
+        if scales:
+            self.reader = self.weights.reader = FoldedReader(self._plain, scales)
         self.folds = tuple(folds)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
