@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -113,6 +113,41 @@ def pack(
         parts[g] = array.reshape(-1)
     codes = np.concatenate(parts) if any(repacked) else symbols
     return PackedMatrix(orders=layout.orders, codes=codes, groups=groups, patches=patches, scales=scales)
+
+
+def part(matrix: PackedMatrix, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> PackedMatrix:
+    """Return the matrix of some rows and columns, both ascending; its codes are on the CPU unless all are kept."""
+    if (len(rows), len(columns)) == matrix.shape:
+        return matrix
+    new_row, new_column = (np.full(count, -1, np.int32) for count in matrix.shape)
+    new_row[rows], new_column[columns] = np.arange(len(rows)), np.arange(len(columns))
+    codes = matrix.codes if isinstance(matrix.codes, np.ndarray) else matrix.codes.cpu().numpy()
+    row_order, column_order = new_row[matrix.orders.rows], new_column[matrix.orders.columns]
+    groups, blocks, start, at = list[ColumnGroup](), [np.empty(0, np.uint8)], 0, 0
+    for group in matrix.groups:
+        kept = np.flatnonzero(column_order[group.start : group.stop] >= 0)
+        block = codes[group.first_byte :][: group.row_bytes * len(row_order)].reshape(len(row_order), -1)[
+            row_order >= 0
+        ]
+        if group.nibbles:
+            halves = np.full((len(block), len(kept) + len(kept) % 2), 8, np.uint8)
+            halves[:, : len(kept)] = np.stack([block & 15, block >> 4], axis=2).reshape(len(block), -1)[:, kept]
+            block = halves[:, ::2] | halves[:, 1::2] << 4
+        else:
+            block = block[:, kept]
+        if len(kept):
+            groups.append(ColumnGroup(start, start + len(kept), group.nibbles, at, block.shape[1]))
+            blocks.append(block.reshape(-1).astype(np.uint8, copy=False))
+            start, at = start + len(kept), at + block.size
+    patch_rows, patch_columns = new_row[matrix.patches.rows], new_column[matrix.patches.columns]
+    inside = (patch_rows >= 0) & (patch_columns >= 0)
+    return PackedMatrix(
+        orders=Orders(row_order[row_order >= 0], column_order[column_order >= 0]),
+        codes=np.concatenate(blocks),
+        groups=tuple(groups),
+        patches=Patches(patch_rows[inside], patch_columns[inside], matrix.patches.delta[inside]),
+        scales=replace(matrix.scales, rows=matrix.scales.rows[rows], columns=matrix.scales.columns[columns]),
+    )
 
 
 def column_groups(layout: Layout, repacked: NDArray[np.bool_]) -> tuple[ColumnGroup, ...]:

@@ -1,0 +1,225 @@
+"""Layers of vLLM whose matrices arrive entropy-coded: decoded one by one as they arrive, and multiplied as packed integers.
+
+A layer of vLLM may join several matrices, such as q, k and v; each stays a matrix of its own. With tensor parallelism every rank
+decodes all of them and keeps its rows or columns. Embeddings and heads are decoded to the dtype of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from nearplane.coding.blob import decode_packed
+from nearplane.coding.on_device import Blob, decode_all, decoder_of
+from nearplane.coding.packed_matrix import PackedMatrix, part
+from nearplane.errors import FormatError
+from nearplane.loading.coded_linear import CodedLinear
+from nearplane.loading.packed_linear import PackedLinear
+
+CODED, STOP = "weight_coded", "weight"  # ends of names in the files; the latter is empty, beside the first layer only
+SHARDS = {"q": 0, "k": 1, "v": 2}
+
+LAYERS: WeakValueDictionary[str, Products] = WeakValueDictionary()  # by name, of the engines in this process
+
+
+class Products(nn.Module):
+    """The matrices of a layer, in the order in which vLLM joins their outputs.
+
+    Args:
+        count: Their number.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Identity() for _ in range(count)])
+        self.missing = set(range(count))
+
+    def fill(self, number: int, layer: nn.Module) -> None:
+        """Put a decoded matrix in its place."""
+        self.parts[number] = layer
+        self.missing.discard(number)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs (..., out) of all matrices."""
+        outputs = [part(x) for part in self.parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+@torch.library.custom_op("nearplane::products", mutates_args=())
+def products(x: Tensor, layer: str, outputs: int) -> Tensor:
+    """Return the outputs (..., outputs) of a layer: one operation for torch.compile, which does not look into it."""
+    del outputs
+    result: Tensor = LAYERS[layer](x)
+    return result
+
+
+@products.register_fake
+def _(x: Tensor, layer: str, outputs: int) -> Tensor:
+    del layer
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
+class CodedLinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """How vLLM loads and computes a linear layer.
+
+    Args:
+        names: Names of its matrices in the files.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        """Give the layer places for the bytes of its matrices, see `LinearMethodBase.create_weights`."""
+        del output_size, attributes
+        layer.products, layer.outputs = Products(len(self.names)), sum(output_partition_sizes)
+        layer.handle = f"{self.names[0]} {len(LAYERS)}"
+        LAYERS[layer.handle] = layer.products
+        device = torch.get_default_device()
+
+        def load(_: nn.Parameter, coded: Tensor, shard: str | int | None = None) -> None:
+            number = 0 if shard is None else SHARDS.get(str(shard), shard)
+            assert isinstance(number, int), shard
+            sizes = output_partition_sizes if shard is None else output_partition_sizes[number : number + 1]
+            matrix = decoded(coded, f"{self.names[number]}.{CODED}", device)
+            rows = own_rows(matrix.shape[0], sizes, layer, self.names[number])
+            columns = own_columns(matrix.shape[1], input_size, input_size_per_partition, layer, self.names[number])
+            layer.products.fill(number, packed_layer(part(matrix, rows, columns), params_dtype, device))
+
+        _add_places(layer, load)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check that all matrices have arrived."""
+        for number in layer.products.missing:
+            raise FormatError(f"{self.names[number]}.{CODED} is missing. Fetch the folder again.")
+        for name in (CODED, STOP):
+            delattr(layer, name)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the outputs (..., out) of the layer."""
+        y: Tensor = torch.ops.nearplane.products(x, layer.handle, layer.outputs)
+        return y if bias is None else y + bias
+
+
+class CodedEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """How vLLM loads embeddings, or a head, whose matrix is entropy-coded: decoded, as it then looks rows up.
+
+    Args:
+        name: Name of the matrix in the files.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
+        """Give the layer its weight, and a place for the bytes, see `QuantizeMethodBase.create_weights`."""
+        super().create_weights(layer, *sizes, **attributes)
+        weight = layer.weight
+
+        def load(_: nn.Parameter, coded: Tensor, shard: str | int | None = None) -> None:
+            del shard
+            matrix = decoded(coded, f"{self.name}.{CODED}", torch.device("cpu"))
+            if matrix.shape != (layer.org_vocab_size, layer.embedding_dim):
+                raise FormatError(_unlike(self.name, matrix.shape, (layer.org_vocab_size, layer.embedding_dim)))
+            indices = layer.shard_indices
+            rows = np.arange(indices.org_vocab_start_index, indices.org_vocab_end_index)
+            values = CodedLinear(part(matrix, rows, np.arange(matrix.shape[1])), torch.float32).weight
+            weight.data.zero_()
+            weight.data[: len(rows)].copy_(values)
+
+        _add_places(layer, load)
+        layer.register_parameter(STOP, weight)
+        usual = weight.weight_loader
+        weight.weight_loader = lambda place, loaded: usual(place, loaded) if loaded.numel() else None
+
+
+def decoded(coded: Tensor, name: str, device: torch.device) -> PackedMatrix:
+    """Return the matrix of a tensor, decoded on a device that has a decoder, else on the CPU.
+
+    Raises:
+        FormatError: The bytes are damaged.
+    """
+    if decoder_of(device) is None:
+        return decode_packed(coded.cpu().numpy(), name=name)
+    (matrix,) = decode_all([Blob(coded, name)], device)
+    return matrix.packed()
+
+
+def packed_layer(matrix: PackedMatrix, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Return the layer that multiplies by a matrix."""
+    if device.type == "cpu":
+        return CodedLinear(matrix, dtype)
+    out, width = matrix.shape
+    layer = PackedLinear(width, out, bias=False, dtype=dtype, device=device)
+    layer.fill(matrix, device)
+    return layer
+
+
+def own_rows(count: int, sizes: Sequence[int], layer: Any, name: str) -> np.ndarray:
+    """Return the rows of a matrix that this rank keeps.
+
+    Args:
+        count: Number of rows of the whole matrix.
+        sizes: Number of rows of this rank; several where the files join matrices that vLLM joins, too.
+        layer: The layer, with `tp_rank` and `tp_size`.
+        name: Name of the matrix in the files.
+
+    Raises:
+        FormatError: The matrix has another number of rows.
+    """
+    rank, world = layer.tp_rank, layer.tp_size
+    if sum(sizes) == count:
+        return np.arange(count)
+    if len(sizes) > 1:
+        raise FormatError(
+            f"{name} holds several matrices that vLLM joins, and cannot be divided among {world} processes. Use "
+            f"--tensor-parallel-size 1."
+        )
+    (size,) = sizes
+    if not size or count % size or world % (count // size):
+        raise FormatError(_unlike(name, (count,), (size * world,)))
+    first = (
+        rank // (world // (count // size)) * size
+    )  # several ranks share the heads of keys and values if these are few
+    return np.arange(first, first + size)
+
+
+def own_columns(count: int, whole: int, size: int, layer: Any, name: str) -> np.ndarray:
+    """Return the columns of a matrix that this rank keeps; arguments as for `own_rows`, and the inputs of the whole layer."""
+    if count != whole:
+        raise FormatError(_unlike(name, (count,), (whole,)))
+    first = 0 if size == whole else layer.tp_rank * size
+    return np.arange(first, first + size)
+
+
+def _unlike(name: str, found: Sequence[int], expected: Sequence[int]) -> str:
+    sizes = [" x ".join(map(str, each)) for each in (found, expected)]
+    return (
+        f"{name} is {sizes[0]}, but config.json describes {sizes[1]}. These files do not belong together. Fetch the folder "
+        f"again."
+    )
+
+
+def _add_places(layer: Any, load: Any) -> None:
+    """Give a layer parameters without elements, by whose names vLLM finds the function for the tensors of the files."""
+    for name, loader in ((CODED, load), (STOP, lambda *_: None)):
+        place = nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
+        place.weight_loader = loader  # type: ignore[attr-defined]
+        layer.register_parameter(name, place)
