@@ -94,8 +94,11 @@ test-vllm test-ort test-openvino test-ctranslate2 test-llama-server: export PYTH
 test-vllm test-ort test-openvino test-ctranslate2 test-llama-server: export OMP_NUM_THREADS ?= 1
 
 test-vllm: $(VENV)/.tested-with $(VLLM)/.installed   # vLLM on the CPU, offline and served; with build/models/smollm2 if it is there
+	rm -rf build/plugin && $(VENV)/bin/python -m build --quiet --wheel --no-isolation --outdir build/plugin plugins/vllm
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --force-reinstall --no-deps build/plugin/*.whl
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet build/plugin/*.whl   # its dependencies are vLLM's
 	$(VLLM)/bin/python -m pytest tests/journeys/test_vllm.py tests/journeys/test_vllm_experts.py tests/journeys/test_vllm_floats.py \
-	    tests/journeys/test_vllm_serve.py -m nightly
+	    tests/journeys/test_vllm_serve.py tests/journeys/test_vllm_coded.py -m nightly
 
 test-ort: $(VENV)/.tested-with $(ORT)/.installed   # ONNX Runtime GenAI: its builder, and its engine on the CPU
 	$(ORT)/bin/python -m pytest tests/journeys/test_onnxruntime_genai.py -m nightly

@@ -45,7 +45,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # with the words of the erro
     ),
     "gptq, 3 bits": ({"format": "gptq", "bits": 3}, r"Unsupported quantization config: bits=3, sym=True"),
     "gptq, 2 bits": ({"format": "gptq", "bits": 2}, r"Unsupported quantization config: bits=2, sym=True"),
-    "entropy-coded": ({"rate": 3.0, "solver": "nearest-plane"}, r"Unknown quantization method: nearplane"),
     "gptq, 8 bits": ({"format": "gptq", "bits": 8}, r"Marlin does not support weight_bits = uint8b128"),
     "fp8": ({"grid": "fp8"}, r"Failed to find a kernel that can implement the ScaledMM linear layer"),
     "fp8-block, inputs fp8": ({"grid": "fp8-block", "activations": "fp8"}, r"requires AMX tile support"),

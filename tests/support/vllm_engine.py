@@ -38,9 +38,8 @@ def engine(folder: Path, dtype: str = "float32", **options: Any) -> Iterator[Any
 
     made = None
     try:
-        made = vllm.LLM(
-            str(folder), dtype=dtype, enforce_eager=True, max_model_len=128, max_num_seqs=2, max_logprobs=20, **options
-        )
+        usual = {"enforce_eager": True, "max_model_len": 128, "max_num_seqs": 2, "max_logprobs": 20}
+        made = vllm.LLM(str(folder), dtype=dtype, **usual | options)
         yield made
     finally:
         if made is not None:

@@ -122,6 +122,7 @@ RUNTIMES: Mapping[Runtime, Program] = {
                 Form(grids=("mxfp4", "mxfp8"), rounded=True, dense=REPLACED, experts=SOURCE),
             ),
             **_gptq_of_servers(REPLACED, SOURCE),
+            "nearplane": (Form(grids=("coded",), dense=RUN),),  # by the plugin in plugins/vllm
         },
         joins=True,
     ),

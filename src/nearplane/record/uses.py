@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,9 +109,9 @@ def _loaded(arguments: str, it: Named, needed: str) -> Use:
     return Use(program="transformers", phrase=phrase, code=_loading(arguments, it), needs=needed)
 
 
-def _in_vllm(_: RunRecord, it: Named) -> Iterator[Use]:
+def _in_vllm(record: RunRecord, it: Named) -> Iterator[Use]:
     if is_served(it.config):
-        yield _served(it.folder)
+        yield replace(_served(it.folder), needs="nearplane-vllm beside it" if record.recipe.files.entropy_coded else "")
 
 
 def _in_sglang(_: RunRecord, it: Named) -> Iterator[Use]:

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 METHOD = "nearplane"  # quant_method in config.json
 FORMAT_VERSION, CODER = 1, "tans"  # of folders that are read
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")  # last parts of their names
 TRIED = "0.32"  # version of vLLM for which this was written
 
 log = logging.getLogger(__name__)
@@ -92,10 +93,10 @@ class CodedConfig(QuantizationConfig):  # type: ignore[misc]
         """
         from nearplane.serving.vllm_layers import CodedEmbeddingMethod, CodedLinearMethod
 
-        parts = parts_of(prefix, self.packed_modules_mapping)
+        parts = parts_of(prefix or self._embeddings(), self.packed_modules_mapping)
         coded = [part for part in parts if part in self.modules]
         if isinstance(layer, VocabParallelEmbedding):
-            return CodedEmbeddingMethod(prefix) if coded else UnquantizedEmbeddingMethod()
+            return CodedEmbeddingMethod(parts[0]) if coded else UnquantizedEmbeddingMethod()
         if not isinstance(layer, LinearBase):
             return None
         if not coded:
@@ -107,6 +108,10 @@ class CodedConfig(QuantizationConfig):  # type: ignore[misc]
                 f"with --ignore."
             )
         return CodedLinearMethod(parts)
+
+    def _embeddings(self) -> str:
+        """Return the name of the embeddings, which some models of vLLM do not tell their layer; "" if they are not coded."""
+        return next((name for name in self.modules if name.rpartition(".")[2] in EMBEDDINGS), "")
 
 
 def parts_of(prefix: str, joined: Mapping[str, Sequence[str]]) -> list[str]:
