@@ -50,8 +50,8 @@ def test_every_runtime_is_in_the_table_and_every_format_has_one() -> None:
         ),
         ({"runtime": "llama.cpp", "rate": 3.0}, "--format gguf"),
         (
-            {"runtime": "vllm", "rate": 3.0},
-            "--runtime vllm writes --format compressed-tensors, gptq, gptq_v2 or awq, found --format nearplane",
+            {"runtime": "sglang", "rate": 3.0},
+            "--runtime sglang writes --format compressed-tensors, gptq, gptq_v2 or awq, found --format nearplane",
         ),
         ({"runtime": "ollama"}, "runtime is 'ollama'; expected"),
     ],
