@@ -37,6 +37,7 @@ OF_THE_DEMO: dict[str, dict[str, Any]] = {
     "gptq, 4 bits": {"format": "gptq"},
     "awq, 4 bits": {"format": "awq", "symmetric": False},
     "compressed-tensors, 8 bits": {"bits": 8},
+    "entropy-coded, rate 3": {"rate": 3.0, "solver": "nearest-plane"},  # by the plugin
 }
 TEMPLATE = "{{ bos_token }}{% for m in messages %}Return {{ m.content }}{% endfor %}"  # for the demo, which has none
 QUESTION = [{"role": "user", "content": "Name three colours of the rainbow."}]
