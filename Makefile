@@ -33,7 +33,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.tested-with
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check src tests benchmarks tools examples
+	$(VENV)/bin/ruff format --check src tests benchmarks tools examples plugins
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	rm -rf build/wheel && $(VENV)/bin/python -m build --quiet --wheel --no-isolation --outdir build/wheel

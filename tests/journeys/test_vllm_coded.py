@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points, requires
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,25 @@ def test_other_models_start_with_the_plugin() -> None:
 def test_the_entry_point_raises_nothing_whatever_vllm_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.quantization", None)  # an import error
     plugin.register()
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "world", "first"),
+    [(128, 64, 2, [0, 64]), (128, 128, 2, [0, 0]), (128, 64, 4, [0, 0, 64, 64]), (96, 24, 4, [0, 24, 48, 72])],
+    ids=["halves", "all", "shared heads", "quarters"],
+)
+def test_every_process_keeps_its_rows(count: int, size: int, world: int, first: list[int]) -> None:
+    layers = pytest.importorskip("nearplane_vllm.serving.vllm_layers")
+    for rank in range(world):
+        rows = layers.own_rows(count, [size], SimpleNamespace(tp_rank=rank, tp_size=world), "a")
+        assert rows.tolist() == list(range(first[rank], first[rank] + size))
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(96, [64]), (100, [24]), (96, [24, 24])])
+def test_a_matrix_of_other_rows_is_refused(count: int, sizes: list[int]) -> None:
+    layers = pytest.importorskip("nearplane_vllm.serving.vllm_layers")
+    with pytest.raises(Exception, match=r"^a (is|holds) "):
+        layers.own_rows(count, sizes, SimpleNamespace(tp_rank=0, tp_size=2), "a")
 
 
 def test_the_wheel_asks_for_nothing_that_vllm_excludes() -> None:
