@@ -48,6 +48,7 @@ def fold(
     device: Device,
     inputs: Callable[[str], InputRounding | None],
     progress: Progress = silent,
+    batch: int | None = None,
 ) -> None:
     """Read a network from now on with the channel scales that leave it as it is, where they even out rounded inputs.
 
@@ -58,13 +59,14 @@ def fold(
         inputs: Function from the name of a layer to the numbers to which its inputs are rounded; None: they are not. Norms
             without a layer behind them whose inputs have four bits stay as they are.
         progress: See `quantize`.
+        batch: Number of windows that run together; None: the default.
     """
     names = {layer.name for layer in model.layers if (how := inputs(layer.name)) is not None and how.bits == BITS}
     if windows.fitted is None or not names:
         return
     found, left = list[Fold](), list[str]()
     with phase(progress, "looking at the channels of inputs"):
-        for block, looked in _blocks(model, windows.fitted, device):
+        for block, looked in _blocks(model, windows.fitted, device, batch):
             rounded = {layer.parameter for layer in block.layers if layer.name in names}
             for norm, weights in looked.weights.items():
                 powers = powers_of(looked.squares[norm])
@@ -75,8 +77,10 @@ def fold(
                     left.append(norm)
                 else:
                     found.append(new)
-    rest = f"; not those of {counted(len(left), 'norm')}, as the network would change" if left else ""
-    log.info("channel scales of %s are folded into the weights behind them%s", counted(len(found), "norm"), rest)
+    dtype = str(device.compute_dtype(model.dtype)).removeprefix("torch.")
+    rest = f"; not those of {counted(len(left), 'norm')}, as the network would change in {dtype}" if left else ""
+    if found or left:
+        log.info("channel scales of %s are folded into the weights behind them%s", counted(len(found), "norm"), rest)
     model.fold(found)
 
 
@@ -87,23 +91,29 @@ def changing(model: Model, windows: Windows, device: Device) -> list[str]:
     (folds, tuned), wrong = (model.folds, model.tuned), list[str]()
     model.fold(())  # `_blocks` folds the blocks in memory
     model.tuned = {}
+    alone = [each for each in folds if not any(_is_within(each, block) for block in model.blocks)]
+    wrong += [each.norm for each in alone]  # of no block, or of several
     for block, looked in _blocks(model, windows.fitted, device):
-        ours = (each for each in folds if each.norm.startswith(f"{block.name}."))
+        ours = (each for each in folds if _is_within(each, block))
         wrong += [each.norm for each in ours if not looked.stays_with(each)]
     model.fold(folds)
     model.tuned = tuned
     return wrong
 
 
-def _blocks(model: Model, windows: Tensor, device: Device) -> Iterator[tuple[Block, _Looked]]:
+def _is_within(one: Fold, block: Block) -> bool:
+    return all(name.startswith(f"{block.name}.") for name in (one.norm, *one.weights))
+
+
+def _blocks(model: Model, windows: Tensor, device: Device, batch: int | None = None) -> Iterator[tuple[Block, _Looked]]:
     """Yield the blocks of the original in memory, with what was seen in them."""
     dtype = device.compute_dtype(model.dtype)
-    batches = windows[:WINDOWS].split(default_batch(windows.shape[1]))
+    batches = windows[:WINDOWS].split(batch or default_batch(windows.shape[1]))
     stream = skeleton(model, batches, device=device.place, dtype=dtype)
     for block in model.in_turn(model.blocks, device.place):
         with block.on(device.place, dtype, original=False):
             looked = _Looked(model, block, stream)
-            outputs = [looked.passed(batch) for batch in range(len(batches))]
+            outputs = [looked.passed(number) for number in range(len(batches))]
             yield block, looked
         stream.quantized = outputs
         stream.passed(block)

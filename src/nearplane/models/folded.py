@@ -39,6 +39,8 @@ class Scales(NamedTuple):
 class FoldedReader(TensorReader):
     """Reader of an original model that multiplies some tensors by channel scales.
 
+    Its descriptions are those of the files; what is `wide` is read in float32, but is quantized and never written like that.
+
     Args:
         reader: Reader of the files.
         scales: Scales by stored name.

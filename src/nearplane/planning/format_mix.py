@@ -313,7 +313,7 @@ def within_the_limit(
         asked = recipe_of(model, mixing.recipe, units, picks, unfit)
         other, plan = open_resolved(mixing.folder, asked, trust_remote_code=options.trust_remote_code)
         job = replace(mixing.job, model=other, asked=asked, plan=plan, options=options)
-        return float(folder_bytes(other, plan, job.record()))
+        return float(folder_bytes(other, plan, replace(job.record(), folds=model.folds)))  # perhaps fewer in the end
 
     least = [0] * len(units)
     smallest = total(least)

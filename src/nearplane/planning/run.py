@@ -326,16 +326,14 @@ def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]
         else recorded_library(before.record.products, device)
     ) as products:
         batch = None if before is None else before.record.batch or usual  # affects the order of sums
-        if before is None:
-            fold(model, windows, device, job.plan.recipe.inputs_of, job.options.progress)
-        else:
-            model.fold(before.record.folds)
         with phase(job.options.progress, "trying one window in a block of each kind"):
             prediction = forecast(model, job.plan, windows, device, job.options.limits, batch)
         if before is not None:
+            model.fold(before.record.folds)
             record, planned = replace(before.record, source=job.options.name, layers=()), before.plan
         else:
             batch = prediction.setting.batch
+            fold(model, windows, device, job.plan.recipe.inputs_of, job.options.progress, batch)
             record, planned = replace(job.record(), products=products, batch=None if batch == usual else batch), None
         container.room = max_record_bytes(with_layers(model, replace(record, extra_kl=0.0)))
         if planned is None:

@@ -118,9 +118,10 @@ def _mix(record: RunRecord) -> Iterator[str]:
 def _folds(record: RunRecord) -> Iterator[str]:
     """Yield what scales of channels mean for whoever combines the weights with others."""
     if record.folds:
+        exact = " but for rounding in float32" if any(each.offset for each in record.folds) else ""
         yield (
-            f"{counted(len(record.folds), 'norm')} and the weights behind them carry channel scales, powers of two, so that inputs "
-            f"lose less when they are rounded. The network is the same; adapters made for the original do not fit"
+            f"{counted(len(record.folds), 'norm')} and the weights behind them carry channel scales, so that inputs "
+            f"lose less when they are rounded. The network is the same{exact}; adapters made for the original do not fit"
         )
 
 

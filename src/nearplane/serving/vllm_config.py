@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
 METHOD = "nearplane"  # quant_method in config.json
 FORMAT_VERSION, CODER = 1, "tans"  # of folders that are read
@@ -82,8 +86,11 @@ class CodedConfig(QuantizationConfig):  # type: ignore[misc]
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the modules as vLLM does where its network has other names; it joins modules later, see `parts_of`."""
-        renamed = hf_to_vllm_mapper.apply_list(sorted(self.modules)) if _only_renames(hf_to_vllm_mapper) else None
-        self.modules = self.modules if renamed is None else frozenset(renamed)
+        renames = getattr(hf_to_vllm_mapper, "get_rename_mapper", lambda: hf_to_vllm_mapper)()
+        renamed = renames.apply_list(
+            [f"{name}.weight" for name in sorted(self.modules)]
+        )  # rules name modules with a dot
+        self.modules = frozenset(name.removesuffix(".weight") for name in renamed)
 
     def get_quant_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
         """Return how vLLM is to load and compute a layer; None: as it does without this method.
@@ -93,7 +100,8 @@ class CodedConfig(QuantizationConfig):  # type: ignore[misc]
         """
         from nearplane.serving.vllm_layers import CodedEmbeddingMethod, CodedLinearMethod
 
-        parts = parts_of(prefix or self._embeddings(), self.packed_modules_mapping)
+        embeds = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+        parts = parts_of(prefix or self._embeddings() * embeds, self.packed_modules_mapping)
         coded = [part for part in parts if part in self.modules]
         if isinstance(layer, VocabParallelEmbedding):
             return CodedEmbeddingMethod(parts[0]) if coded else UnquantizedEmbeddingMethod()
@@ -122,11 +130,6 @@ def parts_of(prefix: str, joined: Mapping[str, Sequence[str]]) -> list[str]:
     """
     path, dot, last = prefix.rpartition(".")
     return [f"{path}{dot}{name}" for name in joined.get(last, [last])]
-
-
-def _only_renames(mapper: Any) -> bool:
-    """Return whether a mapper renames modules, so that our list has to be renamed, too."""
-    return any(getattr(mapper, f"orig_to_new_{kind}", None) for kind in ("prefix", "substr", "suffix", "regex"))
 
 
 def _warn_of_other_versions() -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -26,7 +27,7 @@ from nearplane.loading.packed_linear import PackedLinear
 CODED, STOP = "weight_coded", "weight"  # ends of names in the files; the latter is empty, beside the first layer only
 SHARDS = {"q": 0, "k": 1, "v": 2}
 
-LAYERS: WeakValueDictionary[str, Products] = WeakValueDictionary()  # by name, of the engines in this process
+FUSED = ("qkv_proj", "gate_up_proj", "c_attn")  # matrices that files join in the order in which vLLM does
 
 
 class Products(nn.Module):
@@ -56,7 +57,7 @@ class Products(nn.Module):
 def products(x: Tensor, layer: str, outputs: int) -> Tensor:
     """Return the outputs (..., outputs) of a layer: one operation for torch.compile, which does not look into it."""
     del outputs
-    result: Tensor = LAYERS[layer](x)
+    result: Tensor = get_forward_context().no_compile_layers[layer].products(x)
     return result
 
 
@@ -88,9 +89,18 @@ class CodedLinearMethod(LinearMethodBase):  # type: ignore[misc]
     ) -> None:
         """Give the layer places for the bytes of its matrices, see `LinearMethodBase.create_weights`."""
         del output_size, attributes
+        parts, last = len(output_partition_sizes), self.names[0].rpartition(".")[2]
+        if len(self.names) != parts and not (len(self.names) == 1 and last in FUSED):
+            raise ValueError(
+                f"{self.names[0]}: vLLM makes {parts} parts of {len(self.names)} matrices, in a way that is not known here. "
+                f"Leave these layers out with --ignore {last}, or export the folder: nearplane export OUT dense."
+            )
         layer.products, layer.outputs = Products(len(self.names)), sum(output_partition_sizes)
-        layer.handle = f"{self.names[0]} {len(LAYERS)}"
-        LAYERS[layer.handle] = layer.products
+        layer.handle = f"{self.names[0]} of nearplane"
+        layers = get_current_vllm_config().compilation_config.static_forward_context
+        if layer.handle in layers:
+            raise ValueError(f"vLLM makes two layers of {self.names[0]}, which nearplane-vllm cannot tell apart.")
+        layers[layer.handle] = layer
         device = torch.get_default_device()
 
         def load(_: nn.Parameter, coded: Tensor, shard: str | int | None = None) -> None:
@@ -105,11 +115,10 @@ class CodedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         _add_places(layer, load)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check that all matrices have arrived."""
+        """Check that all matrices have arrived; the empty weight stays, as adapters ask for its device."""
         for number in layer.products.missing:
             raise FormatError(f"{self.names[number]}.{CODED} is missing. Fetch the folder again.")
-        for name in (CODED, STOP):
-            delattr(layer, name)
+        delattr(layer, CODED)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the outputs (..., out) of the layer."""
@@ -126,7 +135,7 @@ class CodedEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.missing = name, True
 
     def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
         """Give the layer its weight, and a place for the bytes, see `QuantizeMethodBase.create_weights`."""
@@ -143,11 +152,19 @@ class CodedEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
             values = CodedLinear(part(matrix, rows, np.arange(matrix.shape[1])), torch.float32).weight
             weight.data.zero_()
             weight.data[: len(rows)].copy_(values)
+            self.missing = False
 
         _add_places(layer, load)
         layer.register_parameter(STOP, weight)
         usual = weight.weight_loader
         weight.weight_loader = lambda place, loaded: usual(place, loaded) if loaded.numel() else None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check that the matrix has arrived, and go on as for other embeddings."""
+        if self.missing:
+            raise FormatError(f"{self.name}.{CODED} is missing. Fetch the folder again.")
+        delattr(layer, CODED)
+        super().process_weights_after_loading(layer)
 
 
 def decoded(coded: Tensor, name: str, device: torch.device) -> PackedMatrix:

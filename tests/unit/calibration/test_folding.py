@@ -133,6 +133,11 @@ def test_a_fold_that_leaves_out_a_weight_changes_the_network_and_is_named(
     first, *others = model.folds
     model.fold([Fold(norm=first.norm, weights=first.weights[:1], exponents=first.exponents), *others])
     assert changing(model, windows, CPU) == [first.norm]
+    elsewhere = Fold(norm="model.norm", weights=(), exponents="N" * len(first.exponents))
+    crossing = Fold(norm=first.norm, weights=("model.layers.1.mlp.up_proj.weight",), exponents=first.exponents)
+    for wrong in (elsewhere, crossing):
+        model.fold([wrong])
+        assert changing(model, windows, CPU) == [wrong.norm]
 
 
 def test_what_is_written_as_it_is_must_be_exact_in_its_dtype(uneven: Callable[[str], Path], tokens: Tensor) -> None:
