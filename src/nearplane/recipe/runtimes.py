@@ -122,7 +122,9 @@ RUNTIMES: Mapping[Runtime, Program] = {
                 Form(grids=("mxfp4", "mxfp8"), rounded=True, dense=REPLACED, experts=SOURCE),
             ),
             **_gptq_of_servers(REPLACED, SOURCE),
-            "nearplane": (Form(grids=("coded",), dense=RUN),),  # by the plugin in plugins/vllm, which no GPU has run yet
+            "nearplane": (
+                Form(grids=("coded",), dense=RUN),
+            ),  # by the plugin in plugins/vllm, which no GPU has run yet
         },
         packed=("compressed-tensors", "gptq", "gptq_v2", "awq"),
         joins=True,
