@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from nearplane.formats.layer_format import METHOD
+from nearplane.formats.native import CODER, VERSION
+
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "plugins" / "vllm"
 BESIDE = {"torch", "numpy", "numba", "llvmlite", "triton", "vllm"}  # numba brings llvmlite; triton is looked for before
@@ -50,3 +53,16 @@ def test_it_has_the_version_of_the_project_and_an_entry_point(wheel: zipfile.Zip
     about = f"nearplane_vllm-{version}.dist-info"
     assert "nearplane = nearplane_vllm.serving.vllm_plugin:register" in wheel.read(f"{about}/entry_points.txt").decode()
     assert f"Version: {version}" in wheel.read(f"{about}/METADATA").decode()
+
+
+def test_it_reads_what_the_format_writes() -> None:
+    """The plugin cannot import the format, which needs what vLLM excludes."""
+    source = ast.parse((ROOT / "src" / "nearplane" / "serving" / "vllm_config.py").read_text())
+    known = {}
+    for node in source.body:
+        if isinstance(node, ast.Assign):
+            (target,) = node.targets
+            names = [each.id for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
+            values = ast.literal_eval(node.value) if names != ["log"] else None
+            known |= dict(zip(names, values if len(names) > 1 else [values], strict=True))
+    assert (known["METHOD"], known["FORMAT_VERSION"], known["CODER"]) == (METHOD, VERSION, CODER)
