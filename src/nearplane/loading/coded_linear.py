@@ -1,12 +1,13 @@
-"""Linear layer with the decoded integers of an entropy-coded matrix on the CPU, in 4 or 8 bits; see `words_linear.py`.
+"""Linear layer with the decoded integers of an entropy-coded matrix on the CPU, a width to each column; see `words_linear.py`.
 
     y = row_scale * (codes @ (column_scale * x)) + bias
 
-Columns take 4 bits if nearly all of their codes lie in -8 ... 7, others 8. Other codes are patches: values of their own.
+The width of a column is the one at which its codes and patches take least; a patch is a code that does not fit in it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,13 +17,16 @@ from torch import Tensor
 
 from nearplane.coding.packed_matrix import PackedMatrix
 from nearplane.compiled import compiled
-from nearplane.loading import product_cpu
+from nearplane.loading import product_coded
+from nearplane.loading.product_coded import FIELDS, NARROW, WIDTHS, Codes
 from nearplane.loading.product_cpu import BLOCK
-from nearplane.loading.words_linear import WordsLinear, by_block, dense_dtype
+from nearplane.loading.words_linear import WordsLinear
 
-Integers = npt.NDArray[np.int32]
+Bytes = npt.NDArray[np.int8]
+Counts = npt.NDArray[np.int64]
 
-MAX_PATCHED = 0.01  # share of the codes of a column that may be patches, so that the others take 4 bits
+PATCH_COST = 48  # bits that a patch counts in the choice of a width: it takes 32, and time
+_WHOLE = tuple(32 // bits for bits in WIDTHS)  # fields of the word's own width
 
 
 class CodedLinear(WordsLinear):
@@ -33,121 +37,120 @@ class CodedLinear(WordsLinear):
         dtype: Dtype of `weight`.
 
     Attributes:
-        words_4, words_8: The codes as `product_cpu` reads them, of the columns that take 4 and 8 bits.
-        columns_4, columns_8: (places,) int32 column of each code of a row; any where a place has none.
-        scale_4, scale_8: (places,) scales of these columns, float32 seen as int32; 0 where a place has none, or only codes 0:
-            products are rounded relative to 8 steps, and the steps of a layer of zeros may be of any size.
-        steps: Scales of rows, see `by_block`.
-        patch_rows, patch_columns: (patches,) int32 places of patches, ordered by row.
-        patch_bits: (patches,) their values, float32 seen as int32.
+        codes: What `product_coded` reads; its tensors are buffers.
     """
-
-    steps: Tensor
-    patch_rows: Tensor
-    patch_columns: Tensor
-    patch_bits: Tensor
 
     def __init__(self, packed: PackedMatrix, dtype: torch.dtype) -> None:
         super().__init__(packed.shape, dtype)
-        codes, counts = np.empty(packed.shape, np.int8), np.zeros(packed.shape[1], np.int32)
+        out, width = packed.shape
+        codes, needed = np.empty((out, width), np.int8), np.zeros((width, 9), np.int64)
         groups = np.array(packed.groups, np.int64).reshape(-1, 5)
-        _unpack(np.asarray(packed.codes), groups, np.argsort(packed.orders.rows), codes, counts)
-        narrow = counts <= MAX_PATCHED * len(codes)
+        _unpack(np.asarray(packed.codes), groups, np.argsort(packed.orders.rows), codes)
         rows, at = packed.patches.rows, np.argsort(packed.orders.columns)[packed.patches.columns]
         patched = codes[rows, at] + packed.patches.delta
-        np.subtract.at(counts, at, np.abs(codes[rows, at] + 0.5) > 8)
         codes[rows, at] = 0
-        found = np.empty(counts[narrow].sum(), np.int64)
-        _outside(codes, narrow, found)
-        more, there = np.divmod(found, self.in_features)
-        rows, at = np.concatenate([rows, more]), np.concatenate([at, there])
-        patched = np.concatenate([patched, codes[more, there]])
-        codes[more, there] = 0
-        filled = np.count_nonzero(codes, axis=0) > 0
-        for bits, chosen in ((4, narrow), (8, ~narrow)):
-            used = np.flatnonzero(chosen)
-            used = np.append(used, np.full(-len(used) % (32 // bits), -1))
-            columns = np.where(used < 0, 0, packed.orders.columns[used])
-            scale = np.where((used >= 0) & filled[used], packed.scales.column_scale[columns], 0).astype(np.float32)
-            self.register_buffer(f"words_{bits}", product_cpu.pack(codes, bits, used), persistent=False)
-            self._keep({f"columns_{bits}": columns, f"scale_{bits}": scale.view(np.int32)})
+        _count(codes, needed)
+        places, self._counts = arranged(needed, out)
+        bits = np.zeros(width, np.int64)
+        _bits_of(places, np.array(self._counts), bits)
+        words = np.zeros((-(-out // BLOCK), sum(self._counts), BLOCK), np.int32)
+        _pack(codes, places, np.array(self._counts), bits, words)
+        found = np.empty(((needed * (np.arange(9) > bits[:, None])).sum(), 2), np.int64)
+        outside = np.empty(len(found), np.int8)
+        _find(codes, bits, found, outside)
+        rows, at = np.concatenate([rows, found[:, 0]]), np.concatenate([at, found[:, 1]])
+        patched = np.concatenate([patched, outside])
         by_row = np.argsort(rows, kind="stable")
-        rows, columns = rows[by_row], packed.orders.columns[at[by_row]]
-        values = (
-            patched[by_row].astype(np.float32) * packed.scales.row_scale[rows] * packed.scales.column_scale[columns]
-        )
-        self._keep({"patch_rows": rows, "patch_columns": columns, "patch_bits": values.view(np.int32)})
-        self.register_buffer("steps", by_block(torch.from_numpy(packed.scales.row_scale)[:, None]), persistent=False)
+        start = np.searchsorted(rows[by_row], np.arange(len(words) * BLOCK + 1))
+        short = bool((np.abs(patched) < 2**15).all())
+        of_columns = np.uint16 if width <= NARROW else np.int32
+        steps = np.zeros(len(words) * BLOCK, np.float32)
+        steps[:out] = packed.scales.row_scale
+        arrays = {
+            "words": words,
+            "columns": np.where(places < 0, -1, packed.orders.columns[places]).astype(of_columns),
+            "column_scale": packed.scales.column_scale.view(np.int32),
+            "row_scale": steps.view(np.int32).reshape(-1, BLOCK),
+            "patch_start": start.astype(np.int32),
+            "patch_columns": packed.orders.columns[at[by_row]].astype(of_columns),
+            "patch_codes": patched[by_row].astype(np.int16)
+            if short
+            else patched[by_row].astype(np.float32).view(np.int32),
+        }
+        for name, array in arrays.items():
+            self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)), persistent=False)
+
+    @property
+    def codes(self) -> Codes:
+        """The codes, with tensors on the CPU."""
+        words, *others = (self.get_buffer(name).cpu() for name in Codes._fields if name != "counts")
+        return Codes(words, self._counts, *others)
 
     def product(self, x: Tensor) -> Tensor:
         """Return the product (rows, outputs) with the codes."""
-        y, none = x.new_zeros(len(x), len(self.steps) * BLOCK), self.steps[:, :0]
-        for bits, words, columns, scale in self._parts():
-            product_cpu.product(x.index_select(1, columns).mul_(scale), words, self.steps, none, bits, y)
-        patches = self.patch_rows.numpy(), self.patch_columns.numpy(), self.patch_bits.view(torch.float32).numpy()
-        _add_patches(x.contiguous().numpy(), *patches, y.numpy())
-        return y
-
-    def by_strips(self, x: Tensor) -> Tensor:
-        """Return the product (rows, outputs) of inputs of any dtype, on any device.
-
-        Inputs are multiplied by the scales of columns, but in float64, where values are those that the file stands for.
-        """
-        if x.dtype == torch.float64:
-            return super().by_strips(x)
-        wide, dtype = x.float(), dense_dtype() if x.dtype == torch.bfloat16 and x.is_cpu else torch.float32
-        parts = [
-            (bits, words.cpu(), (wide.index_select(1, columns) * scale).to(dtype))
-            for bits, words, columns, scale in self._parts()
-        ]
-        steps, sums = self.steps.cpu(), []
-        for a in range(0, len(steps), count := torch.get_num_threads()):
-            of = slice(a, a + count)
-            values = (product_cpu.values(words[of], steps[of], steps[of, :0], bits) for bits, words, _ in parts)
-            strips = (each.to(x.device, dtype) for each in values)
-            products = [part @ strip for (_, _, part), strip in zip(parts, strips, strict=True)]
-            sums.append(torch.stack(products).float().sum(0))
-        patches = wide.index_select(1, self.patch_columns) * self.patch_bits.view(torch.float32)
-        return torch.cat(sums, dim=1).index_add_(1, self.patch_rows, patches).to(x.dtype)
+        return product_coded.product(x.contiguous(), self.codes)
 
     def strips(self) -> Iterator[Tensor]:
         """Yield decoded (in, outputs) values."""
-        steps, rows = self.steps.cpu(), self.patch_rows.cpu()
-        columns_of, values = self.patch_columns.cpu().long(), self.patch_bits.cpu().view(torch.float32)
-        for a in range(0, len(steps), count := torch.get_num_threads()):
-            b = min(a + count, len(steps))
-            strip = torch.zeros(self.in_features, (b - a) * BLOCK)
-            for bits, words, columns, scale in self._parts():
-                part = product_cpu.values(words.cpu()[a:b], steps[a:b], steps[a:b, :0], bits)
-                used = scale.cpu().nonzero()[:, 0]
-                part_of = part.index_select(0, used).mul_(scale.cpu()[used, None])
-                strip[columns.cpu()[used].long()] = part_of
-            first, last = torch.searchsorted(rows, torch.tensor([a * BLOCK, b * BLOCK], dtype=rows.dtype)).tolist()
-            strip[columns_of[first:last], rows[first:last].long() - a * BLOCK] = values[first:last]
-            yield strip
+        codes, count = self.codes, torch.get_num_threads()
+        for firsts in torch.arange(0, len(codes.words) * BLOCK, BLOCK).split(count):
+            yield product_coded.values(codes, firsts, BLOCK)
 
-    def _parts(self) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Yield bits, words, columns and scales of the columns with 4 and with 8 bits, if there are any."""
-        for bits in (4, 8):
-            if (words := getattr(self, f"words_{bits}")).numel():
-                scale = getattr(self, f"scale_{bits}").view(torch.float32)
-                yield bits, words, getattr(self, f"columns_{bits}"), scale
+    def rows(self, wanted: Tensor) -> Tensor:
+        """Return the float32 values (rows, in) of some (rows,) outputs, such as the embeddings of tokens."""
+        return product_coded.values(self.codes, wanted.cpu().long().contiguous(), 1).T
 
-    def _keep(self, arrays: dict[str, np.ndarray]) -> None:
-        for name, array in arrays.items():
-            array = np.ascontiguousarray(array, np.int32)
-            self.register_buffer(name, torch.from_numpy(array), persistent=False)
+
+def arranged(needed: Counts, out: int) -> tuple[Counts, tuple[int, ...]]:
+    """Return the column of each field, -1 where there is none, and the number of words in each of `WIDTHS`.
+
+    Columns without a field have nothing but patches.
+
+    Args:
+        needed: (in, 9) number of codes of a column that need 0, 1 ... 8 bits.
+        out: Number of rows.
+    """
+    two, sizes = WIDTHS.index(2) + 1, np.array([0, *(32 / fields for fields in _WHOLE)]) * out
+    outside = np.stack([needed[:, bits + 1 :].sum(1) for bits in (0, *WIDTHS)], axis=1)
+    costs = sizes + PATCH_COST * outside
+    chosen = costs.argmin(1)
+
+    def words(width: int) -> int:
+        return -(-int((chosen == width).sum()) // _WHOLE[width - 1])
+
+    def beside() -> int:
+        """Return the number of fields of 2 bits in words of others."""
+        return sum(words(n + 1) for n in range(len(WIDTHS)) if FIELDS[n] > _WHOLE[n])
+
+    # such fields cost nothing: columns take them that lose least by it
+    gain = np.where(chosen > two, costs.min(1) - PATCH_COST * outside[:, two], 0)
+    moved = np.argsort(-gain, kind="stable")[: max(0, beside() - int((chosen == two).sum())) * 9 // 10]
+    chosen[moved[gain[moved] > 0]] = two
+    used = np.unique(chosen[chosen > 0])
+    for narrow, wide in itertools.pairwise(used):  # nor is a word begun if a wider place costs less
+        there = np.flatnonzero(chosen == narrow)
+        left = max(0, len(there) - (beside() if narrow == two else 0)) % (fields := _WHOLE[narrow - 1])
+        more = costs[there, wide] - costs[there, narrow]
+        moved = np.argsort(more, kind="stable")[:left]
+        if more[moved].sum() < (fields - left) * sizes[narrow]:
+            chosen[there[moved]] = wide
+    columns = [np.flatnonzero(chosen == n + 1) for n in range(len(WIDTHS))]
+    pairs, columns[two - 1] = np.split(columns[two - 1], [beside()])
+    places, counts = list[Counts](), list[int]()
+    for part, fields, whole in zip(columns, FIELDS, _WHOLE, strict=True):
+        counts.append(count := -(-len(part) // whole))
+        filled = np.full((count, fields), -1)
+        filled[:, :whole].flat[: len(part)] = part
+        if fields > whole:
+            now, pairs = np.split(pairs, [count])
+            filled[: len(now), whole] = now
+        places.append(filled.reshape(-1))
+    return np.concatenate(places), tuple(counts)
 
 
 @compiled(error_model="numpy")
-def _unpack(
-    packed: npt.NDArray[np.uint8],
-    groups: npt.NDArray[np.int64],
-    order: npt.NDArray[np.int64],
-    codes: npt.NDArray[np.int8],
-    counts: Integers,
-) -> None:  # pragma: no cover
-    """Write the codes of every row; count in each column those outside of 4 bits."""
+def _unpack(packed: npt.NDArray[np.uint8], groups: Counts, order: Counts, codes: Bytes) -> None:  # pragma: no cover
+    """Write the codes of every row."""
     for row in range(len(codes)):
         line = codes[row]
         for group in range(len(groups)):
@@ -162,28 +165,65 @@ def _unpack(
             else:
                 for j in range(width):
                     line[start + j] = np.int8(part[j])
-        for column in range(len(line)):
-            counts[column] += np.uint8(line[column] + 8) > 15
 
 
 @compiled(error_model="numpy")
-def _outside(
-    codes: npt.NDArray[np.int8], narrow: npt.NDArray[np.bool_], found: npt.NDArray[np.int64]
-) -> None:  # pragma: no cover
-    """Write the places, row times columns plus column, of the codes outside of 4 bits in narrow columns."""
-    count, width = 0, codes.shape[1]
+def _needed(code: np.int8) -> int:  # pragma: no cover
+    """Return the bits that a code needs: 0 for 0, 1 for -1, 2 for -2 and 1 ..."""
+    size, bits = np.int64(code if code >= 0 else -1 - code), 1 if code else 0
+    while size:
+        size, bits = size >> 1, bits + 1
+    return bits
+
+
+@compiled(error_model="numpy")
+def _count(codes: Bytes, needed: Counts) -> None:  # pragma: no cover
+    """Add the codes of each column to (in, 9) counts of how many bits they need."""
+    table = np.array([_needed(np.int8(code)) for code in range(-128, 128)])
     for row in range(len(codes)):
-        for column in range(width):
-            if narrow[column] and np.uint8(codes[row, column] + 8) > 15:
-                found[count] = row * width + column
-                count += 1
+        for column in range(codes.shape[1]):
+            needed[column, table[np.int64(codes[row, column]) + 128]] += 1
 
 
 @compiled(error_model="numpy")
-def _add_patches(
-    x: product_cpu.Floats, rows: Integers, columns: Integers, values: product_cpu.Floats, y: product_cpu.Floats
+def _bits_of(places: Counts, counts: Counts, bits: Counts) -> None:  # pragma: no cover
+    """Write the bits of each column that has a field."""
+    place = 0
+    for n in range(len(WIDTHS)):
+        for _ in range(counts[n]):
+            for i in range(FIELDS[n]):
+                if places[place] >= 0:
+                    bits[places[place]] = min(WIDTHS[n], 32 - WIDTHS[n] * i)
+                place += 1
+
+
+@compiled(error_model="numpy")
+def _pack(
+    codes: Bytes, places: Counts, counts: Counts, bits: Counts, words: npt.NDArray[np.int32]
 ) -> None:  # pragma: no cover
-    """Add the products of patches to y (rows of x, outputs)."""
-    for row in range(len(x)):
-        for patch in range(len(rows)):
-            y[row, rows[patch]] += x[row, columns[patch]] * values[patch]
+    """Write the words of codes; a code that does not fit counts 0."""
+    table = np.array([_needed(np.int8(code)) for code in range(-128, 128)])
+    for row in range(len(codes)):
+        block, k, place, j = row // BLOCK, row % BLOCK, 0, 0
+        for n in range(len(WIDTHS)):
+            for _ in range(counts[n]):
+                word = np.int32(0)
+                for i in range(FIELDS[n]):
+                    code, column, low = np.int32(0), places[place], np.int32(WIDTHS[n] * i)
+                    if column >= 0 and table[np.int64(codes[row, column]) + 128] <= bits[column]:
+                        code = np.int32(codes[row, column])
+                    word |= (code if i == FIELDS[n] - 1 else code + np.int32(1 << WIDTHS[n] - 1)) << low
+                    place += 1
+                words[block, j, k] = word
+                j += 1
+
+
+@compiled(error_model="numpy")
+def _find(codes: Bytes, bits: Counts, found: Counts, outside: Bytes) -> None:  # pragma: no cover
+    """Write (patches, 2) rows and columns of codes that do not fit, and these codes."""
+    patch, table = 0, np.array([_needed(np.int8(code)) for code in range(-128, 128)])
+    for row in range(len(codes)):
+        for column in range(codes.shape[1]):
+            if table[np.int64(codes[row, column]) + 128] > bits[column]:
+                found[patch, 0], found[patch, 1], outside[patch] = row, column, codes[row, column]
+                patch += 1

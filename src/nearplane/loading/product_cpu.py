@@ -1,4 +1,4 @@
-"""Products with codes of 2, 4 or 8 bits in words of 32 bits on the CPU, and the values of the codes, compiled by Numba.
+"""Products with codes in words of 32 bits on the CPU, and the values of the codes, compiled by Numba: 2, 4 or 8 bits each.
 
 The fields of a word belong to neighbouring inputs of one output; a register holds one word of each of several outputs.
 A mask leaves one field where it stands, so that as an integer it is the code times a power of two. Inputs are divided
@@ -31,6 +31,7 @@ Words = npt.NDArray[np.int32]
 BLOCK = 64  # outputs whose words stand side by side
 WIDTHS = (2, 4, 8)  # bits of a field
 LINE = 64  # bytes that a processor reads from memory at once
+SUBTRACTED_FROM_CODES = 6  # bits of a field from which `add_products` subtracts the offset from each code
 AHEAD = 4096  # bytes by which words are read before they are used
 MIN_THREADED_WEIGHTS = 2**18  # with fewer, one thread computes everything
 
@@ -243,59 +244,70 @@ def _kernels(bits: int) -> _Kernels:
     return _Kernels(pack, inputs, product, values)
 
 
-def _add_products(typingctx: Any, bits: Any, sums: Any, words: Any, factors: Any, count: Any) -> Any:
-    """Add products of codes to BLOCK sums, which stay in registers meanwhile.
+def add_fields(builder: Any, width: int, sums_at: Any, words_at: Any, factors_at: Any, count: Any) -> None:
+    """Add products of codes to BLOCK sums, which stay in registers meanwhile: what `add_products` is compiled to.
 
-    Its arguments are the bits of a field, addresses of the sums, of the words and of the factors of a group, and the
-    number of words of an output. Offsets of 128 are subtracted from each code here; smaller ones are subtracted from
-    sums, which costs less. Words are read early, as their way from memory takes longer than computing with them.
+    The last field of a word has the bits that are left: 2 beside fields of 3, 5 and 6. Offsets of 32 and 128 are
+    subtracted from each code here; smaller ones are subtracted from sums, which costs less. Words are read early, as
+    their way from memory takes longer than computing with them.
+
+    Args:
+        builder: Of the instructions.
+        width: Bits of a field.
+        sums_at, words_at, factors_at: Addresses of the sums, of the words and of the factors of a group.
+        count: Number of words of an output, at least 1.
     """
-    width, fields = bits.literal_value, 32 // bits.literal_value
+    fields = -(-32 // width)
     i8, i32, i64, f32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
     integers, floats = ir.VectorType(i32, BLOCK), ir.VectorType(f32, BLOCK)
 
+    def load(type_of: Any, address: Any) -> Any:
+        loaded = builder.load(builder.inttoptr(address, type_of.as_pointer()))
+        loaded.align = 4
+        return loaded
+
+    def at(address: Any, place: Any, times: int = 1) -> Any:
+        return builder.add(address, builder.mul(place, ir.Constant(i64, 4 * times)))
+
+    def repeated(number: Any) -> Any:
+        nothing = ir.Constant(floats, ir.Undefined)
+        first = builder.insert_element(nothing, number, ir.Constant(i32, 0))
+        return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(i32, BLOCK), None))
+
+    prefetch_type = ir.FunctionType(ir.VoidType(), [i8.as_pointer(), i32, i32, i32])
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [i8.as_pointer()], prefetch_type)
+    to_read, everywhere, of_data = (ir.Constant(i32, number) for number in (0, 3, 1))
+    first, before, loop = load(floats, sums_at), builder.block, builder.append_basic_block("word")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    j, total = builder.phi(i64), builder.phi(floats)
+    began, word_at, factor_at = total, at(words_at, j, BLOCK), at(factors_at, j, fields)
+    for line in range(0, 4 * BLOCK, LINE):
+        ahead = builder.inttoptr(builder.add(word_at, ir.Constant(i64, AHEAD + line)), i8.as_pointer())
+        builder.call(prefetch, [ahead, to_read, everywhere, of_data])
+    word = load(integers, word_at)
+    for i in range(fields):
+        mask = int(np.array([(1 << width) - 1 << width * i & 0xFFFFFFFF], np.uint32).view(np.int32)[0])
+        code = builder.sitofp(builder.and_(word, ir.Constant(integers, [mask] * BLOCK)), floats)
+        if width >= SUBTRACTED_FROM_CODES and i < fields - 1:
+            code = builder.fsub(code, ir.Constant(floats, [2.0 ** (width * i + width - 1)] * BLOCK))
+        factor = repeated(load(f32, at(factor_at, ir.Constant(i64, i))))
+        total = builder.fadd(builder.fmul(code, factor, flags=("contract",)), total, flags=("contract",))
+    following = builder.add(j, ir.Constant(i64, 1))
+    for phi, begin, end in ((j, ir.Constant(i64, 0), following), (began, first, total)):
+        phi.add_incoming(begin, before)
+        phi.add_incoming(end, loop)
+    done = builder.append_basic_block("done")
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
+    builder.position_at_end(done)
+    builder.store(total, builder.inttoptr(sums_at, floats.as_pointer())).align = 4
+
+
+def _add_products(typingctx: Any, bits: Any, sums: Any, words: Any, factors: Any, count: Any) -> Any:
+    """Compile `add_fields`; its arguments but the builder, of which `bits` is a constant."""
+
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def load(type_of: Any, address: Any) -> Any:
-            loaded = builder.load(builder.inttoptr(address, type_of.as_pointer()))
-            loaded.align = 4
-            return loaded
-
-        def at(address: Any, place: Any, times: int = 1) -> Any:
-            return builder.add(address, builder.mul(place, ir.Constant(i64, 4 * times)))
-
-        def repeated(number: Any) -> Any:
-            nothing = ir.Constant(floats, ir.Undefined)
-            first = builder.insert_element(nothing, number, ir.Constant(i32, 0))
-            return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(i32, BLOCK), None))
-
-        _, sums_at, words_at, factors_at, count = arguments
-        prefetch_type = ir.FunctionType(ir.VoidType(), [i8.as_pointer(), i32, i32, i32])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [i8.as_pointer()], prefetch_type)
-        to_read, everywhere, of_data = (ir.Constant(i32, number) for number in (0, 3, 1))
-        first, before, loop = load(floats, sums_at), builder.block, builder.append_basic_block("word")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        j, total = builder.phi(i64), builder.phi(floats)
-        began, word_at, factor_at = total, at(words_at, j, BLOCK), at(factors_at, j, fields)
-        for line in range(0, 4 * BLOCK, LINE):
-            ahead = builder.inttoptr(builder.add(word_at, ir.Constant(i64, AHEAD + line)), i8.as_pointer())
-            builder.call(prefetch, [ahead, to_read, everywhere, of_data])
-        word = load(integers, word_at)
-        for i in range(fields):
-            mask = int(np.array([(1 << width) - 1 << width * i], np.uint32).view(np.int32)[0])
-            code = builder.sitofp(builder.and_(word, ir.Constant(integers, [mask] * BLOCK)), floats)
-            if width == 8 and i < fields - 1:
-                code = builder.fsub(code, ir.Constant(floats, [2.0 ** (8 * i + 7)] * BLOCK))
-            factor = repeated(load(f32, at(factor_at, ir.Constant(i64, i))))
-            total = builder.fadd(builder.fmul(code, factor, flags=("contract",)), total, flags=("contract",))
-        following = builder.add(j, ir.Constant(i64, 1))
-        for phi, begin, end in ((j, ir.Constant(i64, 0), following), (began, first, total)):
-            phi.add_incoming(begin, before)
-            phi.add_incoming(end, loop)
-        done = builder.append_basic_block("done")
-        builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
-        builder.position_at_end(done)
-        builder.store(total, builder.inttoptr(sums_at, floats.as_pointer())).align = 4
+        add_fields(builder, bits.literal_value, *arguments[1:])
         return context.get_dummy_value()
 
     return types.void(bits, types.intp, types.intp, types.intp, types.int64), generate

@@ -60,7 +60,7 @@ def _next_share(typingctx: Any, task: Any) -> Any:
     return types.int64(task), generate
 
 
-def _array_at(number: Any) -> Any:
+def array_at(number: Any) -> Any:
     """Make an intrinsic that turns an address into a pointer to numbers of a type, for `numba.carray`."""
 
     def pointer(typingctx: Any, address: Any) -> Any:
@@ -73,7 +73,7 @@ def _array_at(number: Any) -> Any:
 
 
 next_share: Any = intrinsic(_next_share)
-floats_at, integers_at = _array_at(types.float32), _array_at(types.int32)
+floats_at, integers_at = array_at(types.float32), array_at(types.int32)
 
 
 def in_threads(work: Native, arguments: Sequence[int], count: int, *, alone: bool, kept: object = None) -> None:

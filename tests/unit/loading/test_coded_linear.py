@@ -12,6 +12,7 @@ from nearplane.coding.packed_matrix import PackedMatrix
 from nearplane.formats.native import matrix_of
 from nearplane.loading import product_cpu
 from nearplane.loading.coded_linear import CodedLinear
+from nearplane.loading.product_coded import FIELDS, NARROW, WIDTHS
 from nearplane.loading.words_linear import MAX_ROWS
 
 
@@ -30,6 +31,7 @@ CASES = [
     contents(40, 31, spread=20.0),
     contents(48, 96, outliers=25),
     contents(600, 512, outliers=9),
+    contents(3, NARROW + 5, outliers=3),
 ]
 
 
@@ -106,3 +108,30 @@ def test_threads_share_rows_without_changing_them(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(product_cpu, "MIN_THREADED_WEIGHTS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     assert torch.equal(layer(x), one)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "x".join(map(str, case.codes.shape)))
+def test_rows_are_those_of_the_decoded_matrix(case: Contents, generator: torch.Generator) -> None:
+    wanted = torch.randint(len(case.codes), (9,), generator=generator)
+    assert torch.equal(filled(decode_packed(encode(case))).rows(wanted), matrix_of(case).decode()[wanted])
+
+
+@pytest.mark.parametrize("spread", [0.3, 0.6, 1.0, 2.0, 4.0])
+def test_resident_bits_are_little_more_than_those_of_the_file(spread: float) -> None:
+    blob = encode(contents(1024, 512, spread=spread))
+    held = 8 * sum(tensor.nbytes for tensor in filled(decode_packed(blob)).buffers())
+    assert held <= 8 * len(blob) + 1.25 * 1024 * 512
+
+
+def test_each_width_is_taken_by_columns_that_need_it(generator: torch.Generator) -> None:
+    case = contents(256, 7 * 20)
+    for n, bits in enumerate((0, *WIDTHS)):
+        low, high = -(1 << bits >> 1), max(1, 1 << bits >> 1)
+        case.codes[:, n::7] = torch.randint(low, high, (256, 20), generator=generator).numpy()
+    layer = filled(decode_packed(encode(case)))
+    assert all(layer.codes.counts)
+    assert sum(layer.codes.counts) < sum(-(-20 // (32 // bits)) for bits in WIDTHS), (
+        "fields of 2 bits stand beside others"
+    )
+    assert len(layer.codes.columns) == sum(map(int.__mul__, layer.codes.counts, FIELDS))
+    assert torch.equal(layer.weight, matrix_of(case).decode())

@@ -1,0 +1,259 @@
+"""Products with codes whose columns take 2, 3, 4, 5, 6 or 8 bits each, and patches, on the CPU; see `product_cpu.py`.
+
+    y[i] = row_scale[i] * sum over j of code[i, j] * column_scale[j] * x[j]
+
+Columns without a code other than 0 take no bits. The words of an output stand one width after the other. A patch is a
+code that does not fit in the bits of its column: there it counts 0, and it is added by itself.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+from torch import Tensor
+
+from nearplane.compiled import compiled
+from nearplane.loading import product_cpu
+from nearplane.loading.product_cpu import BLOCK, SUBTRACTED_FROM_CODES, add_fields
+from nearplane.loading.torch_threads import (
+    Native,
+    array_at,
+    fields_of,
+    floats_at,
+    in_threads,
+    integers_at,
+    native,
+    next_share,
+)
+
+WIDTHS = (2, 3, 4, 5, 6, 8)  # bits of a field
+FIELDS = tuple(
+    -(-32 // bits) for bits in WIDTHS
+)  # of a word; the last one has the bits that are left: 2 where 32 does not divide
+NARROW = 2**16 - 1  # columns whose numbers take 16 bits, and the number that stands for none
+
+shorts_at, unsigned_at, longs_at = (array_at(kind) for kind in (types.int16, types.uint16, types.int64))
+
+
+class Codes(NamedTuple):
+    """Codes of a matrix on the CPU; all tensors are contiguous, floats are seen as int32, so that no cast rounds them."""
+
+    words: Tensor  # (blocks, words, BLOCK) int32
+    counts: tuple[int, ...]  # words of an output in each of `WIDTHS`
+    columns: (
+        Tensor  # (places,) column of each field, -1: none; uint16 if there are at most `NARROW` columns, else int32
+    )
+    column_scale: Tensor  # (in,) float32
+    row_scale: Tensor  # (blocks, BLOCK) float32
+    patch_start: Tensor  # (blocks * BLOCK + 1,) int32 first patch of each output
+    patch_columns: Tensor  # (patches,) as columns
+    patch_codes: Tensor  # (patches,) int16, or float32 if one is too large
+
+
+def product(x: Tensor, codes: Codes) -> Tensor:
+    """Return (rows, outputs) products of (rows, in) contiguous float32 inputs."""
+    rows, (places, blocks) = len(x), (len(codes.columns), len(codes.words))
+    made, y = x.new_empty(rows * (places + 1 + x.shape[1])), x.new_empty(rows, blocks * BLOCK)
+    task, kept = (*_task(codes), rows, x.data_ptr(), made.data_ptr(), y.data_ptr()), (codes, x, made, y)
+    in_threads(_kernels().inputs, task, rows, alone=True)
+    in_threads(_kernels().product, task, blocks, alone=_few(blocks * BLOCK * x.shape[1]), kept=kept)
+    return y
+
+
+def values(codes: Codes, firsts: Tensor, size: int) -> Tensor:
+    """Return the (in, outputs) values of some outputs.
+
+    Args:
+        codes: The codes.
+        firsts: (parts,) int64 first outputs, on the CPU.
+        size: Number of outputs from each of them on, within a block.
+    """
+    made = torch.zeros(len(codes.column_scale), len(firsts) * size)
+    task = (*_task(codes), size, firsts.data_ptr(), made.data_ptr())
+    in_threads(_kernels().values, task, len(firsts), alone=_few(made.numel()), kept=(codes, firsts, made))
+    return made
+
+
+def _few(weights: int) -> bool:
+    return weights < product_cpu.MIN_THREADED_WEIGHTS
+
+
+def _task(codes: Codes) -> tuple[int, ...]:
+    """Return the numbers of `_COMMON`."""
+    narrow, short = codes.columns.itemsize == 2, codes.patch_codes.itemsize == 2
+    sizes = len(codes.words), codes.words.shape[1], len(codes.column_scale), len(codes.columns), len(codes.patch_codes)
+    addresses = (each.data_ptr() for each in (codes.words, *codes[2:]))
+    return (narrow, short, *sizes, *codes.counts, *addresses)
+
+
+_SIZES = ("narrow", "short", "blocks", "words_of_output", "width", "places", "patches")
+_COMMON = (*_SIZES, *(f"words_{bits}" for bits in WIDTHS), "words", *Codes._fields[2:])
+
+
+@compiled(error_model="numpy")
+def _column(narrow: int, shorts: Any, integers: Any, place: int) -> Any:  # pragma: no cover
+    """Return the number of a column; -1 where there is none."""
+    if not narrow:
+        return np.int64(integers[place])
+    number = np.int64(shorts[place])
+    return -1 if number == NARROW else number
+
+
+def _add_products(typingctx: Any, sums: Any, words: Any, factors: Any, counts: Any) -> Any:
+    """Add the products of a block and a row of inputs to BLOCK sums, width after width; the first three are addresses."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums_at, words_at, factors_at, sizes = arguments
+        for n, (bits, fields) in enumerate(zip(WIDTHS, FIELDS, strict=True)):
+            count = builder.extract_value(sizes, n)
+            with builder.if_then(builder.icmp_signed(">", count, ir.Constant(count.type, 0))):
+                add_fields(builder, bits, sums_at, words_at, factors_at, count)
+            words_at = builder.add(words_at, builder.mul(count, ir.Constant(count.type, 4 * BLOCK)))
+            factors_at = builder.add(factors_at, builder.mul(count, ir.Constant(count.type, 4 * fields)))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, counts), generate
+
+
+add_products: Any = intrinsic(_add_products)
+
+
+class _Kernels(NamedTuple):
+    """Compiled functions of tasks whose numbers are `_COMMON` and what each names."""
+
+    inputs: Native
+    product: Native
+    values: Native
+
+
+@cache
+def _kernels() -> _Kernels:
+    product_fields = fields_of(*_COMMON, "rows", "x", "inputs", "y")
+    value_fields = fields_of(*_COMMON, "size", "firsts", "values")
+    product_size, value_size = len(product_fields.names or ()), len(value_fields.names or ())
+
+    @native
+    def inputs(task: Any) -> None:  # pragma: no cover
+        """Write what `product` reads of the inputs, one after the other.
+
+        That is (rows, places) inputs times scales, divided by the powers of two of their fields; (rows,) what sums of
+        products begin with: less the offset of each field that has one; and (rows, in) inputs times scales.
+        """
+        numbers = carray(task, product_size).view(product_fields)[0]
+        rows, width, places = numbers.rows, numbers.width, numbers.places
+        made = carray(floats_at(numbers.inputs), rows * (places + 1 + width))
+        factors, start = made[: rows * places].reshape(rows, places), made[rows * places : rows * (places + 1)]
+        scaled = made[rows * (places + 1) :].reshape(rows, width)
+        x, scale = carray(floats_at(numbers.x), (rows, width)), carray(floats_at(numbers.column_scale), width)
+        shorts, integers = carray(unsigned_at(numbers.columns), places), carray(integers_at(numbers.columns), places)
+        counts = (numbers.words_2, numbers.words_3, numbers.words_4, numbers.words_5, numbers.words_6, numbers.words_8)
+        first = next_share(task)
+        while first < rows:
+            for row in range(first, min(first + numbers.share, rows)):
+                for column in range(width):
+                    scaled[row, column] = x[row, column] * scale[column]
+                place, less = 0, np.float32(0)
+                for n in range(len(WIDTHS)):
+                    bits, fields = WIDTHS[n], FIELDS[n]
+                    offset = np.float32(0 if bits >= SUBTRACTED_FROM_CODES else 1 << bits - 1)
+                    for _ in range(counts[n]):
+                        factor = np.float32(1)
+                        for i in range(fields):
+                            column = _column(numbers.narrow, shorts, integers, place)
+                            one = scaled[row, column] if column >= 0 else np.float32(0)
+                            factors[row, place] = one * factor
+                            if i < fields - 1:
+                                less += offset * one
+                            factor *= np.float32(2.0**-bits)
+                            place += 1
+                start[row] = -less
+            first = next_share(task)
+
+    @native
+    def product(task: Any) -> None:  # pragma: no cover
+        """Write the products of blocks in y (rows, outputs)."""
+        numbers = carray(task, product_size).view(product_fields)[0]
+        blocks, rows, width, places = numbers.blocks, numbers.rows, numbers.width, numbers.places
+        made = carray(floats_at(numbers.inputs), rows * (places + 1 + width))
+        factors, start = made[: rows * places].reshape(rows, places), made[rows * places : rows * (places + 1)]
+        scaled = made[rows * (places + 1) :].reshape(rows, width)
+        words = carray(integers_at(numbers.words), (blocks, numbers.words_of_output, BLOCK))
+        steps = carray(floats_at(numbers.row_scale), (blocks, BLOCK))
+        patch_start = carray(integers_at(numbers.patch_start), blocks * BLOCK + 1)
+        shorts = carray(unsigned_at(numbers.patch_columns), numbers.patches)
+        integers = carray(integers_at(numbers.patch_columns), numbers.patches)
+        short_codes = carray(shorts_at(numbers.patch_codes), numbers.patches)
+        float_codes = carray(floats_at(numbers.patch_codes), numbers.patches)
+        counts = (numbers.words_2, numbers.words_3, numbers.words_4, numbers.words_5, numbers.words_6, numbers.words_8)
+        y, part = carray(floats_at(numbers.y), (rows, blocks * BLOCK)), np.empty(BLOCK, np.float32)
+        first = next_share(task)
+        while first < blocks:
+            for block in range(first, min(first + numbers.share, blocks)):
+                for row in range(rows):
+                    part[:] = start[row]
+                    add_products(part.ctypes.data, words[block].ctypes.data, factors[row].ctypes.data, counts)
+                    for k in range(BLOCK):
+                        patched = np.float32(0)
+                        for patch in range(patch_start[block * BLOCK + k], patch_start[block * BLOCK + k + 1]):
+                            code = np.float32(short_codes[patch]) if numbers.short else float_codes[patch]
+                            patched += code * scaled[row, _column(numbers.narrow, shorts, integers, patch)]
+                        part[k] += patched
+                    for k in range(BLOCK):
+                        y[row, block * BLOCK + k] = steps[block, k] * part[k]
+            first = next_share(task)
+
+    @native
+    def values(task: Any) -> None:  # pragma: no cover
+        """Write the values (in, outputs) of parts; they are 0 before."""
+        numbers = carray(task, value_size).view(value_fields)[0]
+        parts, size, width, places, blocks = numbers.parts, numbers.size, numbers.width, numbers.places, numbers.blocks
+        words = carray(integers_at(numbers.words), (blocks, numbers.words_of_output, BLOCK))
+        steps, scale = (
+            carray(floats_at(numbers.row_scale), blocks * BLOCK),
+            carray(floats_at(numbers.column_scale), width),
+        )
+        shorts, integers = carray(unsigned_at(numbers.columns), places), carray(integers_at(numbers.columns), places)
+        patch_start = carray(integers_at(numbers.patch_start), blocks * BLOCK + 1)
+        patch_shorts = carray(unsigned_at(numbers.patch_columns), numbers.patches)
+        patch_integers = carray(integers_at(numbers.patch_columns), numbers.patches)
+        short_codes = carray(shorts_at(numbers.patch_codes), numbers.patches)
+        float_codes = carray(floats_at(numbers.patch_codes), numbers.patches)
+        counts = (numbers.words_2, numbers.words_3, numbers.words_4, numbers.words_5, numbers.words_6, numbers.words_8)
+        firsts, made = carray(longs_at(numbers.firsts), parts), carray(floats_at(numbers.values), (width, parts * size))
+        first = next_share(task)
+        while first < parts:
+            for part in range(first, min(first + numbers.share, parts)):
+                output, place, j = firsts[part], 0, 0
+                block, begin, step = output // BLOCK, output % BLOCK, steps[output : output + size]
+                for n in range(len(WIDTHS)):
+                    bits, fields = WIDTHS[n], FIELDS[n]
+                    for _ in range(counts[n]):
+                        word = words[block, j, begin : begin + size]
+                        for i in range(fields):
+                            column = _column(numbers.narrow, shorts, integers, place)
+                            place += 1
+                            if column < 0:
+                                continue
+                            last = i == fields - 1
+                            low = np.int32(bits * i)
+                            mask = np.int32(-1 if last else (1 << bits) - 1)
+                            half = np.int32(0 if last else 1 << bits - 1)
+                            out, factor = made[column, part * size : (part + 1) * size], scale[column]
+                            for k in range(size):
+                                out[k] = step[k] * np.float32((word[k] >> low & mask) - half) * factor
+                        j += 1
+                for k in range(size):
+                    for patch in range(patch_start[output + k], patch_start[output + k + 1]):
+                        code = np.float32(short_codes[patch]) if numbers.short else float_codes[patch]
+                        column = _column(numbers.narrow, patch_shorts, patch_integers, patch)
+                        made[column, part * size + k] = code * step[k] * scale[column]
+            first = next_share(task)
+
+    return _Kernels(inputs, product, values)
