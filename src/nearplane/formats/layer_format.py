@@ -30,16 +30,17 @@ METHOD = "nearplane"  # quant_method of nearplane's own formats
 MLX = "mlx"  # quant_method of MLX
 QUANTIZATION = "quantization"  # field of config.json that MLX reads instead of quantization_config
 WEIGHTS = "transformers_weights"  # field of config.json: the name of the file that transformers reads
+NO_FILE = "no such file, as "  # how values of that field begin that name no file, but say what to do
 READ_WITH = (
-    "no such file, as these weights are coded by nearplane. Load them with nearplane.load(FOLDER), or call "
-    "nearplane.register() before from_pretrained"
+    f"{NO_FILE}these weights are entropy-coded by the Python package nearplane, which transformers does not know yet. Install "
+    "nearplane and put this line before from_pretrained: import nearplane; nearplane.register()"
 )  # value of that field in nearplane's format: the end of transformers' error, raised before it reads weights
 EXPERTS_WITH = (
-    "no such file, as experts in GPTQ are modules of their own, which transformers does not make of them. Load them "
+    f"{NO_FILE}experts in GPTQ are modules of their own, which transformers does not make of them. Load them "
     "with GPTQModel.load(FOLDER)"
 )  # value of that field where a GPTQ has experts, which transformers would fill with random numbers
 MLX_WITH = (
-    "no such file, as these weights are packed for MLX, which transformers does not read. Load them with mlx_lm.load(FOLDER) "
+    f"{NO_FILE}these weights are packed for MLX, which transformers does not read. Load them with mlx_lm.load(FOLDER) "
     "or nearplane.load(FOLDER)"
 )  # value of that field in a folder for MLX
 

@@ -98,13 +98,21 @@ class CodedConfig(QuantizationConfig):  # type: ignore[misc]
         Raises:
             ValueError: Some of the matrices that vLLM joins in the layer are entropy-coded, and some are not.
         """
-        from nearplane.serving.vllm_layers import CodedEmbeddingMethod, CodedLinearMethod
+        from nearplane.serving.vllm_layers import (
+            CodedLinearMethod,
+            DecodedEmbeddingMethod,
+            HeadMethod,
+            PackedEmbeddingMethod,
+        )
 
         embeds = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
         parts = parts_of(prefix or self._embeddings() * embeds, self.packed_modules_mapping)
         coded = [part for part in parts if part in self.modules]
         if isinstance(layer, VocabParallelEmbedding):
-            return CodedEmbeddingMethod(parts[0]) if coded else UnquantizedEmbeddingMethod()
+            if coded:
+                on_cpu = torch.get_default_device().type == "cpu"
+                return PackedEmbeddingMethod(parts[0]) if on_cpu else DecodedEmbeddingMethod(parts[0])
+            return UnquantizedEmbeddingMethod() if embeds else HeadMethod()
         if not isinstance(layer, LinearBase):
             return None
         if not coded:

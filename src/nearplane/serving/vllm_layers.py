@@ -1,7 +1,7 @@
 """Layers of vLLM whose matrices arrive entropy-coded: decoded one by one as they arrive, and multiplied as packed integers.
 
 A layer of vLLM may join several matrices, such as q, k and v; each stays a matrix of its own. With tensor parallelism every rank
-decodes all of them and keeps its rows or columns. Embeddings and heads are decoded to the dtype of the model.
+decodes all of them and keeps its rows or columns. Embeddings and heads stay packed on CPUs only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from nearplane.coding.blob import decode_packed
@@ -67,6 +68,20 @@ def _(x: Tensor, layer: str, outputs: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], outputs)
 
 
+@torch.library.custom_op("nearplane::rows", mutates_args=())
+def rows(tokens: Tensor, layer: str, width: int, dtype: torch.dtype) -> Tensor:
+    """Return the embeddings (..., width) of tokens: one operation, as `products`."""
+    table = get_forward_context().no_compile_layers[layer].products.parts[0]
+    result: Tensor = table.rows(tokens.reshape(-1)).to(dtype).reshape(*tokens.shape, width)
+    return result
+
+
+@rows.register_fake
+def _(tokens: Tensor, layer: str, width: int, dtype: torch.dtype) -> Tensor:
+    del layer
+    return tokens.new_empty(*tokens.shape, width, dtype=dtype)
+
+
 class CodedLinearMethod(LinearMethodBase):  # type: ignore[misc]
     """How vLLM loads and computes a linear layer.
 
@@ -96,11 +111,7 @@ class CodedLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 f"Leave these layers out with --ignore {last}, or export the folder: nearplane export OUT dense."
             )
         layer.products, layer.outputs = Products(len(self.names)), sum(output_partition_sizes)
-        layer.handle = f"{self.names[0]} of nearplane"
-        layers = get_current_vllm_config().compilation_config.static_forward_context
-        if layer.handle in layers:
-            raise ValueError(f"vLLM makes two layers of {self.names[0]}, which nearplane-vllm cannot tell apart.")
-        layers[layer.handle] = layer
+        _make_known(layer, self.names[0])
         device = torch.get_default_device()
 
         def load(_: nn.Parameter, coded: Tensor, shard: str | int | None = None) -> None:
@@ -126,8 +137,8 @@ class CodedLinearMethod(LinearMethodBase):  # type: ignore[misc]
         return y if bias is None else y + bias
 
 
-class CodedEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
-    """How vLLM loads embeddings, or a head, whose matrix is entropy-coded: decoded, as it then looks rows up.
+class DecodedEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """How vLLM loads embeddings, or a head, whose matrix is entropy-coded, where rows cannot be looked up in packed integers.
 
     Args:
         name: Name of the matrix in the files.
@@ -144,14 +155,9 @@ class CodedEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
 
         def load(_: nn.Parameter, coded: Tensor, shard: str | int | None = None) -> None:
             del shard
-            matrix = decoded(coded, f"{self.name}.{CODED}", torch.device("cpu"))
-            if matrix.shape != (layer.org_vocab_size, layer.embedding_dim):
-                raise FormatError(_unlike(self.name, matrix.shape, (layer.org_vocab_size, layer.embedding_dim)))
-            indices = layer.shard_indices
-            rows = np.arange(indices.org_vocab_start_index, indices.org_vocab_end_index)
-            values = CodedLinear(part(matrix, rows, np.arange(matrix.shape[1])), torch.float32).weight
+            values = own_embeddings(coded, layer, self.name).weight
             weight.data.zero_()
-            weight.data[: len(rows)].copy_(values)
+            weight.data[: len(values)].copy_(values)
             self.missing = False
 
         _add_places(layer, load)
@@ -165,6 +171,77 @@ class CodedEmbeddingMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
             raise FormatError(f"{self.name}.{CODED} is missing. Fetch the folder again.")
         delattr(layer, CODED)
         super().process_weights_after_loading(layer)
+
+
+class PackedEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
+    """How vLLM loads and computes embeddings, or a head, on CPUs: integers stay packed, rows are decoded as they are looked up.
+
+    Args:
+        name: Name of the matrix in the files.
+        tied: Whether this is a head that has the matrix of the embeddings.
+    """
+
+    def __init__(self, name: str, *, tied: bool = False) -> None:
+        self.name, self.tied = name, tied
+
+    def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
+        """Give the layer a place for the bytes, see `QuantizeMethodBase.create_weights`."""
+        del sizes, attributes
+        layer.products = Products(1)
+        _make_known(layer, self.name)
+
+        def load(_: nn.Parameter, coded: Tensor, shard: str | int | None = None) -> None:
+            del shard
+            layer.products.fill(0, own_embeddings(coded, layer, self.name))
+
+        _add_places(layer, load)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check that the matrix has arrived."""
+        if layer.products.missing:
+            raise FormatError(f"{self.name}.{CODED} is missing. Fetch the folder again.")
+        if not self.tied:
+            delattr(layer, CODED)
+
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+        """Return the embeddings (..., width) of tokens."""
+        values: Tensor = torch.ops.nearplane.rows(input_, layer.handle, layer.embedding_dim, layer.params_dtype)
+        return values
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the logits (..., tokens), 0 where the vocabulary is filled up; vLLM does not compile this."""
+        y = layer.products(x)
+        y = nn.functional.pad(y, (0, layer.num_embeddings_per_partition - y.shape[-1]))
+        return y if bias is None else y + bias
+
+
+class HeadMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """How vLLM computes a head that is not entropy-coded, unless it is tied to embeddings that are."""
+
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        """Make the head compute with the matrix of the embeddings."""
+        method = embed_tokens.quant_method
+        if isinstance(method, PackedEmbeddingMethod):
+            layer.products, layer.quant_method = embed_tokens.products, PackedEmbeddingMethod(method.name, tied=True)
+        return super().tie_weights(layer, embed_tokens)
+
+
+def own_embeddings(coded: Tensor, layer: Any, name: str) -> CodedLinear:
+    """Return the embeddings of this rank's tokens.
+
+    Args:
+        coded: Bytes of the matrix.
+        layer: The layer, with `shard_indices`.
+        name: Name of the matrix in the files.
+
+    Raises:
+        FormatError: The bytes are damaged, or the matrix has another shape.
+    """
+    matrix = decoded(coded, f"{name}.{CODED}", torch.device("cpu"))
+    if matrix.shape != (expected := (layer.org_vocab_size, layer.embedding_dim)):
+        raise FormatError(_unlike(name, matrix.shape, expected))
+    rows = np.arange(layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index)
+    return CodedLinear(part(matrix, rows, np.arange(matrix.shape[1])), layer.params_dtype)
 
 
 def decoded(coded: Tensor, name: str, device: torch.device) -> PackedMatrix:
@@ -224,6 +301,15 @@ def own_columns(count: int, whole: int, size: int, layer: Any, name: str) -> np.
         raise FormatError(_unlike(name, (count,), (whole,)))
     first = 0 if size == whole else layer.tp_rank * size
     return np.arange(first, first + size)
+
+
+def _make_known(layer: Any, name: str) -> None:
+    """Enter a layer in vLLM's table of those that operators find by name, `layer.handle`."""
+    layer.handle = f"{name} of nearplane"
+    layers = get_current_vllm_config().compilation_config.static_forward_context
+    if layer.handle in layers:
+        raise ValueError(f"vLLM makes two layers of {name}, which nearplane-vllm cannot tell apart.")
+    layers[layer.handle] = layer
 
 
 def _unlike(name: str, found: Sequence[int], expected: Sequence[int]) -> str:

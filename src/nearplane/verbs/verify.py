@@ -22,10 +22,8 @@ from nearplane.calibration.windows import Windows, calibration_windows
 from nearplane.errors import CalibrationError, FormatError, ModelError, RecipeError
 from nearplane.formats.beside import Beside
 from nearplane.formats.layer_format import (
-    EXPERTS_WITH,
-    MLX_WITH,
+    NO_FILE,
     QUANTIZATION,
-    READ_WITH,
     WEIGHTS,
     config_text,
     read_config,
@@ -256,7 +254,7 @@ def _beside(folder: Path, record: RunRecord, plan: Plan, model: Model) -> Iterat
         if config_json.get(key) != original_json.get(key)
     ):
         yield Fault(CONFIG, f"these entries differ from the original: {', '.join(unlike)}")
-    if config_json.get(WEIGHTS) not in (None, READ_WITH, EXPERTS_WITH, MLX_WITH):
+    if not str(config_json.get(WEIGHTS, NO_FILE)).startswith(NO_FILE):
         yield Fault(CONFIG, f"{WEIGHTS} names a file, which nearplane never writes")
     for entry in QUANTIZATIONS:
         config, expected = config_json.get(entry, {}), original_json.get(entry, {})

@@ -217,7 +217,7 @@ def test_transformers_without_the_registration_stops(
     assert config.pop("transformers_weights") == READ_WITH
     (old / "config.json").write_text(json.dumps(config))
     for auto in (AutoModelForCausalLM, AutoModel):
-        with pytest.raises(ValueError, match=r"coded by nearplane\. Load them with nearplane\.load.* before from_pre"):
+        with pytest.raises(ValueError, match=r"before from_pretrained: import nearplane; nearplane\.register\(\)$"):
             auto.from_pretrained(folder(case))
         with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
             auto.from_pretrained(old)
