@@ -1,6 +1,6 @@
 """How fast is a run on this GPU, beside what the card can do? Prints one markdown table to paste.
 
-    python benchmarks/gpu.py [--only card codes blocks demo peers] [--models Llama-3.1-8B] [--peers FOLDER]
+    python benchmarks/gpu.py [--only card codes blocks demo serve peers] [--models Llama-3.1-8B] [--peers FOLDER]
 
 1. card: the card's own rates: products of matrices, memory, copies from the host, the start of an operation, the disk.
 2. codes: random layers quantized on the card and on the CPU: 99.9 % of the codes must be equal, losses within 1e-4.
@@ -8,11 +8,12 @@
    and the least that the card needs for its multiplications and bytes at its own rates. Last the peak of memory beside
    the bound that the run states.
 4. demo: the recipes of `nearplane demo`, with their divergence from the original.
-5. peers: GPTQModel and llm-compressor on the first block, if they are installed here, or below FOLDER as `make
+5. serve: one matrix of the MLP at rates 1.5 and 3: decoding it, and products of 1 and 16 rows beside bfloat16.
+6. peers: GPTQModel and llm-compressor on the first block, if they are installed here, or below FOLDER as `make
    bench-peers` installs them.
 
 Parts have the names of `benchmarks/speed/gpu_model.py`, which computes the same seconds without a card. What fails is a
-line of the table. `--tiny` runs all but the peers in seconds on a card that is only pretended; its times mean nothing.
+line of the table. `--tiny` runs all but `serve` and `peers` in seconds on a card that is only pretended; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks" / "speed"))
 
 from gpu_parts import MODELS, MODES, PARTS, TINY, Sections, Shape, Text, Work, build, tokens_of, work  # noqa: E402
+from gpu_serve import served  # noqa: E402
 
 import nearplane  # noqa: E402
 from nearplane.demo import EVALUATION_WINDOWS, HELD_OUT, MODEL, SEQLEN  # noqa: E402
@@ -312,6 +314,17 @@ def _demonstrated(of: str, asked: Asked, out: Path, recipe: Any) -> Iterator[Row
     yield Row(part="demo", of=of, measured=seconds, note=note)
 
 
+def serve(asked: Asked) -> Iterator[Row]:
+    """Decode and multiply a coded matrix."""
+    name, shape = next(iter(asked.shapes.items()))
+    yield from _guarded("serve", name, _served, asked, shape)
+
+
+def _served(of: str, asked: Asked, shape: Shape) -> Iterator[Row]:
+    for each in served(asked.place, shape, asked.seconds, asked.rates.get("memory")):
+        yield Row(part="serve", of=f"{of}, {each.of}", measured=each.measured, beside=each.beside, note=each.note)
+
+
 def peers(asked: Asked) -> Iterator[Row]:
     """Let other tools quantize the first block at 4 bits in groups of 128."""
     name, shape = next(iter(asked.shapes.items()))
@@ -348,8 +361,14 @@ def _peer(of: str, tool: str, python: str, model: Path, text: Text, device: str)
 
 
 MEASURES: dict[str, Callable[[Asked], Iterator[Row]]] = {
-    "card": card, "codes": codes, "blocks": blocks, "demo": demo, "peers": peers,
+    "card": card, "codes": codes, "blocks": blocks, "demo": demo, "serve": serve, "peers": peers,
 }  # fmt: skip
+
+
+WITHOUT = (
+    "serve",
+    "peers",
+)  # parts that a pretended card does not have: `serve` runs in Triton's interpreter, as a test does
 
 
 def _guarded(part: str, of: str, measure: Callable[..., Iterator[Row]], *args: Any) -> Iterator[Row]:
@@ -424,7 +443,7 @@ def main(words: list[str] | None = None) -> None:
             place=torch.device(told.device), shapes=shapes, text=text, side=64 if told.tiny else 1024,
             copied=1 << 20 if told.tiny else 1 << 29, peers=told.peers, tiny=told.tiny, rates={},
         )  # fmt: skip
-        for line in table(asked, [name for name in told.only if not (told.tiny and name == "peers")]):
+        for line in table(asked, [name for name in told.only if not (told.tiny and name in ("serve", "peers"))]):
             print(line, flush=True)
 
 

@@ -7,6 +7,7 @@ Engines run in processes of their own, as in a server: vLLM 0.32 cannot start a 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ CODED: dict[str, dict[str, Any]] = {
     "rate 3, embeddings too": {"rate": 3.0, "solver": "nearest-plane", "include_embeddings": True},
     "size": {"size": "2.9MB", "solver": "nearest-plane"},
 }
+LOADER = Path(__file__).parents[1] / "support" / "vllm_loader.py"
 CLOSE = 1e-4  # nats, of log-probabilities in float32
 START = (
     "import vllm, sys\nif __name__ == '__main__':\n    vllm.LLM(sys.argv[1], enforce_eager=True, max_model_len=128)\n"
@@ -98,6 +100,19 @@ def test_damaged_bytes_are_refused_by_name(folders: dict[str, Written], tmp_path
     assert name in said_by(there, tmp_path)
 
 
+def test_two_hundred_changes_of_a_file_are_refused_or_change_nothing(folders: dict[str, Written]) -> None:
+    command = [sys.executable, LOADER, folders["rate 3"].folder, "200"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200)
+    found = [
+        json.loads(line.removeprefix("OUTCOME ")) for line in done.stdout.splitlines() if line.startswith("OUTCOME")
+    ]
+    assert len(found) == 200
+    refused = [each for each in found if re.match(r"FormatError: model\.layers\.\d.*\.$", each["became"])]
+    assert [each for each in found if each["became"] != "right" and each not in refused] == []
+    assert len(refused) > 150
+    assert {path for each in found for path in each["read"]} == set(), "nothing outside of the folder is read"
+
+
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
@@ -112,8 +127,6 @@ def test_damaged_bytes_are_refused_by_name(folders: dict[str, Written], tmp_path
 def test_other_folders_are_refused_in_a_sentence(
     entries: dict[str, Any], said: str, changed: Callable[..., Path], tmp_path: Path
 ) -> None:
-    import re
-
     assert re.search(said, said_by(changed(**entries), tmp_path))
 
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -114,7 +116,7 @@ def gpu():
         yield module
     finally:
         sys.path[:] = path
-        for name in ("gpu", "gpu_parts", "stages"):
+        for name in ("gpu", "gpu_parts", "gpu_serve", "stages"):
             sys.modules.pop(name, None)
 
 
@@ -164,3 +166,31 @@ def test_codes_that_differ_are_called_failed(gpu, capsys, monkeypatch):
     monkeypatch.setattr(gpu, "_solved", off)
     monkeypatch.setattr(gpu, "SCHEMES", {"4 bits": gpu.SCHEMES["4 bits"]})
     assert lines(gpu, capsys, "--only", "codes")[-1]["note"].startswith("FAILED: at least 99.9 % equal")
+
+
+SERVED = """
+import time
+import torch
+from gpu_parts import TINY
+from gpu_serve import served
+from packed_on_device import kernels
+from pretended import pretended
+from pretended_triton import interpreted
+
+def seconds(call):
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+with pretended(), interpreted(), kernels(True):
+    for row in served(torch.device("pretend:0"), TINY, seconds, 1e9):
+        print(row.note.rpartition(" ")[2], row.measured > 0, row.beside > 0)
+"""
+
+
+@pytest.mark.nightly
+def test_what_serving_takes_is_measured_with_right_results():
+    paths = [str(BENCHMARKS.parent / "speed"), str(Path(__file__).parents[1] / "support"), *sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", SERVED], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["ok True True"] * 6

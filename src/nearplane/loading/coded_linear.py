@@ -18,7 +18,7 @@ from torch import Tensor
 from nearplane.coding.packed_matrix import PackedMatrix
 from nearplane.compiled import compiled
 from nearplane.loading import product_coded
-from nearplane.loading.product_coded import FIELDS, NARROW, WIDTHS, Codes
+from nearplane.loading.product_coded import FIELDS, NARROW, WIDTHS, Codes, Held
 from nearplane.loading.product_cpu import BLOCK
 from nearplane.loading.words_linear import WordsLinear
 
@@ -37,7 +37,7 @@ class CodedLinear(WordsLinear):
         dtype: Dtype of `weight`.
 
     Attributes:
-        codes: What `product_coded` reads; its tensors are buffers.
+        held: What `product_coded` reads; its tensors are buffers.
     """
 
     def __init__(self, packed: PackedMatrix, dtype: torch.dtype) -> None:
@@ -50,6 +50,7 @@ class CodedLinear(WordsLinear):
         patched = codes[rows, at] + packed.patches.delta
         codes[rows, at] = 0
         _count(codes, needed)
+        self._held: Held | None = None
         places, self._counts = arranged(needed, out)
         bits = np.zeros(width, np.int64)
         _bits_of(places, np.array(self._counts), bits)
@@ -81,24 +82,27 @@ class CodedLinear(WordsLinear):
             self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)), persistent=False)
 
     @property
-    def codes(self) -> Codes:
+    def held(self) -> Held:
         """The codes, with tensors on the CPU."""
-        words, *others = (self.get_buffer(name).cpu() for name in Codes._fields if name != "counts")
-        return Codes(words, self._counts, *others)
+        if (held := self._held) is None or not held.holds(self._buffers["words"]):
+            words, *others = (self.get_buffer(name).cpu() for name in Codes._fields if name != "counts")
+            codes = Codes(words, self._counts, *others)
+            held = self._held = Held(codes, codes.numbers())
+        return held
 
     def product(self, x: Tensor) -> Tensor:
         """Return the product (rows, outputs) with the codes."""
-        return product_coded.product(x.contiguous(), self.codes)
+        return product_coded.product(x.contiguous(), self.held)
 
     def strips(self) -> Iterator[Tensor]:
         """Yield decoded (in, outputs) values."""
-        codes, count = self.codes, torch.get_num_threads()
-        for firsts in torch.arange(0, len(codes.words) * BLOCK, BLOCK).split(count):
-            yield product_coded.values(codes, firsts, BLOCK)
+        held, count = self.held, torch.get_num_threads()
+        for firsts in torch.arange(0, len(held.codes.words) * BLOCK, BLOCK).split(count):
+            yield product_coded.values(held, firsts, BLOCK)
 
     def rows(self, wanted: Tensor) -> Tensor:
         """Return the float32 values (rows, in) of some (rows,) outputs, such as the embeddings of tokens."""
-        return product_coded.values(self.codes, wanted.cpu().long().contiguous(), 1).T
+        return product_coded.values(self.held, wanted.cpu().long().contiguous(), 1).T
 
 
 def arranged(needed: Counts, out: int) -> tuple[Counts, tuple[int, ...]]:

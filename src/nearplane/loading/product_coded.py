@@ -56,45 +56,55 @@ class Codes(NamedTuple):
     patch_columns: Tensor  # (patches,) as columns
     patch_codes: Tensor  # (patches,) int16, or float32 if one is too large
 
+    def numbers(self) -> tuple[int, ...]:
+        """Return what the compiled functions read of the codes: sizes, and the addresses of the tensors."""
+        narrow, short = self.columns.itemsize == 2, self.patch_codes.itemsize == 2
+        sizes = len(self.words), self.words.shape[1], len(self.column_scale), len(self.columns), len(self.patch_codes)
+        return (narrow, short, *sizes, *self.counts, *(each.data_ptr() for each in (self.words, *self[2:])))
 
-def product(x: Tensor, codes: Codes) -> Tensor:
+
+_SIZES = ("narrow", "short", "blocks", "words_of_output", "width", "places", "patches")
+_COMMON = (*_SIZES, *(f"words_{bits}" for bits in WIDTHS), "words", *Codes._fields[2:])
+
+
+class Held(NamedTuple):
+    """Codes, and their numbers, which take longer to collect than a small product."""
+
+    codes: Codes
+    numbers: tuple[int, ...]
+
+    def holds(self, words: Tensor | None) -> bool:
+        """Return whether these are the words, and still where they were: copies of a module copy the numbers, too."""
+        return self.codes.words is words and words.data_ptr() == self.numbers[_COMMON.index("words")]
+
+
+def product(x: Tensor, held: Held) -> Tensor:
     """Return (rows, outputs) products of (rows, in) contiguous float32 inputs."""
-    rows, (places, blocks) = len(x), (len(codes.columns), len(codes.words))
+    rows, codes = len(x), held.codes
+    places, blocks = len(codes.columns), len(codes.words)
     made, y = x.new_empty(rows * (places + 1 + x.shape[1])), x.new_empty(rows, blocks * BLOCK)
-    task, kept = (*_task(codes), rows, x.data_ptr(), made.data_ptr(), y.data_ptr()), (codes, x, made, y)
+    task, kept = (*held.numbers, rows, x.data_ptr(), made.data_ptr(), y.data_ptr()), (codes, x, made, y)
     in_threads(_kernels().inputs, task, rows, alone=True)
     in_threads(_kernels().product, task, blocks, alone=_few(blocks * BLOCK * x.shape[1]), kept=kept)
     return y
 
 
-def values(codes: Codes, firsts: Tensor, size: int) -> Tensor:
+def values(held: Held, firsts: Tensor, size: int) -> Tensor:
     """Return the (in, outputs) values of some outputs.
 
     Args:
-        codes: The codes.
+        held: The codes.
         firsts: (parts,) int64 first outputs, on the CPU.
         size: Number of outputs from each of them on, within a block.
     """
-    made = torch.zeros(len(codes.column_scale), len(firsts) * size)
-    task = (*_task(codes), size, firsts.data_ptr(), made.data_ptr())
-    in_threads(_kernels().values, task, len(firsts), alone=_few(made.numel()), kept=(codes, firsts, made))
+    made = torch.zeros(len(held.codes.column_scale), len(firsts) * size)
+    task = (*held.numbers, size, firsts.data_ptr(), made.data_ptr())
+    in_threads(_kernels().values, task, len(firsts), alone=_few(made.numel()), kept=(held, firsts, made))
     return made
 
 
 def _few(weights: int) -> bool:
     return weights < product_cpu.MIN_THREADED_WEIGHTS
-
-
-def _task(codes: Codes) -> tuple[int, ...]:
-    """Return the numbers of `_COMMON`."""
-    narrow, short = codes.columns.itemsize == 2, codes.patch_codes.itemsize == 2
-    sizes = len(codes.words), codes.words.shape[1], len(codes.column_scale), len(codes.columns), len(codes.patch_codes)
-    addresses = (each.data_ptr() for each in (codes.words, *codes[2:]))
-    return (narrow, short, *sizes, *codes.counts, *addresses)
-
-
-_SIZES = ("narrow", "short", "blocks", "words_of_output", "width", "places", "patches")
-_COMMON = (*_SIZES, *(f"words_{bits}" for bits in WIDTHS), "words", *Codes._fields[2:])
 
 
 @compiled(error_model="numpy")

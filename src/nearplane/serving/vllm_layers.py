@@ -54,7 +54,6 @@ class Products(nn.Module):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
-@torch.library.custom_op("nearplane::products", mutates_args=())
 def products(x: Tensor, layer: str, outputs: int) -> Tensor:
     """Return the outputs (..., outputs) of a layer: one operation for torch.compile, which does not look into it."""
     del outputs
@@ -62,13 +61,6 @@ def products(x: Tensor, layer: str, outputs: int) -> Tensor:
     return result
 
 
-@products.register_fake
-def _(x: Tensor, layer: str, outputs: int) -> Tensor:
-    del layer
-    return x.new_empty(*x.shape[:-1], outputs)
-
-
-@torch.library.custom_op("nearplane::rows", mutates_args=())
 def rows(tokens: Tensor, layer: str, width: int, dtype: torch.dtype) -> Tensor:
     """Return the embeddings (..., width) of tokens: one operation, as `products`."""
     table = get_forward_context().no_compile_layers[layer].products.parts[0]
@@ -76,10 +68,26 @@ def rows(tokens: Tensor, layer: str, width: int, dtype: torch.dtype) -> Tensor:
     return result
 
 
-@rows.register_fake
-def _(tokens: Tensor, layer: str, width: int, dtype: torch.dtype) -> Tensor:
+def _shape_of_products(x: Tensor, layer: str, outputs: int) -> Tensor:
+    del layer
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
+def _shape_of_rows(tokens: Tensor, layer: str, width: int, dtype: torch.dtype) -> Tensor:
     del layer
     return tokens.new_empty(*tokens.shape, width, dtype=dtype)
+
+
+LIBRARY = torch.library.Library("nearplane", "FRAGMENT")  # operators of torch.library.custom_op take longer to call
+LIBRARY.define("products(Tensor x, str layer, int outputs) -> Tensor")
+LIBRARY.define("rows(Tensor tokens, str layer, int width, ScalarType dtype) -> Tensor")
+for work, fake in ((products, _shape_of_products), (rows, _shape_of_rows)):
+    undisturbed = torch.compiler.disable(
+        work
+    )  # else torch looks at each function that is called within, which takes longer yet
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(work.__name__, undisturbed, key)
+    torch.library.register_fake(f"nearplane::{work.__name__}", fake, lib=LIBRARY)
 
 
 class CodedLinearMethod(LinearMethodBase):  # type: ignore[misc]
@@ -248,8 +256,11 @@ def decoded(coded: Tensor, name: str, device: torch.device) -> PackedMatrix:
     """Return the matrix of a tensor, decoded on a device that has a decoder, else on the CPU.
 
     Raises:
-        FormatError: The bytes are damaged.
+        FormatError: The bytes are damaged, or are no bytes.
     """
+    if coded.dtype != torch.uint8 or coded.dim() != 1:
+        found = f"{coded.dim()} dimensions of {str(coded.dtype).removeprefix('torch.')}"
+        raise FormatError(f"{name} has {found}, expected bytes in a row. Fetch the folder again.")
     if decoder_of(device) is None:
         return decode_packed(coded.cpu().numpy(), name=name)
     (matrix,) = decode_all([Blob(coded, name)], device)

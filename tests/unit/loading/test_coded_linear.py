@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -90,6 +92,16 @@ def test_a_cast_of_the_module_does_not_round_its_scales() -> None:
     assert torch.equal(layer.weight, matrix_of(CASES[4]).decode())
 
 
+def test_a_copy_of_a_layer_computes_with_its_own_codes(generator: torch.Generator) -> None:
+    layer, x = filled(decode_packed(encode(CASES[4]))), torch.randn(1, 96, generator=generator)
+    expected = layer(x)
+    copy = deepcopy(layer)
+    for tensor in layer.buffers():
+        tensor.zero_()
+    assert torch.equal(copy(x), expected)
+    assert (layer(x) == 0).all()
+
+
 def test_leading_dimensions_are_kept_and_gradients_reach_the_input(generator: torch.Generator) -> None:
     layer = filled(decode_packed(encode(CASES[4])))
     x = torch.randn(1, 2, 96, generator=generator, requires_grad=True)
@@ -129,9 +141,9 @@ def test_each_width_is_taken_by_columns_that_need_it(generator: torch.Generator)
         low, high = -(1 << bits >> 1), max(1, 1 << bits >> 1)
         case.codes[:, n::7] = torch.randint(low, high, (256, 20), generator=generator).numpy()
     layer = filled(decode_packed(encode(case)))
-    assert all(layer.codes.counts)
-    assert sum(layer.codes.counts) < sum(-(-20 // (32 // bits)) for bits in WIDTHS), (
+    assert all(layer.held.codes.counts)
+    assert sum(layer.held.codes.counts) < sum(-(-20 // (32 // bits)) for bits in WIDTHS), (
         "fields of 2 bits stand beside others"
     )
-    assert len(layer.codes.columns) == sum(map(int.__mul__, layer.codes.counts, FIELDS))
+    assert len(layer.held.codes.columns) == sum(map(int.__mul__, layer.held.codes.counts, FIELDS))
     assert torch.equal(layer.weight, matrix_of(case).decode())
