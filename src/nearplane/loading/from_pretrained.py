@@ -93,7 +93,7 @@ def load(
         source: A folder, a hub id, or a .gguf file of an architecture that nearplane writes.
         dtype: Dtype of the computation; "auto" is the dtype in config.json.
         device: Device as in `Device.named`; "auto" is the GPU if there is one. Each weight is sent to it as it is read.
-        packed: Whether weights stay packed where they can, in 2, 4 or 8 bits each; else they are decoded.
+        packed: Whether weights stay packed where they can, in 2 to 8 bits each; else they are decoded.
         head: "int8" rounds the head, the layer that predicts tokens, to 8 bits while it is loaded on the CPU. It is then
             read twice as fast; None leaves it as it is.
         check: Whether the files are compared with the hashes in the run record, if there is one.

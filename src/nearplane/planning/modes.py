@@ -135,7 +135,7 @@ MODES = (
     Mode(setting="mlx4", options={"bits": 4, **MLX}, loss=Loss(0.66, 0.64, 0.67, 3)),
     Mode(setting="mlx3", options={"bits": 3, **MLX}, loss=Loss(2.9, 2.7, 3.1, 3)),
     Mode(setting="mlx2", options={"bits": 2, **MLX}, loss=Loss(13, 12, 15, 3)),
-    # in memory, columns of codes take 4 or 8 bits a weight; these on the demo 6.3, 4.4 and 4.3 with steps and patches
+    # in the memory of a GPU columns of codes take 4 or 8 bits a weight; on the demo 6.3, 4.4 and 4.3 with steps and patches
     Mode(
         setting="3.125",
         options={"rate": 3.125},
