@@ -61,8 +61,9 @@ class CodedLinear(WordsLinear):
         _find(codes, bits, found, outside)
         rows, at = np.concatenate([rows, found[:, 0]]), np.concatenate([at, found[:, 1]])
         patched = np.concatenate([patched, outside])
-        by_row = np.argsort(rows, kind="stable")
-        start = np.searchsorted(rows[by_row], np.arange(len(words) * BLOCK + 1))
+        columns = packed.orders.columns[at]
+        order = np.lexsort((rows, columns, rows // BLOCK))
+        rows, columns, patched = rows[order], columns[order], patched[order]
         short = bool((np.abs(patched) < 2**15).all())
         of_columns = np.uint16 if width <= NARROW else np.int32
         steps = np.zeros(len(words) * BLOCK, np.float32)
@@ -72,11 +73,10 @@ class CodedLinear(WordsLinear):
             "columns": np.where(places < 0, -1, packed.orders.columns[places]).astype(of_columns),
             "column_scale": packed.scales.column_scale.view(np.int32),
             "row_scale": steps.view(np.int32).reshape(-1, BLOCK),
-            "patch_start": start.astype(np.int32),
-            "patch_columns": packed.orders.columns[at[by_row]].astype(of_columns),
-            "patch_codes": patched[by_row].astype(np.int16)
-            if short
-            else patched[by_row].astype(np.float32).view(np.int32),
+            "patch_start": np.searchsorted(rows // BLOCK, np.arange(len(words) + 1)).astype(np.int32),
+            "patch_outputs": (rows % BLOCK).astype(np.uint8),
+            "patch_columns": columns.astype(of_columns),
+            "patch_codes": patched.astype(np.int16) if short else patched.astype(np.float32).view(np.int32),
         }
         for name, array in arrays.items():
             self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)), persistent=False)
@@ -102,7 +102,7 @@ class CodedLinear(WordsLinear):
 
     def rows(self, wanted: Tensor) -> Tensor:
         """Return the float32 values (rows, in) of some (rows,) outputs, such as the embeddings of tokens."""
-        return product_coded.values(self.held, wanted.cpu().long().contiguous(), 1).T
+        return product_coded.values(self.held, wanted.cpu().long().contiguous(), 1).T.contiguous()
 
 
 def arranged(needed: Counts, out: int) -> tuple[Counts, tuple[int, ...]]:

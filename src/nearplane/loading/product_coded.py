@@ -39,7 +39,9 @@ FIELDS = tuple(
 )  # of a word; the last one has the bits that are left: 2 where 32 does not divide
 NARROW = 2**16 - 1  # columns whose numbers take 16 bits, and the number that stands for none
 
-shorts_at, unsigned_at, longs_at = (array_at(kind) for kind in (types.int16, types.uint16, types.int64))
+bytes_at, shorts_at, unsigned_at, longs_at = (
+    array_at(kind) for kind in (types.uint8, types.int16, types.uint16, types.int64)
+)
 
 
 class Codes(NamedTuple):
@@ -52,8 +54,9 @@ class Codes(NamedTuple):
     )
     column_scale: Tensor  # (in,) float32
     row_scale: Tensor  # (blocks, BLOCK) float32
-    patch_start: Tensor  # (blocks * BLOCK + 1,) int32 first patch of each output
-    patch_columns: Tensor  # (patches,) as columns
+    patch_start: Tensor  # (blocks + 1,) int32 first patch of each block
+    patch_outputs: Tensor  # (patches,) uint8 output within the block
+    patch_columns: Tensor  # (patches,) as columns, ascending in each block
     patch_codes: Tensor  # (patches,) int16, or float32 if one is too large
 
     def numbers(self) -> tuple[int, ...]:
@@ -65,6 +68,7 @@ class Codes(NamedTuple):
 
 _SIZES = ("narrow", "short", "blocks", "words_of_output", "width", "places", "patches")
 _COMMON = (*_SIZES, *(f"words_{bits}" for bits in WIDTHS), "words", *Codes._fields[2:])
+_WORDS = _COMMON.index("words")
 
 
 class Held(NamedTuple):
@@ -75,17 +79,18 @@ class Held(NamedTuple):
 
     def holds(self, words: Tensor | None) -> bool:
         """Return whether these are the words, and still where they were: copies of a module copy the numbers, too."""
-        return self.codes.words is words and words.data_ptr() == self.numbers[_COMMON.index("words")]
+        return self.codes.words is words and words.data_ptr() == self.numbers[_WORDS]
 
 
 def product(x: Tensor, held: Held) -> Tensor:
     """Return (rows, outputs) products of (rows, in) contiguous float32 inputs."""
-    rows, codes = len(x), held.codes
-    places, blocks = len(codes.columns), len(codes.words)
-    made, y = x.new_empty(rows * (places + 1 + x.shape[1])), x.new_empty(rows, blocks * BLOCK)
-    task, kept = (*held.numbers, rows, x.data_ptr(), made.data_ptr(), y.data_ptr()), (codes, x, made, y)
-    in_threads(_kernels().inputs, task, rows, alone=True)
-    in_threads(_kernels().product, task, blocks, alone=_few(blocks * BLOCK * x.shape[1]), kept=kept)
+    rows, (blocks, _, width, places) = x.shape[0], held.numbers[2:6]
+    made, y = x.new_empty(rows * (places + 1 + width)), x.new_empty(rows, blocks * BLOCK)
+    alone = _few(blocks * BLOCK * width) or torch.get_num_threads() == 1
+    task, kept = (*held.numbers, alone, rows, x.data_ptr(), made.data_ptr(), y.data_ptr()), (held, x, made, y)
+    if not alone:
+        in_threads(_kernels().inputs, task, 1, alone=True)
+    in_threads(_kernels().product, task, blocks, alone=alone, kept=kept)
     return y
 
 
@@ -145,12 +150,12 @@ class _Kernels(NamedTuple):
 
 @cache
 def _kernels() -> _Kernels:
-    product_fields = fields_of(*_COMMON, "rows", "x", "inputs", "y")
+    product_fields = fields_of(*_COMMON, "alone", "rows", "x", "inputs", "y")
     value_fields = fields_of(*_COMMON, "size", "firsts", "values")
     product_size, value_size = len(product_fields.names or ()), len(value_fields.names or ())
 
-    @native
-    def inputs(task: Any) -> None:  # pragma: no cover
+    @compiled(error_model="numpy")
+    def prepare(task: Any) -> None:  # pragma: no cover
         """Write what `product` reads of the inputs, one after the other.
 
         That is (rows, places) inputs times scales, divided by the powers of two of their fields; (rows,) what sums of
@@ -164,39 +169,43 @@ def _kernels() -> _Kernels:
         x, scale = carray(floats_at(numbers.x), (rows, width)), carray(floats_at(numbers.column_scale), width)
         shorts, integers = carray(unsigned_at(numbers.columns), places), carray(integers_at(numbers.columns), places)
         counts = (numbers.words_2, numbers.words_3, numbers.words_4, numbers.words_5, numbers.words_6, numbers.words_8)
-        first = next_share(task)
-        while first < rows:
-            for row in range(first, min(first + numbers.share, rows)):
-                for column in range(width):
-                    scaled[row, column] = x[row, column] * scale[column]
-                place, less = 0, np.float32(0)
-                for n in range(len(WIDTHS)):
-                    bits, fields = WIDTHS[n], FIELDS[n]
-                    offset = np.float32(0 if bits >= SUBTRACTED_FROM_CODES else 1 << bits - 1)
-                    for _ in range(counts[n]):
-                        factor = np.float32(1)
-                        for i in range(fields):
-                            column = _column(numbers.narrow, shorts, integers, place)
-                            one = scaled[row, column] if column >= 0 else np.float32(0)
-                            factors[row, place] = one * factor
-                            if i < fields - 1:
-                                less += offset * one
-                            factor *= np.float32(2.0**-bits)
-                            place += 1
-                start[row] = -less
-            first = next_share(task)
+        for row in range(rows):
+            for column in range(width):
+                scaled[row, column] = x[row, column] * scale[column]
+            place, less = 0, np.float32(0)
+            for n in range(len(WIDTHS)):
+                bits, fields = WIDTHS[n], FIELDS[n]
+                offset = np.float32(0 if bits >= SUBTRACTED_FROM_CODES else 1 << bits - 1)
+                for _ in range(counts[n]):
+                    factor = np.float32(1)
+                    for i in range(fields):
+                        column = _column(numbers.narrow, shorts, integers, place)
+                        one = scaled[row, column] if column >= 0 else np.float32(0)
+                        factors[row, place] = one * factor
+                        if i < fields - 1:
+                            less += offset * one
+                        factor *= np.float32(2.0**-bits)
+                        place += 1
+            start[row] = -less
+
+    @native
+    def inputs(task: Any) -> None:  # pragma: no cover
+        prepare(task)
 
     @native
     def product(task: Any) -> None:  # pragma: no cover
-        """Write the products of blocks in y (rows, outputs)."""
+        """Write the products of blocks in y (rows, outputs); first, if this thread is alone, what `inputs` writes."""
         numbers = carray(task, product_size).view(product_fields)[0]
+        if numbers.alone:
+            prepare(task)
         blocks, rows, width, places = numbers.blocks, numbers.rows, numbers.width, numbers.places
         made = carray(floats_at(numbers.inputs), rows * (places + 1 + width))
         factors, start = made[: rows * places].reshape(rows, places), made[rows * places : rows * (places + 1)]
         scaled = made[rows * (places + 1) :].reshape(rows, width)
         words = carray(integers_at(numbers.words), (blocks, numbers.words_of_output, BLOCK))
         steps = carray(floats_at(numbers.row_scale), (blocks, BLOCK))
-        patch_start = carray(integers_at(numbers.patch_start), blocks * BLOCK + 1)
+        patch_start = carray(integers_at(numbers.patch_start), blocks + 1)
+        outputs = carray(bytes_at(numbers.patch_outputs), numbers.patches)
         shorts = carray(unsigned_at(numbers.patch_columns), numbers.patches)
         integers = carray(integers_at(numbers.patch_columns), numbers.patches)
         short_codes = carray(shorts_at(numbers.patch_codes), numbers.patches)
@@ -209,12 +218,9 @@ def _kernels() -> _Kernels:
                 for row in range(rows):
                     part[:] = start[row]
                     add_products(part.ctypes.data, words[block].ctypes.data, factors[row].ctypes.data, counts)
-                    for k in range(BLOCK):
-                        patched = np.float32(0)
-                        for patch in range(patch_start[block * BLOCK + k], patch_start[block * BLOCK + k + 1]):
-                            code = np.float32(short_codes[patch]) if numbers.short else float_codes[patch]
-                            patched += code * scaled[row, _column(numbers.narrow, shorts, integers, patch)]
-                        part[k] += patched
+                    for patch in range(patch_start[block], patch_start[block + 1]):
+                        code = np.float32(short_codes[patch]) if numbers.short else float_codes[patch]
+                        part[outputs[patch]] += code * scaled[row, _column(numbers.narrow, shorts, integers, patch)]
                     for k in range(BLOCK):
                         y[row, block * BLOCK + k] = steps[block, k] * part[k]
             first = next_share(task)
@@ -230,7 +236,8 @@ def _kernels() -> _Kernels:
             carray(floats_at(numbers.column_scale), width),
         )
         shorts, integers = carray(unsigned_at(numbers.columns), places), carray(integers_at(numbers.columns), places)
-        patch_start = carray(integers_at(numbers.patch_start), blocks * BLOCK + 1)
+        patch_start = carray(integers_at(numbers.patch_start), blocks + 1)
+        outputs = carray(bytes_at(numbers.patch_outputs), numbers.patches)
         patch_shorts = carray(unsigned_at(numbers.patch_columns), numbers.patches)
         patch_integers = carray(integers_at(numbers.patch_columns), numbers.patches)
         short_codes = carray(shorts_at(numbers.patch_codes), numbers.patches)
@@ -259,8 +266,9 @@ def _kernels() -> _Kernels:
                             for k in range(size):
                                 out[k] = step[k] * np.float32((word[k] >> low & mask) - half) * factor
                         j += 1
-                for k in range(size):
-                    for patch in range(patch_start[output + k], patch_start[output + k + 1]):
+                for patch in range(patch_start[block], patch_start[block + 1]):
+                    k = np.int64(outputs[patch]) - begin
+                    if 0 <= k < size:
                         code = np.float32(short_codes[patch]) if numbers.short else float_codes[patch]
                         column = _column(numbers.narrow, patch_shorts, patch_integers, patch)
                         made[column, part * size + k] = code * step[k] * scale[column]

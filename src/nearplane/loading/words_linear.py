@@ -62,7 +62,11 @@ class WordsLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product (..., out) for an input `x` (..., in), in its dtype."""
-        flat, order, bias = x.reshape(-1, self.in_features), self.column_order, self.bias
+        order, bias = (
+            self._buffers["column_order"],
+            self._parameters["bias"],
+        )  # by name nn.Module takes longer to find them
+        flat = x.reshape(-1, self.in_features)
         flat = flat if order is None else flat.index_select(1, order)
         few = 0 < flat.shape[0] <= MAX_ROWS and flat.dtype != torch.float64 and flat.is_cpu
         if few and not (x.requires_grad and torch.is_grad_enabled()):

@@ -125,7 +125,9 @@ def test_threads_share_rows_without_changing_them(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "x".join(map(str, case.codes.shape)))
 def test_rows_are_those_of_the_decoded_matrix(case: Contents, generator: torch.Generator) -> None:
     wanted = torch.randint(len(case.codes), (9,), generator=generator)
-    assert torch.equal(filled(decode_packed(encode(case))).rows(wanted), matrix_of(case).decode()[wanted])
+    rows = filled(decode_packed(encode(case))).rows(wanted)
+    assert torch.equal(rows, matrix_of(case).decode()[wanted])
+    assert rows.is_contiguous(), "processes add their rows up"
 
 
 @pytest.mark.parametrize("spread", [0.3, 0.6, 1.0, 2.0, 4.0])
