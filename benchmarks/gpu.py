@@ -13,7 +13,7 @@
    bench-peers` installs them.
 
 Parts have the names of `benchmarks/speed/gpu_model.py`, which computes the same seconds without a card. What fails is a
-line of the table. `--tiny` runs all but `serve` and `peers` in seconds on a card that is only pretended; its times mean nothing.
+line of the table. `--tiny` runs all but serve and peers in seconds on a card that is only pretended; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -363,12 +363,6 @@ def _peer(of: str, tool: str, python: str, model: Path, text: Text, device: str)
 MEASURES: dict[str, Callable[[Asked], Iterator[Row]]] = {
     "card": card, "codes": codes, "blocks": blocks, "demo": demo, "serve": serve, "peers": peers,
 }  # fmt: skip
-
-
-WITHOUT = (
-    "serve",
-    "peers",
-)  # parts that a pretended card does not have: `serve` runs in Triton's interpreter, as a test does
 
 
 def _guarded(part: str, of: str, measure: Callable[..., Iterator[Row]], *args: Any) -> Iterator[Row]:

@@ -77,9 +77,19 @@ def test_it_predicts_what_nearplane_predicts(form: str, folders: dict[str, Writt
         assert distance(made, folders[form].predicted) < CLOSE
 
 
-def test_so_it_does_compiled(folders: dict[str, Written]) -> None:
-    with engine(folders["rate 3"].folder, enforce_eager=False) as made:
-        assert distance(made, folders["rate 3"].predicted) < CLOSE
+@pytest.mark.parametrize("form", ["rate 3", "rate 3, embeddings too"])
+def test_so_it_does_compiled(form: str, folders: dict[str, Written]) -> None:
+    with engine(folders[form].folder, enforce_eager=False) as made:
+        assert distance(made, folders[form].predicted) < CLOSE
+
+
+def test_embeddings_are_decoded_where_they_do_not_stay_packed(
+    folders: dict[str, Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = pytest.importorskip("nearplane_vllm.serving.vllm_layers")
+    monkeypatch.setattr(layers, "embedding_method", lambda name, _: layers.DecodedEmbeddingMethod(name))
+    with engine(folders["rate 3, embeddings too"].folder) as made:
+        assert distance(made, folders["rate 3, embeddings too"].predicted) < CLOSE
 
 
 @pytest.mark.parametrize("form", ["rate 3", "rate 3, embeddings too"])
@@ -110,7 +120,7 @@ def test_two_hundred_changes_of_a_file_are_refused_or_change_nothing(folders: di
     refused = [each for each in found if re.match(r"FormatError: model\.layers\.\d.*\.$", each["became"])]
     assert [each for each in found if each["became"] != "right" and each not in refused] == []
     assert len(refused) > 150
-    assert {path for each in found for path in each["read"]} == set(), "nothing outside of the folder is read"
+    assert {path for each in found for path in each["read"]} == set(), "Python opens no file outside of the folder"
 
 
 @pytest.mark.parametrize(

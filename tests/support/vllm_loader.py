@@ -8,6 +8,7 @@ A line of JSON for each copy: what was changed, and "right", "wrong", or the err
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import sys
@@ -55,6 +56,11 @@ def changed(tensors: dict[str, Tensor], number: int) -> tuple[str, dict[str, Ten
     return f"{name} {kind}", tensors | {name: parts[kind].contiguous().clone()}
 
 
+def opened(file: Any) -> str:
+    """Return the path of what is opened, without links and dots; of a number, which was opened before, one inside."""
+    return OUTSIDE[0] if isinstance(file, int) else os.path.realpath(os.fsdecode(file))
+
+
 def kind_of(name: str) -> str:
     """Return the first of the matrices of a block that have its shape: to a loader they are as good."""
     last = name.removesuffix(CODED).rpartition(".")[2]
@@ -88,11 +94,12 @@ def outcomes(folder: Path, count: int) -> Iterator[dict[str, Any]]:
     read = set[str]()
     (file,) = folder.glob("*.safetensors")
     with tempfile.TemporaryDirectory() as place:
+        place = os.path.realpath(place)
         copy = shutil.copytree(folder, Path(place, "copy"))
         right, tensors = weights(loaded(copy)), load_file(file)
         inside = (place, *OUTSIDE, sys.prefix, sys.base_prefix)
         sys.addaudithook(
-            lambda event, given: event == "open" and not str(given[0]).startswith(inside) and read.add(str(given[0]))
+            lambda event, given: event == "open" and not opened(given[0]).startswith(inside) and read.add(str(given[0]))
         )
         for number in range(count):
             change, now = changed(tensors, number)

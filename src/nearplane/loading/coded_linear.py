@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from torch import Tensor
 from nearplane.coding.packed_matrix import PackedMatrix
 from nearplane.compiled import compiled
 from nearplane.loading import product_coded
-from nearplane.loading.product_coded import FIELDS, NARROW, WIDTHS, Codes, Held
+from nearplane.loading.product_coded import FIELDS, NARROW, WIDTHS, Addressed, Codes
 from nearplane.loading.product_cpu import BLOCK
 from nearplane.loading.words_linear import WordsLinear
 
@@ -37,7 +38,7 @@ class CodedLinear(WordsLinear):
         dtype: Dtype of `weight`.
 
     Attributes:
-        held: What `product_coded` reads; its tensors are buffers.
+        addressed: What `product_coded` reads; its tensors are buffers.
     """
 
     def __init__(self, packed: PackedMatrix, dtype: torch.dtype) -> None:
@@ -50,7 +51,7 @@ class CodedLinear(WordsLinear):
         patched = codes[rows, at] + packed.patches.delta
         codes[rows, at] = 0
         _count(codes, needed)
-        self._held: Held | None = None
+        self._addressed: Addressed | None = None
         places, self._counts = arranged(needed, out)
         bits = np.zeros(width, np.int64)
         _bits_of(places, np.array(self._counts), bits)
@@ -65,44 +66,55 @@ class CodedLinear(WordsLinear):
         order = np.lexsort((rows, columns, rows // BLOCK))
         rows, columns, patched = rows[order], columns[order], patched[order]
         short = bool((np.abs(patched) < 2**15).all())
-        of_columns = np.uint16 if width <= NARROW else np.int32
         steps = np.zeros(len(words) * BLOCK, np.float32)
         steps[:out] = packed.scales.row_scale
         arrays = {
             "words": words,
-            "columns": np.where(places < 0, -1, packed.orders.columns[places]).astype(of_columns),
+            "columns": _numbers(np.where(places < 0, -1, packed.orders.columns[places]), width),
             "column_scale": packed.scales.column_scale.view(np.int32),
             "row_scale": steps.view(np.int32).reshape(-1, BLOCK),
             "patch_start": np.searchsorted(rows // BLOCK, np.arange(len(words) + 1)).astype(np.int32),
             "patch_outputs": (rows % BLOCK).astype(np.uint8),
-            "patch_columns": columns.astype(of_columns),
+            "patch_columns": _numbers(columns, width),
             "patch_codes": patched.astype(np.int16) if short else patched.astype(np.float32).view(np.int32),
         }
         for name, array in arrays.items():
             self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(array)), persistent=False)
 
     @property
-    def held(self) -> Held:
-        """The codes, with tensors on the CPU."""
-        if (held := self._held) is None or not held.holds(self._buffers["words"]):
+    def addressed(self) -> Addressed:
+        """The codes on the CPU, and where they lie."""
+        if (addressed := self._addressed) is None or not addressed.holds(self._buffers["row_scale"]):
             words, *others = (self.get_buffer(name).cpu() for name in Codes._fields if name != "counts")
             codes = Codes(words, self._counts, *others)
-            held = self._held = Held(codes, codes.numbers())
-        return held
+            addressed = self._addressed = Addressed(codes, codes.numbers())
+        return addressed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies have: their tensors lie elsewhere."""
+        return {**self.__dict__, "_addressed": None}
 
     def product(self, x: Tensor) -> Tensor:
         """Return the product (rows, outputs) with the codes."""
-        return product_coded.product(x.contiguous(), self.held)
+        return product_coded.product(x.contiguous(), self.addressed)
 
     def strips(self) -> Iterator[Tensor]:
         """Yield decoded (in, outputs) values."""
-        held, count = self.held, torch.get_num_threads()
-        for firsts in torch.arange(0, len(held.codes.words) * BLOCK, BLOCK).split(count):
-            yield product_coded.values(held, firsts, BLOCK)
+        addressed, count = self.addressed, torch.get_num_threads()
+        for firsts in torch.arange(0, len(addressed.codes.words) * BLOCK, BLOCK, device="cpu").split(count):
+            yield product_coded.values(addressed, firsts, BLOCK)
 
     def rows(self, wanted: Tensor) -> Tensor:
-        """Return the float32 values (rows, in) of some (rows,) outputs, such as the embeddings of tokens."""
-        return product_coded.values(self.held, wanted.cpu().long().contiguous(), 1).T.contiguous()
+        """Return the float32 values (rows, in) of some (rows,) outputs, such as the embeddings of tokens.
+
+        Raises:
+            IndexError: There is no such output.
+        """
+        outputs = wanted.cpu().long().contiguous()
+        if len(outputs) and not 0 <= int(outputs.min()) <= int(outputs.max()) < self.out_features:
+            low, high = int(outputs.min()), int(outputs.max())
+            raise IndexError(f"rows {low} to {high} are asked for of a matrix of {self.out_features} rows")
+        return product_coded.values(self.addressed, outputs, 1).T.contiguous()
 
 
 def arranged(needed: Counts, out: int) -> tuple[Counts, tuple[int, ...]]:
@@ -150,6 +162,11 @@ def arranged(needed: Counts, out: int) -> tuple[Counts, tuple[int, ...]]:
             filled[: len(now), whole] = now
         places.append(filled.reshape(-1))
     return np.concatenate(places), tuple(counts)
+
+
+def _numbers(columns: npt.NDArray[np.integer], width: int) -> npt.NDArray[np.integer]:
+    """Return numbers of columns as `Codes` has them; 16 bits are seen as signed, as torch does not pickle others."""
+    return columns.astype(np.uint16).view(np.int16) if width <= NARROW else columns.astype(np.int32)
 
 
 @compiled(error_model="numpy")

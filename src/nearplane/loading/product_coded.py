@@ -50,7 +50,7 @@ class Codes(NamedTuple):
     words: Tensor  # (blocks, words, BLOCK) int32
     counts: tuple[int, ...]  # words of an output in each of `WIDTHS`
     columns: (
-        Tensor  # (places,) column of each field, -1: none; uint16 if there are at most `NARROW` columns, else int32
+        Tensor  # (places,) column of each field, -1: none; 16 bits if there are at most `NARROW` columns, else int32
     )
     column_scale: Tensor  # (in,) float32
     row_scale: Tensor  # (blocks, BLOCK) float32
@@ -68,43 +68,42 @@ class Codes(NamedTuple):
 
 _SIZES = ("narrow", "short", "blocks", "words_of_output", "width", "places", "patches")
 _COMMON = (*_SIZES, *(f"words_{bits}" for bits in WIDTHS), "words", *Codes._fields[2:])
-_WORDS = _COMMON.index("words")
 
 
-class Held(NamedTuple):
+class Addressed(NamedTuple):
     """Codes, and their numbers, which take longer to collect than a small product."""
 
     codes: Codes
     numbers: tuple[int, ...]
 
-    def holds(self, words: Tensor | None) -> bool:
-        """Return whether these are the words, and still where they were: copies of a module copy the numbers, too."""
-        return self.codes.words is words and words.data_ptr() == self.numbers[_WORDS]
+    def holds(self, row_scale: Tensor | None) -> bool:
+        """Return whether this is the scale of rows: a module that is moved has another one."""
+        return self.codes.row_scale is row_scale
 
 
-def product(x: Tensor, held: Held) -> Tensor:
+def product(x: Tensor, addressed: Addressed) -> Tensor:
     """Return (rows, outputs) products of (rows, in) contiguous float32 inputs."""
-    rows, (blocks, _, width, places) = x.shape[0], held.numbers[2:6]
+    rows, (blocks, _, width, places) = x.shape[0], addressed.numbers[2:6]
     made, y = x.new_empty(rows * (places + 1 + width)), x.new_empty(rows, blocks * BLOCK)
     alone = _few(blocks * BLOCK * width) or torch.get_num_threads() == 1
-    task, kept = (*held.numbers, alone, rows, x.data_ptr(), made.data_ptr(), y.data_ptr()), (held, x, made, y)
+    task, kept = (rows, x.data_ptr(), made.data_ptr(), y.data_ptr()), (addressed, x, made, y)
     if not alone:
-        in_threads(_kernels().inputs, task, 1, alone=True)
-    in_threads(_kernels().product, task, blocks, alone=alone, kept=kept)
+        in_threads(_kernels().product, (*addressed.numbers, 1, *task), 0, alone=True)
+    in_threads(_kernels().product, (*addressed.numbers, alone, *task), blocks, alone=alone, kept=kept)
     return y
 
 
-def values(held: Held, firsts: Tensor, size: int) -> Tensor:
+def values(addressed: Addressed, firsts: Tensor, size: int) -> Tensor:
     """Return the (in, outputs) values of some outputs.
 
     Args:
-        held: The codes.
+        addressed: The codes.
         firsts: (parts,) int64 first outputs, on the CPU.
         size: Number of outputs from each of them on, within a block.
     """
-    made = torch.zeros(len(held.codes.column_scale), len(firsts) * size)
-    task = (*held.numbers, size, firsts.data_ptr(), made.data_ptr())
-    in_threads(_kernels().values, task, len(firsts), alone=_few(made.numel()), kept=(held, firsts, made))
+    made = torch.zeros(len(addressed.codes.column_scale), len(firsts) * size, dtype=torch.float32, device="cpu")
+    task = (*addressed.numbers, size, firsts.data_ptr(), made.data_ptr())
+    in_threads(_kernels().values, task, len(firsts), alone=_few(made.numel()), kept=(addressed, firsts, made))
     return made
 
 
@@ -143,43 +142,50 @@ add_products: Any = intrinsic(_add_products)
 class _Kernels(NamedTuple):
     """Compiled functions of tasks whose numbers are `_COMMON` and what each names."""
 
-    inputs: Native
     product: Native
     values: Native
 
 
 @cache
 def _kernels() -> _Kernels:
-    product_fields = fields_of(*_COMMON, "alone", "rows", "x", "inputs", "y")
+    outputs_of_block = (
+        BLOCK  # numba, which keeps these functions, sees if a variable around them changes, but no other file
+    )
+    subtracted_from = SUBTRACTED_FROM_CODES
+    product_fields = fields_of(*_COMMON, "prepares", "rows", "x", "inputs", "y")
     value_fields = fields_of(*_COMMON, "size", "firsts", "values")
     product_size, value_size = len(product_fields.names or ()), len(value_fields.names or ())
 
-    @compiled(error_model="numpy")
-    def prepare(task: Any) -> None:  # pragma: no cover
-        """Write what `product` reads of the inputs, one after the other.
+    @native
+    def product(task: Any) -> None:  # pragma: no cover
+        """Write the products of blocks in y (rows, outputs).
 
-        That is (rows, places) inputs times scales, divided by the powers of two of their fields; (rows,) what sums of
-        products begin with: less the offset of each field that has one; and (rows, in) inputs times scales.
+        First, where `prepares` is 1, it writes what it reads of the inputs: (rows, places) inputs times scales, divided by
+        the powers of two of their fields; (rows,) what sums of products begin with: less the offset of each field that
+        has one; and (rows, in) inputs times scales.
         """
         numbers = carray(task, product_size).view(product_fields)[0]
-        rows, width, places = numbers.rows, numbers.width, numbers.places
+        blocks, rows, width, places = numbers.blocks, numbers.rows, numbers.width, numbers.places
         made = carray(floats_at(numbers.inputs), rows * (places + 1 + width))
         factors, start = made[: rows * places].reshape(rows, places), made[rows * places : rows * (places + 1)]
         scaled = made[rows * (places + 1) :].reshape(rows, width)
         x, scale = carray(floats_at(numbers.x), (rows, width)), carray(floats_at(numbers.column_scale), width)
-        shorts, integers = carray(unsigned_at(numbers.columns), places), carray(integers_at(numbers.columns), places)
+        all_shorts, all_integers = (
+            carray(unsigned_at(numbers.columns), places),
+            carray(integers_at(numbers.columns), places),
+        )
         counts = (numbers.words_2, numbers.words_3, numbers.words_4, numbers.words_5, numbers.words_6, numbers.words_8)
-        for row in range(rows):
+        for row in range(rows if numbers.prepares else 0):
             for column in range(width):
                 scaled[row, column] = x[row, column] * scale[column]
             place, less = 0, np.float32(0)
             for n in range(len(WIDTHS)):
                 bits, fields = WIDTHS[n], FIELDS[n]
-                offset = np.float32(0 if bits >= SUBTRACTED_FROM_CODES else 1 << bits - 1)
+                offset = np.float32(0 if bits >= subtracted_from else 1 << bits - 1)
                 for _ in range(counts[n]):
                     factor = np.float32(1)
                     for i in range(fields):
-                        column = _column(numbers.narrow, shorts, integers, place)
+                        column = _column(numbers.narrow, all_shorts, all_integers, place)
                         one = scaled[row, column] if column >= 0 else np.float32(0)
                         factors[row, place] = one * factor
                         if i < fields - 1:
@@ -187,42 +193,29 @@ def _kernels() -> _Kernels:
                         factor *= np.float32(2.0**-bits)
                         place += 1
             start[row] = -less
-
-    @native
-    def inputs(task: Any) -> None:  # pragma: no cover
-        prepare(task)
-
-    @native
-    def product(task: Any) -> None:  # pragma: no cover
-        """Write the products of blocks in y (rows, outputs); first, if this thread is alone, what `inputs` writes."""
-        numbers = carray(task, product_size).view(product_fields)[0]
-        if numbers.alone:
-            prepare(task)
-        blocks, rows, width, places = numbers.blocks, numbers.rows, numbers.width, numbers.places
-        made = carray(floats_at(numbers.inputs), rows * (places + 1 + width))
-        factors, start = made[: rows * places].reshape(rows, places), made[rows * places : rows * (places + 1)]
-        scaled = made[rows * (places + 1) :].reshape(rows, width)
-        words = carray(integers_at(numbers.words), (blocks, numbers.words_of_output, BLOCK))
-        steps = carray(floats_at(numbers.row_scale), (blocks, BLOCK))
+        words = carray(integers_at(numbers.words), (blocks, numbers.words_of_output, outputs_of_block))
+        steps = carray(floats_at(numbers.row_scale), (blocks, outputs_of_block))
         patch_start = carray(integers_at(numbers.patch_start), blocks + 1)
         outputs = carray(bytes_at(numbers.patch_outputs), numbers.patches)
         shorts = carray(unsigned_at(numbers.patch_columns), numbers.patches)
         integers = carray(integers_at(numbers.patch_columns), numbers.patches)
         short_codes = carray(shorts_at(numbers.patch_codes), numbers.patches)
         float_codes = carray(floats_at(numbers.patch_codes), numbers.patches)
-        counts = (numbers.words_2, numbers.words_3, numbers.words_4, numbers.words_5, numbers.words_6, numbers.words_8)
-        y, part = carray(floats_at(numbers.y), (rows, blocks * BLOCK)), np.empty(BLOCK, np.float32)
+        y, part = (
+            carray(floats_at(numbers.y), (rows, blocks * outputs_of_block)),
+            np.empty(outputs_of_block, np.float32),
+        )
         first = next_share(task)
-        while first < blocks:
-            for block in range(first, min(first + numbers.share, blocks)):
+        while first < numbers.parts:
+            for block in range(first, min(first + numbers.share, numbers.parts)):
                 for row in range(rows):
                     part[:] = start[row]
                     add_products(part.ctypes.data, words[block].ctypes.data, factors[row].ctypes.data, counts)
                     for patch in range(patch_start[block], patch_start[block + 1]):
                         code = np.float32(short_codes[patch]) if numbers.short else float_codes[patch]
                         part[outputs[patch]] += code * scaled[row, _column(numbers.narrow, shorts, integers, patch)]
-                    for k in range(BLOCK):
-                        y[row, block * BLOCK + k] = steps[block, k] * part[k]
+                    for k in range(outputs_of_block):
+                        y[row, block * outputs_of_block + k] = steps[block, k] * part[k]
             first = next_share(task)
 
     @native
@@ -230,9 +223,9 @@ def _kernels() -> _Kernels:
         """Write the values (in, outputs) of parts; they are 0 before."""
         numbers = carray(task, value_size).view(value_fields)[0]
         parts, size, width, places, blocks = numbers.parts, numbers.size, numbers.width, numbers.places, numbers.blocks
-        words = carray(integers_at(numbers.words), (blocks, numbers.words_of_output, BLOCK))
+        words = carray(integers_at(numbers.words), (blocks, numbers.words_of_output, outputs_of_block))
         steps, scale = (
-            carray(floats_at(numbers.row_scale), blocks * BLOCK),
+            carray(floats_at(numbers.row_scale), blocks * outputs_of_block),
             carray(floats_at(numbers.column_scale), width),
         )
         shorts, integers = carray(unsigned_at(numbers.columns), places), carray(integers_at(numbers.columns), places)
@@ -248,7 +241,11 @@ def _kernels() -> _Kernels:
         while first < parts:
             for part in range(first, min(first + numbers.share, parts)):
                 output, place, j = firsts[part], 0, 0
-                block, begin, step = output // BLOCK, output % BLOCK, steps[output : output + size]
+                block, begin, step = (
+                    output // outputs_of_block,
+                    output % outputs_of_block,
+                    steps[output : output + size],
+                )
                 for n in range(len(WIDTHS)):
                     bits, fields = WIDTHS[n], FIELDS[n]
                     for _ in range(counts[n]):
@@ -274,4 +271,4 @@ def _kernels() -> _Kernels:
                         made[column, part * size + k] = code * step[k] * scale[column]
             first = next_share(task)
 
-    return _Kernels(inputs, product, values)
+    return _Kernels(product, values)

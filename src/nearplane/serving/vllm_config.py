@@ -100,9 +100,8 @@ class CodedConfig(QuantizationConfig):  # type: ignore[misc]
         """
         from nearplane.serving.vllm_layers import (
             CodedLinearMethod,
-            DecodedEmbeddingMethod,
             HeadMethod,
-            PackedEmbeddingMethod,
+            embedding_method,
         )
 
         embeds = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
@@ -110,8 +109,7 @@ class CodedConfig(QuantizationConfig):  # type: ignore[misc]
         coded = [part for part in parts if part in self.modules]
         if isinstance(layer, VocabParallelEmbedding):
             if coded:
-                on_cpu = torch.get_default_device().type == "cpu"
-                return PackedEmbeddingMethod(parts[0]) if on_cpu else DecodedEmbeddingMethod(parts[0])
+                return embedding_method(parts[0], torch.get_default_device())
             return UnquantizedEmbeddingMethod() if embeds else HeadMethod()
         if not isinstance(layer, LinearBase):
             return None

@@ -234,6 +234,11 @@ class HeadMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
         return super().tie_weights(layer, embed_tokens)
 
 
+def embedding_method(name: str, device: torch.device) -> DecodedEmbeddingMethod | PackedEmbeddingMethod:
+    """Return how vLLM loads a coded matrix of embeddings, or of a head, on a device; rows are looked up in packed integers on CPUs."""
+    return PackedEmbeddingMethod(name) if device.type == "cpu" else DecodedEmbeddingMethod(name)
+
+
 def own_embeddings(coded: Tensor, layer: Any, name: str) -> CodedLinear:
     """Return the embeddings of this rank's tokens.
 

@@ -254,7 +254,8 @@ def _beside(folder: Path, record: RunRecord, plan: Plan, model: Model) -> Iterat
         if config_json.get(key) != original_json.get(key)
     ):
         yield Fault(CONFIG, f"these entries differ from the original: {', '.join(unlike)}")
-    if not str(config_json.get(WEIGHTS, NO_FILE)).startswith(NO_FILE):
+    file = str(config_json.get(WEIGHTS) or NO_FILE)
+    if not file.startswith(NO_FILE) or (folder / file).exists():
         yield Fault(CONFIG, f"{WEIGHTS} names a file, which nearplane never writes")
     for entry in QUANTIZATIONS:
         config, expected = config_json.get(entry, {}), original_json.get(entry, {})
