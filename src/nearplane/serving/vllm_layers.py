@@ -235,7 +235,7 @@ class HeadMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
 
 
 def embedding_method(name: str, device: torch.device) -> DecodedEmbeddingMethod | PackedEmbeddingMethod:
-    """Return how vLLM loads a coded matrix of embeddings, or of a head, on a device; rows are looked up in packed integers on CPUs."""
+    """Return how vLLM loads coded embeddings, or a head, on a device: rows are looked up in packed integers on CPUs."""
     return PackedEmbeddingMethod(name) if device.type == "cpu" else DecodedEmbeddingMethod(name)
 
 
