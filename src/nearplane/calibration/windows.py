@@ -23,6 +23,7 @@ from nearplane.models.experts import by_expert
 from nearplane.models.kinds import InputKind, input_kind, is_framed
 from nearplane.models.model import Model
 from nearplane.models.spoken import Spoken
+from nearplane.models.two_tokenizers import say_unlike_its_file
 from nearplane.recipe.recipe import Calibration, Recipe
 from nearplane.recipe.thresholds import ADVISED_TOKENS_PER_INPUT, MIN_TOKENS_PER_INPUT
 from nearplane.record.record import Source
@@ -194,6 +195,7 @@ def reader_of(
     See `read_windows`, and `self_written` for the text that the network writes itself.
     """
     tokenizer = model.tokenizer()
+    say_unlike_its_file(model.folder, tokenizer)
     frame = frame_of(tokenizer, options.first_token, encoder=is_framed(model.network))
 
     def read(text: Any, *, samples: int) -> Tensor:

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
+import transformers
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nearplane.errors import ModelError, first_few
 from nearplane.models.chat_prompts import say_other_prompts
-from nearplane.models.pretrained import as_model_error, tokenizer_of, tokens_before
+from nearplane.models.pretrained import TOKENIZER, as_model_error, tokenizer_of, tokens_before
 from nearplane.system.files import sha256
 from nearplane.system.paths import TOKENIZERS, is_listed
 from nearplane.system.token_lines import LINES, Cut, differing_line
@@ -29,6 +30,27 @@ def cut(tokenizer: PreTrainedTokenizerBase, *, ends: bool = False) -> Cut:
             return list(tokenizer(text, add_special_tokens=ends, verbose=False)["input_ids"])
 
     return ids
+
+
+def say_unlike_its_file(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log a warning if a tokenizer cuts text otherwise than the tokenizer.json of its folder, as programs without it do.
+
+    transformers 5.24 does so for a config.json of type qwen2, whatever else the folder says: see
+    `findings/transformers-qwen2-tokenizer.sh`.
+    """
+    if not (folder / TOKENIZER).is_file():
+        return
+    with as_model_error(f"{folder / TOKENIZER} cannot be read"):
+        file = PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER))
+    if (merging := getattr(file.backend_tokenizer, "model", None)) is not None and getattr(merging, "dropout", None):
+        merging.dropout = None  # as in `tokenizer_of`
+    if (difference := differing_line(cut(tokenizer), cut(file), (line.lstrip(" ") for line in LINES))) is not None:
+        log.warning(
+            "transformers %s reads the tokenizer of %s as %s, which cuts text otherwise than its %s: %s. Servers on transformers "
+            "do the same; llama.cpp and others that read the file give the network other tokens than those of the calibration. "
+            "To calibrate on those of the file, pass windows of token ids from Python.",
+            *(transformers.__version__, folder, type(tokenizer).__name__, TOKENIZER, difference),
+        )
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, windows: Iterable[Tensor]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from nearplane.formats.gguf.tokenizer import vocabulary
 from nearplane.formats.gguf.tokenizer_files import tokenizer_files
 from nearplane.models.converted_tokenizer import save_tokenizer
 from nearplane.models.pretrained import tokenizer_of
-from nearplane.models.two_tokenizers import check_same_tokens, cut, decoded, other_tokens
+from nearplane.models.two_tokenizers import check_same_tokens, cut, decoded, other_tokens, say_unlike_its_file
 from nearplane.verbs import generate
 from tokenizers_of_kinds import save_sentencepiece
 
@@ -164,3 +164,17 @@ def test_a_file_of_pieces_may_be_compared_with_its_model(tmp_path: Path) -> None
 
 def test_text_is_cut_without_tokens_at_its_ends(tokenizer: PreTrainedTokenizerBase) -> None:
     assert cut(tokenizer)("return") == tokenizer("return", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(("kind", "said"), [("llama", False), ("qwen3", False), ("qwen2", True)])
+def test_a_class_that_cuts_otherwise_than_its_file_is_said(
+    kind: str, said: bool, copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers takes Qwen2's own class for a config.json of that type, whatever tokenizer_config.json says."""
+    (copy / "config.json").write_text(json.dumps({"model_type": kind}))
+    say_unlike_its_file(copy, tokenizer_of(copy))
+    assert ("as Qwen2Tokenizer, which cuts text otherwise than its tokenizer.json" in caplog.text) == said
+    (copy / "tokenizer.json").unlink()
+    caplog.clear()
+    say_unlike_its_file(copy, tokenizer_of(MODEL))
+    assert caplog.text == ""
