@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -113,6 +114,10 @@ def test_a_client_chats_streams_stops_and_gets_our_log_probabilities(
     pieces = [each.choices[0].delta.content or "" for each in client.chat.completions.create(**ask, stream=True)]
     assert len(pieces) > 8
     assert "".join(pieces) == answer
+
+    with ThreadPoolExecutor(2) as pool:
+        two = [pool.submit(client.chat.completions.create, **ask) for _ in range(2)]
+        assert [each.result().choices[0].message.content for each in two] == [answer] * 2, "two at once"
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
