@@ -179,7 +179,7 @@ def test_rates_load_in_nearplane_alone_or_are_refused(
     loaded = nearplane.load(tmp_path / "out", dtype="float32", device="cpu")
     assert (logits(loaded) - expected).norm() <= PACKED * expected.norm()
     monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "nearplane")
-    with pytest.raises(ValueError, match=r"coded by nearplane\. Load them with nearplane\.load"):
+    with pytest.raises(ValueError, match=r"before from_pretrained: import nearplane; nearplane\.register\(\)$"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     print(f"| {loaded.config.model_type} | rate | equal, {_layers(record)}; plain transformers stops |")
 
