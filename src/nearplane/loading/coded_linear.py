@@ -26,8 +26,9 @@ from nearplane.loading.words_linear import WordsLinear
 Bytes = npt.NDArray[np.int8]
 Counts = npt.NDArray[np.int64]
 
-PATCH_COST = 48  # bits that a patch counts in the choice of a width: it takes 32, and time
-_WHOLE = tuple(32 // bits for bits in WIDTHS)  # fields of the word's own width
+PATCH_COST = 48  # bits that a patch counts in the choice of a width: it takes 40, and time
+WHOLE = tuple(32 // bits for bits in WIDTHS)  # fields of a word that have its own width
+TWO = WIDTHS.index(2) + 1
 
 
 class CodedLinear(WordsLinear):
@@ -52,7 +53,7 @@ class CodedLinear(WordsLinear):
         codes[rows, at] = 0
         _count(codes, needed)
         self._addressed: Addressed | None = None
-        places, self._counts = arranged(needed, out)
+        places, self._counts = places_of(widths_of(needed, out))
         bits = np.zeros(width, np.int64)
         _bits_of(places, np.array(self._counts), bits)
         words = np.zeros((-(-out // BLOCK), sum(self._counts), BLOCK), np.int32)
@@ -117,48 +118,53 @@ class CodedLinear(WordsLinear):
         return product_coded.values(self.addressed, outputs, 1).T.contiguous()
 
 
-def arranged(needed: Counts, out: int) -> tuple[Counts, tuple[int, ...]]:
-    """Return the column of each field, -1 where there is none, and the number of words in each of `WIDTHS`.
+def widths_of(needed: Counts, out: int) -> Counts:
+    """Return the width of each column, the place in `WIDTHS` counted from 1; 0: no bits, whose codes other than 0 are patches.
 
-    Columns without a field have nothing but patches.
+    The sum of the bits of words and of `PATCH_COST` for each patch is made small: first by each column alone, then by
+    columns that move to fields that cost nothing, or out of a word that few of them would begin.
 
     Args:
         needed: (in, 9) number of codes of a column that need 0, 1 ... 8 bits.
         out: Number of rows.
     """
-    two, sizes = WIDTHS.index(2) + 1, np.array([0, *(32 / fields for fields in _WHOLE)]) * out
-    outside = np.stack([needed[:, bits + 1 :].sum(1) for bits in (0, *WIDTHS)], axis=1)
-    costs = sizes + PATCH_COST * outside
-    chosen = costs.argmin(1)
-
-    def words(width: int) -> int:
-        return -(-int((chosen == width).sum()) // _WHOLE[width - 1])
-
-    def beside() -> int:
-        """Return the number of fields of 2 bits in words of others."""
-        return sum(words(n + 1) for n in range(len(WIDTHS)) if FIELDS[n] > _WHOLE[n])
-
-    # such fields cost nothing: columns take them that lose least by it
-    gain = np.where(chosen > two, costs.min(1) - PATCH_COST * outside[:, two], 0)
-    moved = np.argsort(-gain, kind="stable")[: max(0, beside() - int((chosen == two).sum())) * 9 // 10]
-    chosen[moved[gain[moved] > 0]] = two
+    bits = np.array([0, *(32 / fields for fields in WHOLE)]) * out
+    outside = np.stack([needed[:, width + 1 :].sum(1) for width in (0, *WIDTHS)], axis=1)
+    costs = bits + PATCH_COST * outside
+    chosen: Counts = costs.argmin(1)
+    # fields of 2 bits beside others cost nothing: columns take them that lose least by it; these make fewer such words
+    gain = np.where(chosen > TWO, costs.min(1) - PATCH_COST * outside[:, TWO], 0)
+    free = max(0, fields_beside(chosen) - int((chosen == TWO).sum()))
+    moved = np.argsort(-gain, kind="stable")[: free * 9 // 10]
+    chosen[moved[gain[moved] > 0]] = TWO
     used = np.unique(chosen[chosen > 0])
-    for narrow, wide in itertools.pairwise(used):  # nor is a word begun if a wider place costs less
+    for narrow, wide in itertools.pairwise(used):
         there = np.flatnonzero(chosen == narrow)
-        left = max(0, len(there) - (beside() if narrow == two else 0)) % (fields := _WHOLE[narrow - 1])
+        left = max(0, len(there) - (fields_beside(chosen) if narrow == TWO else 0)) % (fields := WHOLE[narrow - 1])
         more = costs[there, wide] - costs[there, narrow]
         moved = np.argsort(more, kind="stable")[:left]
-        if more[moved].sum() < (fields - left) * sizes[narrow]:
+        if more[moved].sum() < (fields - left) * bits[narrow]:
             chosen[there[moved]] = wide
+    return chosen
+
+
+def fields_beside(chosen: Counts) -> int:
+    """Return the number of fields of 2 bits in words of columns with other widths; see `widths_of`."""
+    words = (-(-int((chosen == n + 1).sum()) // whole) for n, whole in enumerate(WHOLE))
+    return sum(count for count, fields, whole in zip(words, FIELDS, WHOLE, strict=True) if fields > whole)
+
+
+def places_of(chosen: Counts) -> tuple[Counts, tuple[int, ...]]:
+    """Return (places,) the column of each field, -1 where there is none, and the number of words in each of `WIDTHS`."""
     columns = [np.flatnonzero(chosen == n + 1) for n in range(len(WIDTHS))]
-    pairs, columns[two - 1] = np.split(columns[two - 1], [beside()])
+    beside, columns[TWO - 1] = np.split(columns[TWO - 1], [fields_beside(chosen)])
     places, counts = list[Counts](), list[int]()
-    for part, fields, whole in zip(columns, FIELDS, _WHOLE, strict=True):
+    for part, fields, whole in zip(columns, FIELDS, WHOLE, strict=True):
         counts.append(count := -(-len(part) // whole))
         filled = np.full((count, fields), -1)
         filled[:, :whole].flat[: len(part)] = part
         if fields > whole:
-            now, pairs = np.split(pairs, [count])
+            now, beside = np.split(beside, [count])
             filled[: len(now), whole] = now
         places.append(filled.reshape(-1))
     return np.concatenate(places), tuple(counts)

@@ -83,7 +83,7 @@ class Addressed(NamedTuple):
 
 def product(x: Tensor, addressed: Addressed) -> Tensor:
     """Return (rows, outputs) products of (rows, in) contiguous float32 inputs."""
-    rows, (blocks, _, width, places) = x.shape[0], addressed.numbers[2:6]
+    rows, (_, _, blocks, _, width, places, _) = x.shape[0], addressed.numbers[: len(_SIZES)]
     made, y = x.new_empty(rows * (places + 1 + width)), x.new_empty(rows, blocks * BLOCK)
     alone = _few(blocks * BLOCK * width) or torch.get_num_threads() == 1
     task, kept = (rows, x.data_ptr(), made.data_ptr(), y.data_ptr()), (addressed, x, made, y)
