@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# transformers 5.24.0 with tokenizers: AutoTokenizer replaces how a tokenizer.json splits text if config.json says qwen2.
+# transformers 5.24.0 with tokenizers 0.23.3: AutoTokenizer replaces how a tokenizer.json splits text if config.json says qwen2.
 #
 # A folder has a byte-level tokenizer.json that keeps runs of digits together, and a tokenizer_config.json that names the
 # general class (TokenizersBackend). With model_type llama or qwen3 in config.json the ids are those of tokenizer.json.
@@ -13,7 +13,7 @@ set -euo pipefail
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 python3 -m venv "$place/venv"
-"$place/venv/bin/pip" install --quiet --disable-pip-version-check transformers==5.24.0
+"$place/venv/bin/pip" install --quiet --disable-pip-version-check transformers==5.24.0 tokenizers==0.23.3
 cat > "$place/try.py" <<'PYTHON'
 import json
 import pathlib

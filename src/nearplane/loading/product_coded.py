@@ -34,14 +34,12 @@ from nearplane.loading.torch_threads import (
 )
 
 WIDTHS = (2, 3, 4, 5, 6, 8)  # bits of a field
-FIELDS = tuple(
-    -(-32 // bits) for bits in WIDTHS
-)  # of a word; the last one has the bits that are left: 2 where 32 does not divide
+# fields of a word; the last one has the bits that are left: 2 beside those of 3, 5 and 6
+FIELDS = tuple(-(-32 // bits) for bits in WIDTHS)
 NARROW = 2**16 - 1  # columns whose numbers take 16 bits, and the number that stands for none
 
-bytes_at, shorts_at, unsigned_at, longs_at = (
-    array_at(kind) for kind in (types.uint8, types.int16, types.uint16, types.int64)
-)
+bytes_at, shorts_at = array_at(types.uint8), array_at(types.int16)
+unsigned_at, longs_at = array_at(types.uint16), array_at(types.int64)
 
 
 class Codes(NamedTuple):
@@ -49,9 +47,7 @@ class Codes(NamedTuple):
 
     words: Tensor  # (blocks, words, BLOCK) int32
     counts: tuple[int, ...]  # words of an output in each of `WIDTHS`
-    columns: (
-        Tensor  # (places,) column of each field, -1: none; 16 bits if there are at most `NARROW` columns, else int32
-    )
+    columns: Tensor  # (places,) column of each field, -1: none; 16 bits for at most `NARROW` columns, else int32
     column_scale: Tensor  # (in,) float32
     row_scale: Tensor  # (blocks, BLOCK) float32
     patch_start: Tensor  # (blocks + 1,) int32 first patch of each block
@@ -68,6 +64,7 @@ class Codes(NamedTuple):
 
 _SIZES = ("narrow", "short", "blocks", "words_of_output", "width", "places", "patches")
 _COMMON = (*_SIZES, *(f"words_{bits}" for bits in WIDTHS), "words", *Codes._fields[2:])
+_ROW_SCALE = _COMMON.index("row_scale")
 
 
 class Addressed(NamedTuple):
@@ -77,8 +74,8 @@ class Addressed(NamedTuple):
     numbers: tuple[int, ...]
 
     def holds(self, row_scale: Tensor | None) -> bool:
-        """Return whether this is the scale of rows: a module that is moved has another one."""
-        return self.codes.row_scale is row_scale
+        """Return whether this is the scale of rows, and still where it was: a module that is moved has another one."""
+        return self.codes.row_scale is row_scale and row_scale.data_ptr() == self.numbers[_ROW_SCALE]
 
 
 def product(x: Tensor, addressed: Addressed) -> Tensor:
@@ -148,10 +145,8 @@ class _Kernels(NamedTuple):
 
 @cache
 def _kernels() -> _Kernels:
-    outputs_of_block = (
-        BLOCK  # numba, which keeps these functions, sees if a variable around them changes, but no other file
-    )
-    subtracted_from = SUBTRACTED_FROM_CODES
+    # Numba keeps these functions on disk, and sees when a variable around them changes, but not when another file does
+    outputs_of_block, subtracted_from = BLOCK, SUBTRACTED_FROM_CODES
     product_fields = fields_of(*_COMMON, "prepares", "rows", "x", "inputs", "y")
     value_fields = fields_of(*_COMMON, "size", "firsts", "values")
     product_size, value_size = len(product_fields.names or ()), len(value_fields.names or ())
@@ -170,10 +165,8 @@ def _kernels() -> _Kernels:
         factors, start = made[: rows * places].reshape(rows, places), made[rows * places : rows * (places + 1)]
         scaled = made[rows * (places + 1) :].reshape(rows, width)
         x, scale = carray(floats_at(numbers.x), (rows, width)), carray(floats_at(numbers.column_scale), width)
-        all_shorts, all_integers = (
-            carray(unsigned_at(numbers.columns), places),
-            carray(integers_at(numbers.columns), places),
-        )
+        all_shorts = carray(unsigned_at(numbers.columns), places)
+        all_integers = carray(integers_at(numbers.columns), places)
         counts = (numbers.words_2, numbers.words_3, numbers.words_4, numbers.words_5, numbers.words_6, numbers.words_8)
         for row in range(rows if numbers.prepares else 0):
             for column in range(width):
@@ -201,10 +194,8 @@ def _kernels() -> _Kernels:
         integers = carray(integers_at(numbers.patch_columns), numbers.patches)
         short_codes = carray(shorts_at(numbers.patch_codes), numbers.patches)
         float_codes = carray(floats_at(numbers.patch_codes), numbers.patches)
-        y, part = (
-            carray(floats_at(numbers.y), (rows, blocks * outputs_of_block)),
-            np.empty(outputs_of_block, np.float32),
-        )
+        y = carray(floats_at(numbers.y), (rows, blocks * outputs_of_block))
+        part = np.empty(outputs_of_block, np.float32)
         first = next_share(task)
         while first < numbers.parts:
             for block in range(first, min(first + numbers.share, numbers.parts)):
@@ -224,10 +215,8 @@ def _kernels() -> _Kernels:
         numbers = carray(task, value_size).view(value_fields)[0]
         parts, size, width, places, blocks = numbers.parts, numbers.size, numbers.width, numbers.places, numbers.blocks
         words = carray(integers_at(numbers.words), (blocks, numbers.words_of_output, outputs_of_block))
-        steps, scale = (
-            carray(floats_at(numbers.row_scale), blocks * outputs_of_block),
-            carray(floats_at(numbers.column_scale), width),
-        )
+        steps = carray(floats_at(numbers.row_scale), blocks * outputs_of_block)
+        scale = carray(floats_at(numbers.column_scale), width)
         shorts, integers = carray(unsigned_at(numbers.columns), places), carray(integers_at(numbers.columns), places)
         patch_start = carray(integers_at(numbers.patch_start), blocks + 1)
         outputs = carray(bytes_at(numbers.patch_outputs), numbers.patches)
@@ -241,11 +230,8 @@ def _kernels() -> _Kernels:
         while first < parts:
             for part in range(first, min(first + numbers.share, parts)):
                 output, place, j = firsts[part], 0, 0
-                block, begin, step = (
-                    output // outputs_of_block,
-                    output % outputs_of_block,
-                    steps[output : output + size],
-                )
+                block, begin = output // outputs_of_block, output % outputs_of_block
+                step = steps[output : output + size]
                 for n in range(len(WIDTHS)):
                     bits, fields = WIDTHS[n], FIELDS[n]
                     for _ in range(counts[n]):

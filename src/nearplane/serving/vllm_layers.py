@@ -82,9 +82,8 @@ LIBRARY = torch.library.Library("nearplane", "FRAGMENT")  # operators of torch.l
 LIBRARY.define("products(Tensor x, str layer, int outputs) -> Tensor")
 LIBRARY.define("rows(Tensor tokens, str layer, int width, ScalarType dtype) -> Tensor")
 for work, fake in ((products, _shape_of_products), (rows, _shape_of_rows)):
-    undisturbed = torch.compiler.disable(
-        work
-    )  # else torch looks at each function that is called within, which takes longer yet
+    # else torch looks at each function that is called within, which takes longer than small products
+    undisturbed = torch.compiler.disable(work)
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(work.__name__, undisturbed, key)
     torch.library.register_fake(f"nearplane::{work.__name__}", fake, lib=LIBRARY)

@@ -7,6 +7,7 @@ layer come from the files, and its certificate is measured again and compared wi
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -255,7 +256,7 @@ def _beside(folder: Path, record: RunRecord, plan: Plan, model: Model) -> Iterat
     ):
         yield Fault(CONFIG, f"these entries differ from the original: {', '.join(unlike)}")
     file = str(config_json.get(WEIGHTS) or NO_FILE)
-    if not file.startswith(NO_FILE) or (folder / file).exists():
+    if not file.startswith(NO_FILE) or os.path.exists(folder / file):  # of any length, unlike Path.exists
         yield Fault(CONFIG, f"{WEIGHTS} names a file, which nearplane never writes")
     for entry in QUANTIZATIONS:
         config, expected = config_json.get(entry, {}), original_json.get(entry, {})

@@ -128,6 +128,15 @@ def test_a_copy_of_a_layer_computes_with_its_own_codes(
     assert (layer(x) == 0).all()
 
 
+def test_a_layer_that_is_shared_between_processes_is_read_where_it_lies_now(generator: torch.Generator) -> None:
+    layer, x = filled(decode_packed(encode(CASES[5]))), torch.randn(1, 512, generator=generator)
+    expected = layer(x)
+    before = layer.addressed
+    layer.share_memory()  # moves what the tensors hold, which stay the same objects
+    assert torch.equal(layer(x), expected)
+    assert layer.addressed.numbers != before.numbers
+
+
 @pytest.mark.parametrize("usual", ["bfloat16", "float64", "meta"])
 def test_the_usual_dtype_and_device_do_not_matter(usual: str, generator: torch.Generator) -> None:
     layer, x = filled(decode_packed(encode(CASES[5]))), torch.randn(MAX_ROWS + 1, 512, generator=generator)
