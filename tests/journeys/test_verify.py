@@ -420,6 +420,28 @@ def test_what_config_json_says_of_the_weights_is_what_the_recipe_makes_of_the_mo
     assert [fault.where for fault in verify(folder, against=original).faults] == ["config.json"]
 
 
+@pytest.mark.parametrize(
+    ("value", "there", "fault"),
+    [
+        ("no such file, as these weights are coded by nearplane", False, False),  # of versions before
+        ("no such file, as these weights are others", True, True),
+        ("no such file, as " + 300 * "x", False, False),  # longer than the name of a file can be
+        ("other.safetensors", False, True),
+    ],
+)
+def test_config_json_names_no_file_of_weights(copy_of, value, there, fault):
+    """transformers would read it."""
+    folder, original = copy_of("nearplane")
+    config = json.loads((folder / "config.json").read_text())
+    config["transformers_weights"] = value
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if there:
+        (folder / value).write_bytes(b"")
+    forgery.rehash(folder)
+    found = [each for each in outcome(folder, against=original) if "transformers_weights names a file" in each]
+    assert bool(found) == fault
+
+
 def test_a_certificate_less_or_twice_is_a_fault(copy_of):
     folder, original = copy_of("nearplane")
     layers = read_record(folder).layers
