@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from gpu_memory import GPU, NARROW, looks_of, open_zeros
 from gpu_memory import MODELS as FOLDERS
-from gpu_parts import BEAM, MODELS, MODES, PARTS, ROOT, Group, Sections, Shape, Text, Work, build, tokens_of, work
+from gpu_parts import BEAM, MODELS, MODES, PARTS, ROOT, Sections, Shape, Text, Work, build, tokens_of, work
 from torch import Tensor
 
 import nearplane
@@ -280,14 +280,13 @@ class Plan:
     Args:
         passes: Forward passes.
         probe, backward: Multiplications of the probe and of the backward pass.
-        seen, turns: Tokens whose moments the probe sums; batches that pass the block for it.
+        turns: Batches that pass the block for the probe.
         batches: Batches of the backward pass.
         fits: Whether the bound of its memory is below the size of the card.
     """
 
     passes: float
     probe: float = 0.0
-    seen: int = 0
     turns: float = 0.0
     backward: float = 0.0
     batches: float = 0.0
@@ -321,9 +320,7 @@ def plan_of(name: str, mode: str, size: int) -> Plan:
     planned = Plan(passes=passes, fits=exceeding is None, backward=backward / blocks, batches=shapes.backward / 2048)
     if (probed := shapes.probe) is None:
         return planned
-    crossings = (probed.crossings + probed.born) / blocks
-    turns = (probed.seen + probed.travelling * crossings) / PROBED
-    return replace(planned, probe=probe / blocks, seen=probed.seen, turns=turns)
+    return replace(planned, probe=probe / blocks, turns=probed.seen / PROBED)
 
 
 def counts(shape: Shape, mode: str, state: str, plan: Plan) -> dict[str, Counts]:
@@ -364,8 +361,6 @@ def parts_of(name: str, mode: str, card: Card, state: str) -> dict[str, float]:
     needed = work(shape, mode, Text(), solves=solves)
     needed["forwards"] = needed["forwards"].times(plan.passes / 2)
     needed["probe"] = Work(flop={"float32": 2 * plan.probe} | {"float64": 0.0})
-    for group in shape.groups:
-        needed["probe"] += _probed(group, plan.seen) if plan.seen else Work()
     needed["backward pass"] = Work(flop={"bfloat16": 2 * plan.backward})
     counted = counts(shape, mode, state, plan)
     found = {}
@@ -381,12 +376,6 @@ def parts_of(name: str, mode: str, card: Card, state: str) -> dict[str, float]:
         found[part] = max(launches * card.start, computed) + waiting * card.wait
         found[part] += sent / card.link + each.disk / card.disk + each.host
     return found
-
-
-def _probed(group: Group, seen: int) -> Work:
-    """Return the work of the probe for the layers of a group: moments of its tokens, a factor, three sweeps."""
-    n, out = group.inputs, sum(group.outs)
-    return Work(flop={"float32": float(seen) * n * n + 3 * n * n * out, "float64": n**3 / 3}, bytes=3 * 16 * n * out)
 
 
 def table(mode: str) -> list[str]:

@@ -56,7 +56,7 @@ FUNCTIONS = {  # part: its functions; what one calls that belongs to another par
     "packing": ("formats.container:Container.add",),
     "writing": ("formats.container:Container.close_block", "formats.container:Container.seal"),
     "backward pass": ("calibration.sensitivity:sensitivity",),
-    "probe": ("planning.probe:probe",),
+    "probe": ("planning.estimates:estimated",),
 }
 Flop = dict[str, float]
 WHOLE = ("probe", "backward pass")  # with everything that they call
@@ -232,7 +232,8 @@ def work(shape: Shape, mode: str, text: Text, *, solves: float = 2.0, descents: 
     parts["writing"] = Work(disk=written, host=written / HASHED)
     if rate:
         forward = passes["bfloat16"] / 2
-        parts["probe"] = Work(flop=dict(float32=0.36 * forward))
+        probed = 3 * max(shape.hidden, shape.intermediate) + 4 * text.seqlen  # see planning/parts.py
+        parts["probe"] = Work(flop=dict(float32=forward * probed / text.all))
         parts["backward pass"] = Work(flop=dict(bfloat16=3 * forward / text.all * min(text.all, 8 * text.seqlen)))
     return parts
 

@@ -26,6 +26,7 @@ from stages import LETTERS, ROOT, save_tokenizer, write_text
 
 WINDOWS, SEQLEN = 24, 512
 PARTS = {  # function: part; modules and names as of whichever commit has them
+    "planning.estimates.estimated": "probe",
     "planning.probe.probe": "probe",
     "budget.probe.probe": "probe",
     "calibration.sensitivity.sensitivity": "sensitivity of rows",

@@ -216,7 +216,9 @@ def test_a_memory_holds_weights_and_cache(model, tmp_path):
         (dict(bits_per_weight=4.5, layers={"q_proj": {"bits": 8}}), "which programs load as one"),
     ],
 )
-def test_what_cannot_be_chosen_is_refused_with_what_can(model, tmp_path, options, message):
+def test_what_cannot_be_chosen_is_refused_with_what_can(model, tmp_path, options, message, monkeypatch):
+    """Before anything is measured."""
+    monkeypatch.setattr(format_mix, "sensitivity", None)
     with pytest.raises(RecipeError) as refused:
         nearplane.quantize(model, tmp_path / "out", **{"mix": "int3,int4,int8"} | FAST | options)
     assert message in str(refused.value)

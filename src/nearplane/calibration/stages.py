@@ -258,6 +258,21 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
         ) from error
 
 
+def first_of_inputs(model: Model, looks: Mapping[str, FirstLook]) -> dict[str, str] | None:
+    """Return the first layer with the same input by name of each layer in a block; None if a kind of block has no look."""
+    found: dict[str, str] = {}
+    for kind in blocks_by_kind(model):
+        if kind[0].name not in looks:
+            if kind[0].layers:
+                return None
+            continue
+        for block in kind:
+            for group in looks[kind[0].name].groups:
+                names = [f"{block.name}{layer.name.removeprefix(kind[0].name)}" for layer in group]
+                found |= dict.fromkeys(names, names[0])
+    return found
+
+
 def _bytes_of_arguments(stream: Stream) -> int:
     """Return the bytes of the arguments of all blocks that the second of two windows has for itself."""
 

@@ -1,4 +1,4 @@
-"""Allocation of a bit budget to layers, along curves of each layer's effect on the network that `probe.py` measures."""
+"""Allocation of a bit budget to layers, along curves of what errors of each layer cost, see `measured_bits.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Curve:
         layers: Full names of the layers.
         weights: Number of weights of these layers.
         rates: Bits per weight, ascending.
-        losses: KL(original || perturbed) in nats per scored token at these rates, measured or derived, see `probe.py`.
+        losses: KL from the original at these rates, nats per token, as `estimates.py` estimates it.
     """
 
     layers: tuple[str, ...]
@@ -47,16 +47,6 @@ class Curve:
             first = -2.0 if len(logs) == 1 else min(-2.0, (logs[1] - logs[0]) / (self.rates[1] - self.rates[0]))
             return float(2.0 ** (logs[0] + first * (rate - self.rates[0])))
         return float(2.0 ** np.interp(rate, self.rates, logs))
-
-
-def sum_of(curves: Sequence[Curve]) -> Curve:
-    """Return the curve of layers that get the same rate, as the sum of the losses of curves over the same rates."""
-    return Curve(
-        layers=tuple(name for curve in curves for name in curve.layers),
-        weights=sum(curve.weights for curve in curves),
-        rates=curves[0].rates,
-        losses=tuple(map(sum, zip(*(curve.losses for curve in curves), strict=True))),
-    )
 
 
 def allocate(curves: Sequence[Curve], budget: float) -> dict[str, float]:
@@ -200,23 +190,3 @@ def probed_rates(budget: float) -> tuple[float, float, float]:
     """
     low = max(0.25, budget - 1.75)
     return low, low + 0.75, low + 2
-
-
-def scaled_to_sums(
-    values: Sequence[float], sums: Sequence[tuple[Sequence[int], float]], rounds: int = 50
-) -> list[float]:
-    """Return factors of values by which some of them sum up to what was measured (iterative proportional fitting).
-
-    Args:
-        values: Estimates.
-        sums: Numbers of some of the values, and what they are together; a partition after the other. Sums that are not positive,
-            or of values that are not, count for nothing.
-        rounds: Times that all sums are gone through.
-    """
-    factors, given = np.ones(len(values)), np.asarray(values, dtype=np.float64)
-    parts = [(np.asarray(numbers, dtype=np.int64), total) for numbers, total in sums if total > 0]
-    for _ in range(rounds):
-        for numbers, total in parts:
-            if (now := float((given * factors)[numbers].sum())) > 0:
-                factors[numbers] *= total / now
-    return [float(factor) for factor in factors]

@@ -1,14 +1,15 @@
-"""Bits, rates and types of layers, chosen by what each costs the network, which is measured before the first layer.
+"""Bits, rates and types of layers, chosen by what errors of each cost the network, which is measured before the first layer.
 
 `allocate.py` divides the budget by the curves; `ledger.py` passes bits that one block leaves over on to the blocks after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from torch import Tensor
+import torch
 
 from nearplane.formats.gguf.mixes import fitting
 from nearplane.formats.table import FORMATS
@@ -22,18 +23,42 @@ from nearplane.planning.allocate import (
     allocate_widths,
     probed_rates,
     probed_widths,
-    sum_of,
 )
-from nearplane.planning.perturb import Perturbations, to_rates, to_types, to_widths
+from nearplane.planning.estimates import Losses
+from nearplane.planning.joined import joined_layers
+from nearplane.planning.roundings import Rounding, at_rate, offered
 from nearplane.planning.size_budget import Choice, budget_of
 from nearplane.recipe.block_scheme import MEASURED_TYPES
+from nearplane.recipe.format_mix import Offer
 from nearplane.recipe.layer_plan import Plan
+from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import GridScheme
 
-Measure = Callable[[Perturbations], list[Curve]]
+# function from roundings that are tried of every layer to what they cost: `estimated`, applied to the model and text of a run
+Estimate = Callable[[Sequence[Rounding]], Losses]
 
-"""Function like `probe`, applied to the model and tokens of the run."""
+
+def curves_of(model: Model, recipe: Recipe, found: Losses, rates: Callable[[str], Sequence[float]]) -> list[Curve]:
+    """Return a curve for every set of layers that get the same bits.
+
+    Args:
+        model, recipe: The model to quantize, and its recipe.
+        found: What roundings cost.
+        rates: Function from the name of a layer to the bits per weight of these roundings.
+    """
+    layers = {layer.name: layer for layer in model.layers}
+    first = {name: each.first for name, each in found.items()}
+    curves: list[Curve] = []
+    for names in joined_layers(model, recipe, first):
+        stored = {layers[name].written(model.weights): math.prod(layers[name].shape) for name in names}
+        columns = zip(*(zip(rates(name), found[name].losses, strict=True) for name in names), strict=True)
+        points = {  # by their mean rate: those of experts at a rate differ a little
+            sum(rate for rate, _ in column) / len(names): sum(loss for _, loss in column) for column in columns
+        }
+        by_rate, losses = zip(*sorted(points.items()), strict=True)
+        curves.append(Curve(layers=tuple(names), weights=sum(stored.values()), rates=by_rate, losses=losses))
+    return curves
 
 
 def probes_rates(model: Model, recipe: Recipe, budget: float) -> bool:
@@ -41,62 +66,60 @@ def probes_rates(model: Model, recipe: Recipe, budget: float) -> bool:
     return recipe.allocate != "uniform" and budget > MIN_RATE and any(block.layers for block in model.blocks)
 
 
-def measured_rates(
-    model: Model, settled: Plan, rows: Mapping[str, Tensor], measure: Measure | None
-) -> dict[str, float]:
-    """Return a rate for every layer, `--rate` on average, higher where the network is more sensitive."""
+def measured_rates(model: Model, settled: Plan, estimate: Estimate | None) -> dict[str, float]:
+    """Return a rate for every layer, `--rate` on average, higher where errors cost more."""
     budget, scheme = budget_of(model, settled.recipe), settled.recipe.scheme
+    assert isinstance(scheme, RateScheme), "other schemes have no rates"
     fixed = {
         name: asked[0]
         for name, each in settled.layers.items()
         if (asked := each.scheme.asked) is not None and asked != scheme.asked
     }
     rates = dict.fromkeys(settled.layers, budget) | fixed
-    if measure is not None and probes_rates(model, settled.recipe, budget):
-        curves = measure(replace(to_rates(probed_rates(budget), scheme), sensitivity=rows))
+    if estimate is not None:
+        found = estimate([at_rate(rate, scheme) for rate in probed_rates(budget)])
+        curves = curves_of(model, settled.recipe, found, lambda name: found[name].rates)
         curves = [curve for curve in curves if not fixed.keys() & set(curve.layers)]
         rates |= allocate(curves, budget)  # embeddings and head are not probed and keep the mean
     return rates
 
 
-def measured_widths(
-    model: Model, scheme: GridScheme, format: str, usable: Sequence[int], measure: Measure
-) -> dict[str, NumberFormat]:
-    """Return integers of some width for every layer, `--bits` on average in blocks, more where the network is more sensitive.
+def measured_widths(model: Model, recipe: Recipe, usable: Sequence[int], estimate: Estimate) -> dict[str, NumberFormat]:
+    """Return integers of some width for every layer, `--bits` on average in blocks, more where errors cost more.
 
     Embeddings and head get the largest width within the average.
 
     Args:
-        model, scheme, format: The model, and scheme and format of its recipe.
+        model, recipe: The model, and its recipe.
         usable: Widths that the format has for all layers.
-        measure: Function that measures the curves.
+        estimate: Function that tells what roundings cost.
     """
+    scheme, storage = recipe.scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype)
+    assert isinstance(scheme, GridScheme), "other schemes have no widths"
     probed = probed_widths(scheme.bits, usable)
-    curves = measure(to_widths(probed, scheme, FORMATS[format].layers.scale_dtype(model.dtype)))
-    routed = {layer.name for layer in model.layers if layer.routed}
-    expert_curves = [curve for curve in curves if routed.issuperset(curve.layers)]
-    if expert_curves:  # readers of fixed grids have one grid for all experts
-        curves = [*(curve for curve in curves if not routed.issuperset(curve.layers)), sum_of(expert_curves)]
+    found = estimate([offered(Offer("", replace(scheme, bits=bits)), storage) for bits in probed])
+    curves = curves_of(model, recipe, found, lambda _: probed)
+    widths = allocate_widths(curves, scheme.bits, [bits for bits in usable if bits >= probed[0]])
     ends = [layer.name for part in (model.embeddings, model.head) if part is not None for layer in part.layers]
-    blocks = [curve for curve in curves if not set(ends) & set(curve.layers)]
-    widths = allocate_widths(blocks, scheme.bits, [bits for bits in usable if bits >= probed[0]])
     widths |= dict.fromkeys(ends, max(bits for bits in usable if bits <= scheme.bits))
     formats = {bits: replace(scheme, bits=bits).number_format for bits in usable}
     return {name: formats[bits] for name, bits in widths.items()}
 
 
-def measured_types(model: Model, free: Choice, measure: Measure) -> dict[str, BlockType]:
-    """Return a type for every layer of `free`, its budget on average, larger where the network is more sensitive."""
+def measured_types(model: Model, recipe: Recipe, free: Choice, estimate: Estimate) -> dict[str, BlockType]:
+    """Return a type for every layer of `free`, its budget on average, larger where errors cost more."""
     rates = {TYPES[name].rate: name for name in MEASURED_TYPES}
     probed = probed_widths(free.budget, list(rates))
     columns = {layer.name: layer.shape[1] for layer in model.layers}
-    curves = measure(to_types([rates[rate] for rate in probed], free.scheme))
+    names = [rates[rate] for rate in probed]
+    found = estimate([offered(Offer("", free.scheme.stored_in(TYPES[name])), torch.float16) for name in names])
+    curves = curves_of(model, recipe, found, lambda layer: [fitting(name, columns[layer]).rate for name in names])
     curves = [curve for curve in curves if free.layers.issuperset(curve.layers)]
-    names = [rates[rate] for rate in rates if rate >= probed[0]]
-    usable = [[fitting(name, columns[curve.layers[0]]) for name in names] for curve in curves]
-    chosen = allocate_choices(curves, free.budget, [sorted({kind.rate for kind in kinds}) for kinds in usable])
+    usable = [
+        {(kind := fitting(rates[rate], columns[curve.layers[0]])).rate: kind for rate in rates if rate >= probed[0]}
+        for curve in curves
+    ]
+    picks = allocate_choices(curves, free.budget, [sorted(kinds) for kinds in usable])
     return free.ends | {
-        layer: next(kind for kind in kinds if kind.rate == rate)
-        for curve, kinds, rate in zip(curves, usable, chosen, strict=True)
-        for layer in curve.layers
+        layer: kinds[rate] for curve, kinds, rate in zip(curves, usable, picks, strict=True) for layer in curve.layers
     }

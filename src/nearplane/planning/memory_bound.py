@@ -3,8 +3,8 @@
     bound = ALLOCATOR_FACTOR * (resident memory at the start + maximum of live bytes)
 
 A run on a GPU has two bounds: of the GPU's memory, and of the host's, which holds what is read, written and moved aside. On the
-CPU both are one. Live bytes are counted part by part: hidden states, waiting activations and second moments of
-`calibration/`, the solve in `matrix/`, and `planning/probe.py` before the first layer. Changes there must be made here too;
+CPU both are one. Live bytes are counted part by part: hidden states, waiting activations and second moments of `calibration/`, the
+solve in `matrix/`, and `estimates.py` before the first layer. Changes there must be made here too;
 `benchmarks/speed/memory_bound.py` compares the bound with measured peaks.
 """
 
@@ -21,7 +21,7 @@ from nearplane.calibration.states_on_host import pinned_bytes
 from nearplane.calibration.windows import extra_batch
 from nearplane.lattice import kernels, kernels_torch
 from nearplane.lattice.bounds import BLOCK_COLUMNS
-from nearplane.planning.probe import COMPARED_LOGITS, Extent
+from nearplane.planning.parts import Extent
 from nearplane.recipe.thresholds import MAX_CERTIFIED_INPUTS
 
 ALLOCATOR_FACTOR = 1.3  # factor for memory that allocators keep between live tensors, and for buffers of libraries
@@ -102,7 +102,7 @@ class Shapes:
         beam: Candidates per row.
         descents: Number of passes of coordinate descent over the codes of a layer.
         searched: Time of searching steps and codes beside the products, as a number of multiplications for each weight.
-        probe: Work of the probe before the first layer; None: no probe.
+        probe: Work of choosing bits by measuring before the first layer; None: they are not chosen.
         backward: Tokens of the backward pass; 0: no backward pass.
         predicted: Tokens of a window that are predicted at once in it.
         placed: Whether rows are scaled by their position, which copies them.
@@ -245,10 +245,13 @@ def multiplications(shapes: Shapes) -> float:
     total = sum(kind.count * of_a_block(shapes, kind) for kind in shapes.blocks)
     head = shapes.hidden * shapes.vocabulary
     total += shapes.backward * (4 * per_token + 3 * head)
-    if shapes.probe is not None:
-        crossings = (shapes.probe.crossings + shapes.probe.born) / sum(kind.count for kind in shapes.blocks)
-        total += (shapes.probe.seen + shapes.probe.travelling * crossings) * per_token
-        total += shapes.probe.travelling * (shapes.probe.travellers + 1) * head
+    if (probe := shapes.probe) is not None:
+        for kind in shapes.blocks:
+            for group in kind.groups:
+                n = group.inputs
+                swept = probe.points * (n / 2 + shapes.searched + probe.scored)
+                total += kind.count * (n * n * (probe.seen / 2 + group.experts * n / 6) + swept * group.weights)
+        total += probe.seen * per_token
     return total
 
 
@@ -331,33 +334,31 @@ def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[
         kept = round(BACKWARD_COPIES * alive * min(shapes.backward, batch * window))
         kept += 0 if on_cpu else SCORE_COPIES * SINGLE * batch * shapes.heads * window**2
         yield Moment("measuring gradients", block + gradients + kept)
-    if shapes.probe is not None:
-        tokens = shapes.probe.batch
+    if (probe := shapes.probe) is not None:
         groups = [group for kind in shapes.blocks for group in kind.groups]
         solved = costs.solved if shapes.beam == 1 else CPU.solved  # no steps are searched for entropy-coded weights
         squares = [[n * (n + min(span, n)) for n in [group.inputs for group in kind.groups]] for kind in shapes.blocks]
         sums = DOUBLE * max(map(sum, squares))
         solving = max(2 * DOUBLE * group.inputs**2 + solved * _largest(group) for group in groups)
         inputs = max(sum(group.inputs for group in kind.groups) for kind in shapes.blocks)  # of all layers of a block
-        running = round(alive * tokens * SINGLE / shapes.number) + SINGLE * tokens * inputs
-        states, differences, moved = _states_of_the_probe(shapes, shapes.probe, setting)
-        beside = 2 * width * shapes.probe.travelling  # hidden states before and after the block
+        outputs = max(out for group in groups for out, _ in group.layers)
+        running = round(alive * probe.batch * SINGLE / shapes.number) + SINGLE * probe.batch * inputs
+        scored = SINGLE * probe.scored * inputs + (2 * SINGLE + 2 * DOUBLE) * probe.scored * outputs
+        states, moved = _states_of_the_probe(shapes, probe, setting)
         read = 0 if on_cpu else READ_BLOCKS * shapes.number * max(kind.weights for kind in shapes.blocks)
-        yield Moment("probing layers", block + states + differences + beside + running + sums + solving, moved + read)
-        logits = COMPARED_COPIES * SINGLE * min(COMPARED_LOGITS, shapes.probe.travelling * shapes.vocabulary)
-        yield Moment("comparing predictions", states + differences + logits + head, moved)
+        needed = block + states + running + sums + max(solving, scored)
+        yield Moment("measuring what errors cost", needed, moved + read)
 
 
-def _states_of_the_probe(shapes: Shapes, extent: Extent, setting: MemorySetting) -> tuple[int, int, int]:
-    """Return the bytes of hidden states and of their differences where the run computes, and of both on the host."""
-    state, difference = SINGLE * extent.batch * shapes.hidden, 2 * extent.batch * shapes.hidden  # of a batch
-    states, differences = -(-extent.seen // extent.batch), extent.travellers * (extent.travelling // extent.batch)
+def _states_of_the_probe(shapes: Shapes, extent: Extent, setting: MemorySetting) -> tuple[int, int]:
+    """Return the bytes of hidden states where the run computes, and on the host."""
+    state = SINGLE * extent.batch * shapes.hidden  # of a batch
+    batches = -(-extent.seen // extent.batch)
     if setting.states == "device":
-        return states * state, differences * difference, 0
+        return batches * state, 0
     if setting.states == "host":
-        moved = states * pinned_bytes(state) + differences * pinned_bytes(difference)
-        return SENT_STATES * state, SENT_STATES * difference, moved
-    return state, difference, 0
+        return SENT_STATES * state, batches * pinned_bytes(state)
+    return state, 0
 
 
 def _in_a_block(shapes: Shapes, kind: Blocks, setting: MemorySetting) -> Iterator[Moment]:

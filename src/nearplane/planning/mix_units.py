@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.mixes import fitting
@@ -13,10 +13,11 @@ from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.number_formats import BlockType
-from nearplane.planning.mix_probe import Losses, fits
+from nearplane.planning.estimates import Losses
+from nearplane.planning.joined import joined_layers
 from nearplane.planning.mix_size import offered_bytes
-from nearplane.planning.request import joined_in
-from nearplane.recipe.format_mix import Offer
+from nearplane.planning.roundings import fits
+from nearplane.recipe.format_mix import FormatMix, Offer
 from nearplane.recipe.readers import Weights
 from nearplane.recipe.recipe import Recipe
 
@@ -33,7 +34,7 @@ class Unit:
         share: Share of the tokens that a weight is multiplied with: 1, of experts those that the router sends.
         offers: Numbers of the formats of the mix that they may get, cheapest first.
         bytes: Bytes of their tensors in each of these.
-        losses: KL of the network with them alone in each of these, nats per token.
+        losses: KL of the network with them alone in each of these, nats per token; see `costed`.
     """
 
     layers: tuple[str, ...]
@@ -41,22 +42,22 @@ class Unit:
     share: float
     offers: tuple[int, ...]
     bytes: tuple[int, ...]
-    losses: tuple[float, ...]
+    losses: tuple[float, ...] = ()
 
 
-def units_of(model: Model, recipe: Recipe, found: Losses) -> tuple[list[Unit], list[str]]:
-    """Return the units with what every format costs them, and the layers that no format fits.
+def units_of(model: Model, recipe: Recipe, first: Mapping[str, str]) -> tuple[list[Unit], list[str]]:
+    """Return the units with what every format takes, and the layers that no format fits.
 
     Args:
         model, recipe: The model and its recipe, with a mix.
-        found: What `estimated` returns.
+        first: Name of the first layer with the same input, by name of each layer in a block.
 
     Raises:
         RecipeError: --layer fixes a part of a unit only.
     """
     layers = {layer.name: layer for layer in model.layers}
     units, unfit = list[Unit](), list[str]()
-    for names in _sets(model, recipe, found):
+    for names in joined_layers(model, recipe, first):
         if inside := [name for name in names if recipe.pattern_of(name) is not None]:
             if len(inside) < len(names):
                 other = next(name for name in names if name not in inside)
@@ -65,78 +66,49 @@ def units_of(model: Model, recipe: Recipe, found: Losses) -> tuple[list[Unit], l
                     f"match both, or none."
                 )
             continue
-        losses = [sum(each) for each in zip(*(found[name][1] for name in names), strict=True)]
-        if (unit := _unit(model, recipe, [layers[name] for name in names], losses)) is None:
+        if (unit := _unit(model, recipe, [layers[name] for name in names])) is None:
             unfit += names
         else:
             units.append(unit)
     return units, unfit
 
 
-def _sets(model: Model, recipe: Recipe, found: Losses) -> list[list[str]]:
-    """Return sets of layers that must have one format.
+def costed(units: Sequence[Unit], mix: FormatMix, found: Losses) -> list[Unit]:
+    """Return the units with what every format costs them, by estimates for each layer in the formats that are quantized."""
+    quantized = [number for number, offer in enumerate(mix.offers) if offer.scheme is not None]
+    places = {number: place for place, number in enumerate(quantized)}
 
-    In GGUF and MLX, which hold matrices one by one, each layer is apart, and all experts of a side are together. Else layers of
-    the same input are together, those that vLLM joins, and all experts of a block, or of the network.
-    """
-    keys: dict[str, str] = {}  # of each set by one of its keys; sets that share a key are one
+    def loss(unit: Unit, number: int) -> float:
+        return sum(found[name].losses[places[number]] for name in unit.layers) if number in places else 0.0
 
-    def root(key: str) -> str:
-        while keys.setdefault(key, key) != key:
-            key = keys[key]
-        return key
-
-    apart, names = recipe.files.every_tensor, dict[str, list[str]]()
-    for block in model.blocks:
-        layers = {layer.name: layer for layer in block.layers}
-        for name, layer in layers.items():
-            first = found[name][0]
-            every = [layer.copies(model.weights)[0]]  # also of blocks that share their weights
-            if layer.routed:
-                every = [
-                    first if apart else "experts" if recipe.readers.one_grid_for_experts else f"{block.name}.experts"
-                ]
-            elif not apart:
-                joined = joined_in(name)
-                every += [layers[first].copies(model.weights)[0], *([] if joined is None else ["/".join(joined[:2])])]
-            for other in every[1:]:
-                keys[root(other)] = root(every[0])
-            names.setdefault(every[0], []).append(name)
-    sets: dict[str, list[str]] = {}
-    for key, some in names.items():
-        sets.setdefault(root(key), []).extend(some)
-    return [*sets.values()]
+    return [replace(unit, losses=tuple(loss(unit, number) for number in unit.offers)) for unit in units]
 
 
-def _unit(model: Model, recipe: Recipe, layers: Sequence[Layer], estimates: Sequence[float]) -> Unit | None:
+def _unit(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> Unit | None:
     """Return a unit with the formats that it may get; None if no format but the original's fits.
 
     Args:
         model, recipe: The model and its recipe, with a mix.
         layers: Its layers.
-        estimates: KL with them in each format that is quantized.
     """
     mix = recipe.mix
     assert mix is not None, NO_MIX
     offers = mix.offers
-    left = iter(estimates)
-    losses = [0.0 if offer.scheme is None else next(left) for offer in offers]
     stored = {layer.written(model.weights): layer for layer in layers}.values()
     options = sorted(
-        (sum(offered_bytes(model, recipe, layer, offer) for layer in stored), number, losses[number])
+        (sum(offered_bytes(model, recipe, layer, offer) for layer in stored), number)
         for number, offer in enumerate(offers)
         if all(_fault(recipe, layer, offer) is None for layer in layers)
     )
-    if all(offers[number].scheme is None for _, number, _ in options):
+    if all(offers[number].scheme is None for _, number in options):
         return None
-    sizes, numbers, costs = zip(*options, strict=True)
+    sizes, numbers = zip(*options, strict=True)
     return Unit(
         layers=tuple(layer.name for layer in layers),
         weights=sum(math.prod(layer.shape) for layer in stored),
         share=share_of(model, layers) if mix.by_tokens else 1.0,
         offers=numbers,
         bytes=sizes,
-        losses=costs,
     )
 
 

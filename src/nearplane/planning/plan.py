@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from nearplane.calibration.positions import PositionWeights
-from nearplane.calibration.sensitivity import sensitivity, sensitivity_windows
+from nearplane.calibration.sensitivity import Sensitivity, sensitivity, sensitivity_windows
 from nearplane.calibration.states_on_disk import Keep
 from nearplane.errors import CalibrationError, NearplaneError, RecipeError, first_line
 from nearplane.formats.table import FORMATS
 from nearplane.lattice.moments import Moments
 from nearplane.models.model import Model
 from nearplane.number_formats import NumberFormat, integers, number_format
+from nearplane.planning.estimates import estimated
 from nearplane.planning.measured_bits import measured_rates, measured_types, measured_widths, probes_rates
-from nearplane.planning.probe import Extent, extent, probe
+from nearplane.planning.parts import Extent, parts_of
 from nearplane.planning.size_budget import Choice, budget_of
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.readers import Weights
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.scheme import Scheme
-from nearplane.recipe.schemes import GridScheme
 from nearplane.system.device import Device
 from nearplane.system.memory import is_out_of_memory, is_refused
 from nearplane.system.progress import Progress, silent
@@ -34,7 +34,7 @@ from nearplane.system.ranks import ONE_PROCESS
 
 log = logging.getLogger(__name__)
 UNPLACED = "blocks share keys and values, or no layer multiplies the same number of tokens of every window"
-POINTS = 3  # widths or types that are measured of each layer, about
+POINTS = 3  # rates, widths or types that are tried of each layer
 
 
 def plan(
@@ -61,20 +61,30 @@ def plan(
     Raises:
         RecipeError: The rate or size cannot be met.
     """
-    recipe, scheme, measure = settled.recipe, settled.recipe.scheme, None
+    recipe, scheme, estimate = settled.recipe, settled.recipe.scheme, None
     effect, rates, together = Effect(), dict[str, float](), dict[str, tuple[Tensor, ...]]()
     if tokens is not None:
-        weighs, asked = weighs_positions(model, recipe), recipe.calibration.positions == "sensitivity"
-        effect = effect_of_errors(model, scheme, tokens, device, progress, positions=weighs, asked=asked)
-        measure = partial(probe, model, tokens, device=device.place, keep=keep, progress=progress, ranks=device.ranks)
+        measured = measured_gradients(model, settled, tokens, device, progress)
+        effect = effect_of_errors(model, settled, measured, tokens.numel())
+        if measured is not None and allocates(model, settled):
+            parts = parts_of(model, tokens)
+            estimate = partial(
+                estimated,
+                model,
+                parts.moments,
+                parts.errors,
+                effect=replace(measured, positions=dict(effect.positions)),
+                device=device.place,
+                keep=keep,
+                progress=progress,
+            )
     if scheme.entropy_coded:
-        rates = measured_rates(model, settled, effect.rows, measure)
-    elif free is not None and measure is not None:
-        settled = settled.stored_in(measured_types(model, free, measure))
-    elif isinstance(scheme, GridScheme) and recipe.allocate == "slope":
-        assert measure is not None, "widths are allocated by measuring, which needs tokens"
-        usable = usable_widths(model, recipe)
-        settled = settled.stored_in(measured_widths(model, scheme, str(recipe.format), usable, measure))
+        rates = measured_rates(model, settled, estimate)
+    elif free is not None and estimate is not None:
+        settled = settled.stored_in(measured_types(model, recipe, free, estimate))
+    elif recipe.allocate == "slope":
+        assert estimate is not None, "widths are allocated by measuring, which needs tokens"
+        settled = settled.stored_in(measured_widths(model, recipe, usable_widths(model, recipe), estimate))
     if tokens is not None and (compensating := compensating_layers(model, settled)):
         dtype = device.compute_dtype(model.dtype)
         together = sensitivity(
@@ -129,21 +139,34 @@ def restored(settled: Plan, state: Mapping[str, Any], tensors: Mapping[str, Mapp
 
 
 def expected_work(model: Model, settled: Plan, tokens: Tensor) -> tuple[Extent | None, int]:
-    """Return the work that `plan` is going to do: the extent of the probe or None, and tokens of the backward pass or 0.
+    """Return the work that `plan` is going to do: the extent of what is measured for a choice or None, and tokens of the backward
+    pass or 0.
 
     Args:
         model, settled: Arguments of `plan`.
         tokens: (windows, seqlen) calibration tokens.
     """
-    recipe, scheme = settled.recipe, settled.recipe.scheme
-    points = POINTS if recipe.allocate == "slope" else 0
-    if scheme.entropy_coded:
-        points = int(probes_rates(model, recipe, budget_of(model, recipe)))
-    together = bool(compensating_layers(model, settled))
-    needs_backward = scheme.weighs_rows or together or (model.embeddings is not None and scheme.calibrated)
-    needs_backward |= weighs_positions(model, recipe)
+    chooses, together = allocates(model, settled), bool(compensating_layers(model, settled))
+    needs_backward = together or chooses or _needs_gradients(model, settled)
     backward = sensitivity_windows(model, tokens, together=together) * tokens.shape[1] if needs_backward else 0
-    return extent(model, tokens, points) if points and any(block.layers for block in model.blocks) else None, backward
+    if not chooses:
+        return None, backward
+    return Extent.of(parts_of(model, tokens, warns=False), points=POINTS), backward
+
+
+def allocates(model: Model, settled: Plan) -> bool:
+    """Return whether bits, rates or types of layers are chosen by measuring."""
+    recipe, scheme = settled.recipe, settled.recipe.scheme
+    if scheme.entropy_coded:
+        return probes_rates(model, recipe, budget_of(model, recipe))
+    measures = recipe.allocate == "slope" or (recipe.files.block_types and scheme.measured)
+    return measures and any(block.layers for block in model.blocks)
+
+
+def _needs_gradients(model: Model, settled: Plan) -> bool:
+    scheme = settled.recipe.scheme
+    ends = model.embeddings is not None and scheme.calibrated
+    return scheme.weighs_rows or ends or weighs_positions(model, settled.recipe)
 
 
 def compensating_layers(model: Model, settled: Plan) -> set[str]:
@@ -171,51 +194,64 @@ class Effect(NamedTuple):
     positions: Mapping[str, PositionWeights] = {}
 
 
-def effect_of_errors(
-    model: Model,
-    scheme: Scheme,
-    tokens: Tensor,
-    device: Device,
-    progress: Progress = silent,
-    *,
-    positions: bool = False,
-    asked: bool = False,
-) -> Effect:
-    """Measure the effect of errors on the network by a backward pass, for rows of layers and columns of embeddings.
+def measured_gradients(
+    model: Model, settled: Plan, tokens: Tensor, device: Device, progress: Progress = silent
+) -> Sensitivity | None:
+    """Measure gradients by a backward pass where something depends on them: rows, columns of embeddings, positions, or bits.
 
-    Where `positions` are all that is to be measured, rank 0 does it. If they were not asked for by name and gradients cannot
-    be measured, nothing is, and a warning says why.
+    Where positions are all that is to be measured, rank 0 does it. If they were not asked for by name and gradients cannot be
+    measured, nothing is, and a warning says why.
     """
-    rows = scheme.weighs_rows
-    columns = model.embeddings is not None and scheme.calibrated
-    if not (rows or columns or positions):
-        return Effect()
-    dtype = device.compute_dtype(model.dtype)
-    ranks = device.ranks if rows or columns else ONE_PROCESS
+    if not (chooses := allocates(model, settled)) and not _needs_gradients(model, settled):
+        return None
+    scheme, asked = settled.recipe.scheme, settled.recipe.calibration.positions == "sensitivity"
+    needed = scheme.weighs_rows or (model.embeddings is not None and scheme.calibrated)
+    ranks = device.ranks if needed else ONE_PROCESS
     try:
-        measured = sensitivity(model, tokens, device=device.place, dtype=dtype, ranks=ranks, progress=progress)
+        return sensitivity(
+            model,
+            tokens,
+            device=device.place,
+            dtype=device.compute_dtype(model.dtype),
+            ranks=ranks,
+            progress=progress,
+        )
     except Exception as error:  # the code of a model may raise anything
         of_us = isinstance(error, NearplaneError) and not isinstance(error, CalibrationError)
         full = is_out_of_memory(error) or is_refused(error) or isinstance(error, OSError) or "CUDA" in str(error)
-        if rows or columns or asked or of_us or full:
+        if needed or chooses or asked or of_us or full:
             raise
         log.warning("All positions in windows count alike, as gradients could not be measured: %s", first_line(error))
+        return None
+
+
+def effect_of_errors(model: Model, settled: Plan, measured: Sensitivity | None, tokens: int) -> Effect:
+    """Return what a run takes of the gradients that were measured on so many tokens of text."""
+    if measured is None:
         return Effect()
-    if positions and not measured.positions:
-        if asked:
+    scheme, positions = settled.recipe.scheme, dict[str, PositionWeights]()
+    if weighs_positions(model, settled.recipe):
+        positions = measured.positions
+        if not positions and settled.recipe.calibration.positions == "sensitivity":
             raise RecipeError(f'positions is "sensitivity", but {UNPLACED}. Use "equal".')
-        log.warning("All positions in windows count alike: %s", UNPLACED)
-    moments: dict[str, Moments] = {}
-    if model.embeddings is not None and columns and measured.embeddings is not None:
-        moments[model.embeddings.name] = Moments(H=measured.embeddings, tokens=tokens.numel())
-    return Effect(measured.outputs if rows else {}, moments, measured.positions if positions else {})
+        if not positions:
+            log.warning("All positions in windows count alike: %s", UNPLACED)
+    moments = _embeddings(model, measured, tokens) if scheme.calibrated else {}
+    return Effect(measured.outputs if scheme.weighs_rows else {}, moments, positions)
 
 
 def moments_of_embeddings(model: Model, scheme: Scheme, tokens: Tensor | None, device: Device) -> Mapping[str, Moments]:
     """Return the substitute for second moments of embeddings that `plan` measures; empty if they are not quantized."""
-    if model.embeddings is None or tokens is None:
+    if model.embeddings is None or tokens is None or not scheme.calibrated:
         return {}
-    return effect_of_errors(model, scheme, tokens, device).embeddings
+    measured = sensitivity(model, tokens, device=device.place, dtype=device.compute_dtype(model.dtype))
+    return _embeddings(model, measured, tokens.numel())
+
+
+def _embeddings(model: Model, measured: Sensitivity, tokens: int) -> dict[str, Moments]:
+    if model.embeddings is None or measured.embeddings is None:
+        return {}
+    return {model.embeddings.name: Moments(H=measured.embeddings, tokens=tokens)}
 
 
 def check_budget(model: Model, settled: Plan) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 from nearplane.calibration.positions import PositionWeights
 from nearplane.errors import FormatError, RecipeError
 from nearplane.formats.journal_pages import differing_inputs
-from nearplane.planning.mix_probe import Losses
+from nearplane.planning.estimates import Costs, Losses
 from nearplane.system.files import read_object, write_whole
 
-KIND = "nearplane plan 1"
+KIND = "nearplane plan 2"
 UNMEASURED = (
     "size",
     "bits_per_weight",
@@ -60,7 +60,9 @@ class PlanFile:
             raise RecipeError(
                 f"{self._path} was made with other inputs: {differing}. Name another --plan-file, or delete this one."
             )
-        self.losses = {name: (first, tuple(each)) for name, (first, each) in state["losses"].items()}
+        self.losses = {
+            name: Costs(first, tuple(losses), tuple(rates)) for name, (first, losses, rates) in state["losses"].items()
+        }
         self.positions = {
             name: PositionWeights(length, tuple(octaves)) for name, (length, octaves) in state["positions"].items()
         }
@@ -71,15 +73,14 @@ class PlanFile:
         self.losses, self.positions = losses, dict(positions)
         self._write()
 
-    def measured(self, formats: Mapping[str, str], sets: int, measure: Callable[[], list[float]]) -> list[float]:
+    def measured(self, formats: Mapping[str, str], measure: Callable[[], list[float]]) -> list[float]:
         """Return what is measured of a choice, from the file if it is there.
 
         Args:
             formats: Format of each layer.
-            sets: Number of sets of layers that are measured.
-            measure: Function that measures them.
+            measure: Function that measures it.
         """
-        key = hashlib.sha256(json.dumps([sets, dict(sorted(formats.items()))]).encode()).hexdigest()[:32]
+        key = hashlib.sha256(json.dumps(dict(sorted(formats.items()))).encode()).hexdigest()[:32]
         if key not in self._measured:
             self._measured[key] = measure()
             self._write()

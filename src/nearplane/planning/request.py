@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,6 @@ from nearplane.errors import RecipeError
 from nearplane.formats.gguf.gguf_layers import block_type
 from nearplane.formats.gguf.mixes import role_of, type_of
 from nearplane.formats.gguf.names import UNUSED_NAMES
-from nearplane.formats.gptq import FUSED_NAMES
 from nearplane.formats.layer_format import Quantized
 from nearplane.formats.table import FORMATS
 from nearplane.models.ignored import merged_experts, refuse_unmatched, refuse_unsupported, unquantized_patterns
@@ -29,6 +27,7 @@ from nearplane.models.kinds import has_head, has_two_stacks
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
 from nearplane.number_formats import BlockType, NumberFormat
+from nearplane.planning.joined import joined_in
 from nearplane.planning.plan import check_budget
 from nearplane.planning.rehearsal import check_loads
 from nearplane.recipe.block_scheme import BlockScheme
@@ -40,18 +39,6 @@ from nearplane.system.device import Device
 from nearplane.system.paths import path_in
 
 logger = logging.getLogger("nearplane")
-FUSED_BY_VLLM = {  # layers of one module that version 0.32 loads as one, besides those of `FUSED_NAMES`
-    **dict.fromkeys(("c_fc_0", "c_fc_1"), "gate_up_proj"),
-    **dict.fromkeys(("wq", "wk", "wv"), "merged_qkv"),
-    **dict.fromkeys(("wq_a", "wkv"), "fused_wqa_wkv"),
-    **dict.fromkeys(("key_proj", "value_proj"), "kv_proj"),
-    **dict.fromkeys(("query", "key", "value"), "qkv_proj"),
-    **dict.fromkeys(("w1", "w3"), "gate_up_proj"),
-    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj"),
-    **dict.fromkeys(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),
-    **dict.fromkeys(("in_proj_b", "in_proj_a"), "in_proj_ba"),
-}
-EXPERT = re.compile(r"(.*\bexperts)\.[0-9]+\.(.+)")
 
 
 def open_original(source: str | Path, recipe: Recipe, *, trust_remote_code: bool) -> Model:
@@ -292,15 +279,6 @@ def _check_left_out(model: Model, recipe: Recipe) -> None:
                 f"{recipe.format} would compute with it, or not load the file. Correct config.json (attention_bias, "
                 f"num_hidden_layers), remove the tensor, or use --format compressed-tensors."
             )
-
-
-def joined_in(name: str) -> tuple[str, str, str] | None:
-    """Return module, name and part of the layer that vLLM and SGLang make of a layer and others; None: it is one of its own."""
-    path, _, last = name.rpartition(".")
-    if (experts := EXPERT.match(name)) is not None:
-        return experts[1], "experts", experts[2]  # one kernel takes all matrices of all experts
-    whole = FUSED_NAMES.get(last) or FUSED_BY_VLLM.get(last)
-    return None if whole is None else (path, whole, last)
 
 
 def _inconsistent_fusions(model: Model, plan: Plan) -> dict[str, list[str]]:

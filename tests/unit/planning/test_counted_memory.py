@@ -11,16 +11,18 @@ import torch
 import nearplane
 from families import config_of, random_model
 from nearplane.calibration.one_forward import MemorySetting
+from nearplane.calibration.sensitivity import sensitivity
 from nearplane.calibration.stages import try_blocks
 from nearplane.calibration.windows import Windows
 from nearplane.lattice import kernels
 from nearplane.models.model import open_model
 from nearplane.planning import forecast
+from nearplane.planning.estimates import estimated
 from nearplane.planning.forecast import Planned, shapes_of
 from nearplane.planning.memory_bound import bound
-from nearplane.planning.perturb import Perturbations, Perturbed
-from nearplane.planning.probe import probe
+from nearplane.planning.parts import Extent, Parts
 from nearplane.planning.request import resolved
+from nearplane.planning.roundings import Rounded
 from nearplane.recipe.recipe import Recipe
 from nearplane.system.device import Device
 from pretended import pretended
@@ -66,13 +68,13 @@ def counted(folder, planned, windows, seqlen, config, dtype=torch.float32, **opt
         pytest.param(64, 64, MANY, GRID, "running a block", "device", id="many tokens"),
         pytest.param(36, 16, FEW, GRID | {"dtype": torch.bfloat16}, "solving a layer", "device", id="few tokens"),
         pytest.param(
-            256, 32, MANY, GRID | {"device_memory": "4.8MB"}, "running a block", "host", id="states on the host",
-            marks=pytest.mark.nightly,
+            256, 32, MANY, GRID | {"device_memory": "4.8MB", "positions": "equal"}, "running a block", "host",
+            id="states on the host", marks=pytest.mark.nightly,
         ),
         pytest.param(24, 16, MANY, {"rate": 3.0}, "solving a layer", "device", id="a rate", marks=pytest.mark.nightly),
         pytest.param(
-            16, 64, MANY | {"vocab_size": 2048}, {"rate": 3.0, "dtype": torch.bfloat16}, "comparing predictions", "device",
-            id="a rate and many words", marks=pytest.mark.nightly,
+            256, 16, MANY, {"bits": 3.5, "group_size": 32}, "solving a layer", "device", id="chosen widths",
+            marks=pytest.mark.nightly,
         ),
     ],
 )  # fmt: skip
@@ -84,34 +86,36 @@ def test_the_bound_is_what_is_counted(windows, seqlen, config, options, while_, 
     assert peak <= bound.bytes
 
 
-def turned(W, inputs) -> list[Any]:
-    """Return a perturbation that needs no factors."""
-    return [lambda: Perturbed(3.0, W + 0.05 * W.roll(1, 0))]
+def turned(W, inputs, gradients) -> Rounded:
+    """Return a rounding that needs no factors."""
+    return Rounded(W + 0.05 * W.roll(1, 0))
 
 
-def test_hidden_states_of_the_probe_lie_where_those_of_the_run_do(tmp_path) -> None:
-    """On the host or on disk, the GPU does without them; the curves are the same, and the bound is not below."""
+def test_hidden_states_before_a_choice_lie_where_those_of_the_run_do(tmp_path) -> None:
+    """On the host or on disk, the GPU does without them; the figures are the same, and the bound is not below."""
     random_model(config_of("llama", num_hidden_layers=2)).float().save_pretrained(tmp_path)
-    tokens = torch.randint(96, (32, 16), generator=torch.Generator().manual_seed(0))
-    model, peaks, bounds, curves = open_model(str(tmp_path)), [], [], []
-    recipe = resolved(model, Recipe.from_spellings(rate=3.0))
+    tokens = torch.randint(96, (64, 16), generator=torch.Generator().manual_seed(0))
+    model, peaks, bounds, figures = open_model(str(tmp_path)), [], [], []
+    settled = resolved(model, Recipe.from_spellings(rate=3.0))
     windows = Windows(seqlen=16, fitted=tokens, extra=tokens[:0])
     for states in ("device", "host", "disk"):
         with pretended() as gpu:
             device = Device(torch.device("pretend:0"))
-            shapes = shapes_of(model, recipe, windows, try_blocks(model, tokens, device), device)
+            shapes = shapes_of(model, settled, windows, try_blocks(model, tokens, device), device)
             assert shapes is not None
             setting = MemorySetting(batch=1, room=0, device=device, states=states)
+            effect = sensitivity(model, tokens, device=device.place, dtype=torch.float32)
             gpu.forget()
-            perturbations = Perturbations(of=turned, points=1)
-            curves.append(probe(model, tokens, perturbations, device=device.place, keep=setting.keep))
-            bounds.append(bound(replace(shapes, windows=1, streams=1), setting, 0, "device"))  # little but the probe
+            figures.append(
+                estimated(model, tokens[:32], tokens[32:], [turned], effect, device=device.place, keep=setting.keep)
+            )
+            extent = Extent.of(Parts(tokens, tokens[:32], tokens[32:], tokens[32:]), points=1)
+            shapes = replace(shapes, windows=1, streams=1, backward=0, probe=extent)  # little else
+            bounds.append(bound(shapes, setting, 0, "device"))
             peaks.append(gpu.peak)
-    assert curves[0] == curves[1] == curves[2]
-    extent, hidden = shapes.probe, shapes.hidden
-    aside = hidden * (4 * extent.seen + 2 * extent.travellers * extent.travelling)
-    left = 2 * hidden * (4 + 2) * extent.batch  # of each list a batch that is used, and one that is sent
+    assert figures[0] == figures[1] == figures[2]
+    aside, left = 4 * shapes.hidden * extent.seen, 2 * 4 * shapes.hidden * extent.batch  # one is used, and one is sent
     assert peaks[0] - peaks[1] >= (aside - left) / 2  # the fullest moment is another one
     for peak, most in zip(peaks, bounds, strict=True):
-        assert most.while_ in ("probing layers", "comparing predictions")
+        assert most.while_ == "measuring what errors cost"
         assert peak <= most.bytes

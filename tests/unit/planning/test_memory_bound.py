@@ -23,7 +23,7 @@ from nearplane.planning.memory_bound import (
     waits,
 )
 from nearplane.planning.memory_limits import choose, settings
-from nearplane.planning.probe import Extent
+from nearplane.planning.parts import Extent
 from nearplane.system.device import Device
 from nearplane.system.ranks import Ranks
 
@@ -74,7 +74,7 @@ def test_the_slack_is_over_what_is_resident_and_what_lives() -> None:
         {"seqlen": 1024, "hidden": 2048},
         {"beam": 64},
         {"vocabulary": 10**6, "backward": 4096},
-        {"probe": Extent(seen=10**5, travelling=4096, batch=4096, travellers=28, crossings=100, born=28)},
+        {"probe": Extent(seen=10**5, batch=4096, scored=4096, points=3)},
     ],
     ids=lambda more: " ".join(more),
 )

@@ -1,20 +1,16 @@
-"""What perturbations cost: entropies, and losses by rate and width."""
+"""Weights as they may become: entropies, water-filling, and formats that do not fit."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from checkpoints import save_part_of_the_demo
 from nearplane import GridScheme, RateScheme
-from nearplane.calibration.texts import read_windows
-from nearplane.demo import CALIBRATION
-from nearplane.lattice.factor import factorize
-from nearplane.models.model import open_model
-from nearplane.planning.perturb import entropy, to_rates, to_widths, waterfilled
-from nearplane.planning.probe import probe
-
-CPU = torch.device("cpu")
+from nearplane.lattice.moments import Moments
+from nearplane.matrix.inputs import LayerInput
+from nearplane.planning.roundings import at_rate, entropy, offered
+from nearplane.recipe.format_mix import Offer
 
 
 def test_the_entropy_is_that_of_the_columns(generator):
@@ -45,31 +41,35 @@ def test_few_rows_do_not_make_codes_look_cheaper(generator):
 def test_water_filling_costs_what_it_was_asked_for_on_gaussian_weights(generator, rate):
     n = 64
     X = torch.randn(512, n, generator=generator, dtype=torch.float64) * torch.logspace(0, -1.5, n)
-    factor = factorize(X.T @ X / len(X), "activation")
+    inputs = LayerInput.of(Moments(H=X.T @ X / len(X), tokens=len(X)))
     W = torch.randn(2048, n, generator=generator)
-    found = waterfilled(W, factor, rate)
+    found = at_rate(rate, RateScheme(rate=3))(W, inputs, None)
     assert found.rate == pytest.approx(rate, abs=0.12)
-    E = (W - found.matrix.decode()).double()[:, factor.order]
+    factor = inputs.factor("activation", RateScheme(rate=3).damp)
+    E = (W - found.values).double()[:, factor.order]
     errors = torch.linalg.multi_dot([E, factor.U]).square().mean(0) * factor.d  # of every plane
     assert errors.max() / errors.min() < 1.6  # the same, which is what water-filling means
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """One block of the demo model and a few windows of its calibration text."""
-    model = open_model(str(save_part_of_the_demo(tmp_path_factory.mktemp("models") / "demo", blocks=1, neurons=128)))
-    return model, read_windows(model.tokenizer(), CALIBRATION, samples=10, seqlen=64)
+def test_rows_that_matter_get_finer_steps(generator):
+    X, W = (torch.randn(512, 64, generator=generator) for _ in range(2))
+    gradients = torch.ones(512)
+    gradients[:8] = 100.0
+    inputs = LayerInput.of(Moments(H=(X.T @ X / len(X)).double(), tokens=len(X)))
+    equal, weighed = (
+        at_rate(3.0, RateScheme(rate=3, rows=rows))(W, inputs, gradients) for rows in ("equal", "sensitivity")
+    )
+    (few, others), (fewer, _) = (
+        [float((W - each.values)[rows].square().mean()) for rows in (slice(8), slice(8, None))]
+        for each in (equal, weighed)
+    )
+    assert few == pytest.approx(others, rel=0.2)
+    assert fewer < few / 3
 
 
-def test_losses_fall_with_the_rate_by_the_law_where_it_holds(demo):
-    model, tokens = demo
-    curves = probe(model, tokens, to_rates((2.5, 3.5, 4.5), RateScheme(rate=3.5)), device=CPU)
-    slopes = [math.log2(c.losses[0] / c.losses[2]) / (c.rates[2] - c.rates[0]) for c in curves]
-    assert all(abs(c.rates[0] - 2.5) < 0.5 and abs(c.rates[2] - 4.5) < 0.5 for c in curves)
-    assert sum(slopes) / len(slopes) == pytest.approx(2, abs=0.3)
-
-
-def test_losses_fall_with_the_width(demo):
-    model, tokens = demo
-    perturb = to_widths((2, 4), GridScheme(group_size=32, symmetric=False), torch.float16)
-    assert all(c.rates == (2, 4) and c.losses[0] > 4 * c.losses[1] for c in probe(model, tokens, perturb, device=CPU))
+def test_a_format_that_does_not_fit_leaves_the_weights_as_they_are(generator):
+    W, inputs = torch.randn(6, 40, generator=generator), LayerInput.of(Moments(H=torch.eye(40).double(), tokens=64))
+    scheme = GridScheme(bits=4, group_size=32)
+    assert offered(Offer("int4", scheme), torch.float16)(W, inputs, None).values is W
+    fitting = offered(Offer("int4", replace(scheme, group_size=8)), torch.float16)(W, inputs, None).values
+    assert 0 < float((W - fitting).abs().max()) < 1

@@ -1,0 +1,191 @@
+"""What roundings of each layer alone cost the network, estimated from one backward pass and one forward pass.
+
+Errors e of the outputs of a layer cost `1/2 sum_i s_i e_i^2` nats per token, with s the mean squared gradients of its outputs,
+on average over tokens that count by the gradients at their positions: the diagonal of the Fisher information. What roundings
+cost together is measured in `divergences.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from nearplane.calibration.activations import Dealt, Stream, skeleton
+from nearplane.calibration.positions import EQUAL, PositionWeights, octaves
+from nearplane.calibration.second_moments import sum_moments
+from nearplane.calibration.sensitivity import Sensitivity
+from nearplane.calibration.separate_passes import observe, rows_by_batch
+from nearplane.calibration.stages import stages
+from nearplane.calibration.states_on_disk import Keep
+from nearplane.errors import CalibrationError, first_few
+from nearplane.lattice.moments import Moments
+from nearplane.matrix.inputs import LayerInput
+from nearplane.models.layers import Layer
+from nearplane.models.model import Block, Model
+from nearplane.planning.parts import windows_at_once
+from nearplane.planning.roundings import Rounded, Rounding, rounded_inputs
+from nearplane.system.memory import release
+from nearplane.system.progress import Progress, Tracked, silent
+from nearplane.system.ranks import ONE_PROCESS
+
+log = logging.getLogger("nearplane")
+
+
+class Costs(NamedTuple):
+    """What roundings of one layer cost.
+
+    Args:
+        first: Name of the first layer with the same input.
+        losses: KL of the network with this layer alone rounded, nats per token, for each rounding.
+        rates: `Rounded.rate` of each.
+    """
+
+    first: str
+    losses: tuple[float, ...]
+    rates: tuple[float, ...]
+
+
+Losses: TypeAlias = Mapping[str, Costs]
+
+
+@torch.no_grad()
+def estimated(
+    model: Model,
+    fitted: Tensor,
+    others: Tensor,
+    roundings: Sequence[Rounding],
+    effect: Sensitivity,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    keep: Keep = list,
+    progress: Progress = silent,
+) -> Losses:
+    """Estimate the KL of the network with one layer alone rounded, nats per token. One block is in memory at a time.
+
+    Args:
+        model: The model to quantize.
+        fitted: (windows, seqlen) tokens for the second moments.
+        others: (windows, seqlen) other tokens, on which errors are measured.
+        roundings: What is tried of each layer. One that returns the same weights costs nothing.
+        effect: Gradients, as `sensitivity` measures them.
+        device, dtype: Device and dtype of the computation.
+        keep: Function that makes the list of hidden states.
+        progress: Function that wraps the iterator over blocks.
+
+    Returns:
+        What each layer costs, by name in the order in which they run.
+
+    Raises:
+        CalibrationError: Layers did not run, or an input is not finite.
+    """
+    stream = stream_of(model, fitted, others, effect.positions, device, dtype, keep)
+    mean = _mean_gradient(model, effect)
+    found: dict[str, Costs] = {}
+    total = len(model.blocks)
+    blocks = Tracked(model.in_turn(model.blocks, device), "probing", total, blocks=[1] * total)
+    for block in progress(blocks, "measuring what errors cost", total):
+        with block.on(device, dtype, original=False):
+            for layer, first, inputs in inputs_of(block, stream):
+                W, rows = layer.read(), effect.outputs.get(layer.name)
+                rows = (mean.expand(len(W)) if rows is None else rows).to(W.device)
+                losses, rates = list[float](), list[float]()
+                for rounding in roundings:
+                    tried = rounding(W, inputs, rows)
+                    losses.append(_loss(W, inputs.moments, rows, effect.positions.get(layer.name), tried))
+                    rates.append(tried.rate)
+                found[layer.name] = Costs(first, tuple(losses), tuple(rates))
+            stream.passed(block)
+        release()
+    return found
+
+
+def _mean_gradient(model: Model, effect: Sensitivity) -> Tensor:
+    """Return the mean squared gradient of all layers, which those get that have none; log a warning if there are some.
+
+    Raises:
+        CalibrationError: No layer has any.
+    """
+    if not effect.outputs:
+        raise CalibrationError(
+            "Predictions depend on no layer, so that nothing tells what bits are worth where. Use --bits with a whole number, "
+            "--grid, or --allocate uniform."
+        )
+    names = [layer.name for block in model.blocks for layer in block.layers if layer.name not in effect.outputs]
+    if names:
+        log.warning(
+            "%d layers have no gradients on this text and count as the mean layer: %s", len(names), first_few(names)
+        )
+    return torch.stack([each.mean() for each in effect.outputs.values()]).mean()
+
+
+def _loss(W: Tensor, moments: Moments, rows: Tensor, positions: PositionWeights | None, tried: Rounded) -> float:
+    """Return the estimate of one layer.
+
+    Args:
+        W: (out, in) weights.
+        moments: Of the inputs, with rows of other windows; without them, as of an expert that none of these reaches, errors
+            are measured by the second moments.
+        rows: (out,) mean squared gradients of the outputs.
+        positions: Weights of positions, if there are some.
+        tried: The rounded layer.
+    """
+    if tried.values is W:
+        return 0.0
+    if moments.extra is None:
+        E = (tried.values - W).float()
+        return float(((E @ moments.H.float()) * E).sum(1).double() @ rows.double()) / 2
+    X, how = moments.extra.X_hat, tried.inputs
+    weights = _row_weights(len(X), moments.positions, positions).to(X.device)
+    errors = X @ (tried.values - W).T if how is None else rounded_inputs(X, how) @ tried.values.T - X @ W.T
+    return float(weights @ (errors.double().square() @ rows.double())) / 2
+
+
+def _row_weights(rows: int, exponents: Sequence[int], weights: PositionWeights | None) -> Tensor:
+    """Return (rows,) float64 weights of the extra rows of a layer in a mean, which their positions gave factors already."""
+    if not exponents or weights is None or rows % weights.length:
+        return torch.full((rows,), 1 / rows, dtype=torch.float64)
+    parts = zip(octaves(weights.length), weights.octaves, exponents, strict=True)
+    window = [
+        max(0.0, each - EQUAL) / (1 - EQUAL) / 4.0**exponent
+        for part, each, exponent in parts
+        for _ in range(part.stop - part.start)
+    ]
+    return torch.tensor(window * (rows // weights.length), dtype=torch.float64) / rows
+
+
+def stream_of(
+    model: Model,
+    fitted: Tensor,
+    extra: Tensor,
+    positions: Mapping[str, PositionWeights],
+    device: torch.device,
+    dtype: torch.dtype,
+    keep: Keep = list,
+) -> Stream:
+    """Return the stream of windows for moments, and of extra windows, which enter no sum."""
+    batches, more = fitted.split(windows_at_once(fitted)), extra.split(windows_at_once(extra))
+    stream = skeleton(model, [*batches, *more], device=device, dtype=dtype, keep=keep)
+    dealt = Dealt.among(ONE_PROCESS, [*map(len, batches)], [*map(len, more)])
+    stream.dealt = replace(dealt, extra_windows=0)  # so that no rows of them are left out
+    stream.positions = positions
+    return stream
+
+
+def inputs_of(block: Block, stream: Stream) -> Iterator[tuple[Layer, str, LayerInput]]:
+    """Yield the layers of a block, the first of those with the same input, and this input; at the end the stream has passed."""
+    groups, routed = [[group for group in stages(block, stream) if group[0].routed is kind] for kind in (False, True)]
+    shown = [*rows_by_batch(block, routed, stream)] if routed else []
+    dense = observe(block, groups, stream, onward=True)
+    for index, group in enumerate(routed):
+        for observed in sum_moments([group], ([rows[index]] for rows in shown), stream):
+            inputs = LayerInput.of(observed.moments[observed.layers[0].name])
+            yield from ((layer, group[0].name, inputs) for layer in observed.layers)
+    for observed in dense:
+        inputs = LayerInput.of(observed.moments[observed.layers[0].name])
+        yield from ((layer, observed.layers[0].name, inputs) for layer in observed.layers)
