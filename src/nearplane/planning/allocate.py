@@ -176,7 +176,7 @@ def choose(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], bu
 def probed_widths(budget: float, widths: Sequence[W]) -> tuple[W, ...]:
     """Return the three widths, or rates, nearest to the budget, which lies between the first and the last.
 
-    Losses of larger widths follow from the high-rate law. No layer may get a width below the smallest one that was measured.
+    Layers get one of these: with losses of larger widths by the high-rate law the choice was worse on Gemma 3 270M.
     """
     below = [width for width in sorted(widths) if width <= budget]
     above = [width for width in sorted(widths) if width > budget]

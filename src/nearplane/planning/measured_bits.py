@@ -99,7 +99,7 @@ def measured_widths(model: Model, recipe: Recipe, usable: Sequence[int], estimat
     probed = probed_widths(scheme.bits, usable)
     found = estimate([offered(Offer("", replace(scheme, bits=bits)), storage) for bits in probed])
     curves = curves_of(model, recipe, found, lambda _: probed)
-    widths = allocate_widths(curves, scheme.bits, [bits for bits in usable if bits >= probed[0]])
+    widths = allocate_widths(curves, scheme.bits, probed)
     ends = [layer.name for part in (model.embeddings, model.head) if part is not None for layer in part.layers]
     widths |= dict.fromkeys(ends, max(bits for bits in usable if bits <= scheme.bits))
     formats = {bits: replace(scheme, bits=bits).number_format for bits in usable}
@@ -115,10 +115,7 @@ def measured_types(model: Model, recipe: Recipe, free: Choice, estimate: Estimat
     found = estimate([offered(Offer("", free.scheme.stored_in(TYPES[name])), torch.float16) for name in names])
     curves = curves_of(model, recipe, found, lambda layer: [fitting(name, columns[layer]).rate for name in names])
     curves = [curve for curve in curves if free.layers.issuperset(curve.layers)]
-    usable = [
-        {(kind := fitting(rates[rate], columns[curve.layers[0]])).rate: kind for rate in rates if rate >= probed[0]}
-        for curve in curves
-    ]
+    usable = [{(kind := fitting(name, columns[curve.layers[0]])).rate: kind for name in names} for curve in curves]
     picks = allocate_choices(curves, free.budget, [sorted(kinds) for kinds in usable])
     return free.ends | {
         layer: kinds[rate] for curve, kinds, rate in zip(curves, usable, picks, strict=True) for layer in curve.layers
