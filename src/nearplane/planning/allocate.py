@@ -49,7 +49,7 @@ class Curve:
         return float(2.0 ** np.interp(rate, self.rates, logs))
 
 
-def allocate(curves: Sequence[Curve], budget: float) -> dict[str, float]:
+def allocate(curves: Sequence[Curve], budget: float, highest: float = MAX_RATE) -> dict[str, float]:
     """Choose the rates that minimize the sum of the curves, so that one more bit would help equally in every layer.
 
     Minimizes over the lower convex hulls of the curves, with rates that average `budget` over the weights exactly.
@@ -57,6 +57,7 @@ def allocate(curves: Sequence[Curve], budget: float) -> dict[str, float]:
     Args:
         curves: Curves of all layers.
         budget: Average bits per weight.
+        highest: Bits per weight that no layer exceeds, not less than the budget.
 
     Returns:
         {layer: rate}.
@@ -66,7 +67,7 @@ def allocate(curves: Sequence[Curve], budget: float) -> dict[str, float]:
     """
     if not MIN_RATE <= budget <= MAX_RATE:
         raise RecipeError(f"Found a budget of {budget:g} bits per weight; expected {MIN_RATE:g} to {MAX_RATE:g}.")
-    grid = np.linspace(MIN_RATE, MAX_RATE, round((MAX_RATE - MIN_RATE) * RATES_PER_BIT) + 1)
+    grid = np.linspace(MIN_RATE, highest, round((highest - MIN_RATE) * RATES_PER_BIT) + 1)
     rates = [MIN_RATE] * len(curves)
     left = (budget - MIN_RATE) * sum(curve.weights for curve in curves)
     for _, index, a, b in sorted(_segments(curves, grid), key=lambda segment: -segment[0]):

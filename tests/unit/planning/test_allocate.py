@@ -62,6 +62,13 @@ def test_rates_average_the_budget_exactly(given, budget):
     assert mean(found, given) == pytest.approx(budget, abs=1e-9)
 
 
+@given(curves(), st.floats(0.5, 6.0), st.floats(0.0, 1.5))
+def test_no_rate_is_above_the_highest_that_is_allowed(given, budget, more):
+    found = allocate(given, budget, budget + more)
+    assert all(0.5 <= rate <= budget + more + 1e-9 for rate in found.values())
+    assert mean(found, given) == pytest.approx(budget, abs=1e-9)
+
+
 @given(curves(), st.floats(0.5, 7.0), st.floats(0.01, 0.5))
 def test_no_layer_gets_less_of_a_larger_budget(given, budget, more):
     small, large = allocate(given, budget), allocate(given, budget + more)
