@@ -1,6 +1,7 @@
 """A mix of number formats: what is chosen keeps to the limit, is written as if it had been asked for, and is read back."""
 
 import json
+import re
 from collections import defaultdict
 
 import pytest
@@ -237,6 +238,15 @@ def test_a_layer_with_a_scheme_of_its_own_is_not_chosen_for(model, tmp_path):
     formats = formats_by(record, lambda name: "down_proj" in name)
     assert formats[True] == {"int8-g16"}
     assert formats[False] <= {"int3-g16", "int4-g16"}
+
+
+@pytest.mark.parametrize("ignored", ["model.layers.0.self_attn.q_proj", "layers.2.self_attn.q_proj", "layers.0[.]"])
+def test_blocks_of_one_kind_may_have_other_layers(model, tmp_path, ignored):
+    found = nearplane.frontier(
+        model, tmp_path / "out", mix="int3,int4,int8", bits_per_weight=5, ignore=[ignored], **FAST
+    )
+    assert not any(re.search(ignored, name) for name in found.formats)
+    assert len(found.formats) == (14 if ignored.endswith("]") else 20)
 
 
 def test_layers_that_no_format_fits_stay_unquantized_and_are_named(tmp_path, caplog):

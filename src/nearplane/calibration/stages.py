@@ -259,17 +259,18 @@ def try_blocks(model: Model, tokens: Tensor, device: Device) -> dict[str, FirstL
 
 
 def first_of_inputs(model: Model, looks: Mapping[str, FirstLook]) -> dict[str, str] | None:
-    """Return the first layer with the same input by name of each layer in a block; None if a kind of block has no look."""
+    """Return the first layer with the same input by name of each layer in a block; None if the looks do not tell it of all."""
     found: dict[str, str] = {}
     for kind in blocks_by_kind(model):
-        if kind[0].name not in looks:
-            if kind[0].layers:
-                return None
-            continue
+        groups = looks[kind[0].name].groups if kind[0].name in looks else ()
         for block in kind:
-            for group in looks[kind[0].name].groups:
+            layers = {layer.name for layer in block.layers}
+            for group in groups:
                 names = [f"{block.name}{layer.name.removeprefix(kind[0].name)}" for layer in group]
-                found |= dict.fromkeys(names, names[0])
+                quantized = [name for name in names if name in layers]
+                found |= dict.fromkeys(quantized, *quantized[:1])
+            if not found.keys() >= layers:
+                return None
     return found
 
 

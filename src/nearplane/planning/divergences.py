@@ -13,6 +13,7 @@ from torch import Tensor
 from nearplane.calibration.activations import Stream
 from nearplane.calibration.network_ends import readout
 from nearplane.calibration.positions import PositionWeights
+from nearplane.calibration.windows import joined_windows
 from nearplane.errors import CalibrationError
 from nearplane.models.divergence import NOTHING_TO_MEASURE, Divergence, distance, divergence, predicts_always_the_same
 from nearplane.models.kinds import has_head
@@ -54,7 +55,7 @@ def divergences(
     Raises:
         CalibrationError: The original's predictions do not depend on the text, or predictions are not finite.
     """
-    stream = stream_of(model, fitted, torch.cat([*unseen]), positions, device, dtype)
+    stream = stream_of(model, fitted, joined_windows([*unseen]), positions, device, dtype)
     places = range(stream.dealt.fitted, len(stream.sizes))
     rounded = [stream.quantized[place] for place in places]  # hidden states of the rounded network, batch by batch
     total = len(model.blocks)

@@ -34,6 +34,8 @@ from nearplane.system.progress import Progress, Tracked, silent
 from nearplane.system.ranks import ONE_PROCESS
 
 log = logging.getLogger("nearplane")
+UNKNOWN_COSTS = "Nothing tells in which layers bits are worth most"
+INSTEAD = "Use a whole number of --bits, a type of --grid, or --allocate uniform."
 
 
 class Costs(NamedTuple):
@@ -88,7 +90,7 @@ def estimated(
     mean = _mean_gradient(model, effect)
     found: dict[str, Costs] = {}
     total = len(model.blocks)
-    blocks = Tracked(model.in_turn(model.blocks, device), "probing", total, blocks=[1] * total)
+    blocks = Tracked(model.in_turn(model.blocks, device), "measuring what errors cost", total, blocks=[1] * total)
     for block in progress(blocks, "measuring what errors cost", total):
         with block.on(device, dtype, original=False):
             for layer, first, inputs in inputs_of(block, stream):
@@ -111,17 +113,15 @@ def _mean_gradient(model: Model, effect: Sensitivity) -> Tensor:
     Raises:
         CalibrationError: No layer has any.
     """
-    if not effect.outputs:
-        raise CalibrationError(
-            "Predictions depend on no layer, so that nothing tells what bits are worth where. Use --bits with a whole number, "
-            "--grid, or --allocate uniform."
-        )
-    names = [layer.name for block in model.blocks for layer in block.layers if layer.name not in effect.outputs]
-    if names:
+    layers = [layer.name for block in model.blocks for layer in block.layers]
+    known = [effect.outputs[name].mean() for name in layers if name in effect.outputs]
+    if not known:
+        raise CalibrationError(f"{UNKNOWN_COSTS}, as predictions depend on no layer. {INSTEAD}")
+    if names := [name for name in layers if name not in effect.outputs]:
         log.warning(
             "%d layers have no gradients on this text and count as the mean layer: %s", len(names), first_few(names)
         )
-    return torch.stack([each.mean() for each in effect.outputs.values()]).mean()
+    return torch.stack(known).mean()
 
 
 def _loss(W: Tensor, moments: Moments, rows: Tensor, positions: PositionWeights | None, tried: Rounded) -> float:

@@ -44,8 +44,6 @@ from nearplane.system.progress import phase
 
 log = logging.getLogger("nearplane")
 POINTS = 9  # of a frontier
-EXAMPLE = 0.00012345678901234567  # placeholder of a figure, in full length
-TRIES = 12  # of choices whose folder is sized exactly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

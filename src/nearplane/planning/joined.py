@@ -57,7 +57,7 @@ def joined_layers(model: Model, recipe: Recipe, first: Mapping[str, str]) -> lis
             every = [layer.copies(model.weights)[0]]  # also of blocks that share their weights
             if layer.routed:
                 together = "experts" if recipe.readers.one_grid_for_experts else f"{block.name}.experts"
-                every = [first[name] if apart else together]
+                every.append(first[name] if apart else together)
             elif not apart:
                 joined = joined_in(name)
                 every += [

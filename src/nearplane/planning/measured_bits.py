@@ -37,6 +37,9 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import GridScheme
 
 MOST_ABOVE = 1.5  # bits by which a rate may exceed the mean: without that Gemma 3 270M has 5 % more KL at 3.125
+NEAREST = (
+    0.05  # bits between the points of a curve: of layers with few rows rates end near the logarithm of their number
+)
 # function from roundings that are tried of every layer to what they cost: `estimated`, applied to the model and text of a run
 Estimate = Callable[[Sequence[Rounding]], Losses]
 
@@ -58,6 +61,7 @@ def curves_of(model: Model, recipe: Recipe, found: Losses, rates: Callable[[str]
         points = {  # by their mean rate: those of experts at a rate differ a little
             sum(rate for rate, _ in column) / len(names): sum(loss for _, loss in column) for column in columns
         }
+        points = {rate: loss for rate, loss in points.items() if rate == max(points) or max(points) - rate >= NEAREST}
         by_rate, losses = zip(*sorted(points.items()), strict=True)
         curves.append(Curve(layers=tuple(names), weights=sum(stored.values()), rates=by_rate, losses=losses))
     return curves

@@ -249,7 +249,7 @@ def multiplications(shapes: Shapes) -> float:
         for kind in shapes.blocks:
             for group in kind.groups:
                 n = group.inputs
-                swept = probe.points * (n / 2 + shapes.searched + probe.scored)
+                swept = probe.points * (group.experts * (n / 2 + shapes.searched) + probe.scored)
                 total += kind.count * (n * n * (probe.seen / 2 + group.experts * n / 6) + swept * group.weights)
         total += probe.seen * per_token
     return total
@@ -343,14 +343,16 @@ def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[
         inputs = max(sum(group.inputs for group in kind.groups) for kind in shapes.blocks)  # of all layers of a block
         outputs = max(out for group in groups for out, _ in group.layers)
         running = round(alive * probe.batch * SINGLE / shapes.number) + SINGLE * probe.batch * inputs
-        scored = SINGLE * probe.scored * inputs + (2 * SINGLE + 2 * DOUBLE) * probe.scored * outputs
-        states, moved = _states_of_the_probe(shapes, probe, setting)
+        rows = SINGLE * probe.scored * inputs  # of all layers of a block, on which errors are measured
+        rows += probe.seen // window * max(max(group.routed) for group in groups)
+        scored = (2 * SINGLE + 2 * DOUBLE) * probe.scored * outputs
+        states, moved = _states_before_a_choice(shapes, probe, setting)
         read = 0 if on_cpu else READ_BLOCKS * shapes.number * max(kind.weights for kind in shapes.blocks)
-        needed = block + states + running + sums + max(solving, scored)
+        needed = block + states + rows + running + sums + max(solving, scored)
         yield Moment("measuring what errors cost", needed, moved + read)
 
 
-def _states_of_the_probe(shapes: Shapes, extent: Extent, setting: MemorySetting) -> tuple[int, int]:
+def _states_before_a_choice(shapes: Shapes, extent: Extent, setting: MemorySetting) -> tuple[int, int]:
     """Return the bytes of hidden states where the run computes, and on the host."""
     state = SINGLE * extent.batch * shapes.hidden  # of a batch
     batches = -(-extent.seen // extent.batch)

@@ -11,10 +11,7 @@ from torch import Tensor
 from nearplane.models.model import Model
 
 log = logging.getLogger("nearplane")
-PART_TOKENS, PART_WINDOWS = (
-    2048,
-    4,
-)  # at least, on which errors are estimated, and a choice is measured
+PART_TOKENS, PART_WINDOWS = 2048, 4  # at least, on which errors are estimated, and a choice is measured
 TOKENS_PER_INPUT = 3  # for second moments of a layer, at least `PART_TOKENS` and `PART_WINDOWS`
 BATCH_TOKENS, BATCH_IMAGES = 4096, 8  # of a forward pass
 IMAGES = 64  # windows of networks that see no text
@@ -56,7 +53,7 @@ class Extent(NamedTuple):
         """Return the extent of estimating roundings of each layer on these windows."""
         length = parts.errors.shape[1]
         scored = parts.errors.numel()
-        batch = min(windows_at_once(parts.errors) * length, scored)
+        batch = min(windows_at_once(parts.errors), max(len(parts.moments), len(parts.errors))) * length
         return cls(seen=parts.moments.numel() + scored, batch=batch, scored=scored, points=points)
 
 
@@ -83,7 +80,9 @@ def parts_of(model: Model, fitted: Tensor, extra: Tensor | None = None, *, warns
     each = min(few, len(fitted) // 8)  # two parts that take at most a quarter of the windows, in turn
     if not each:
         if warns:
-            log.warning("The calibration text is short: errors are measured on windows that layers are fitted to.")
+            log.warning(
+                "The text is short: errors are measured on windows that layers are fitted to. Use more --samples."
+            )
         return Parts(fitted, fitted[:enough], fitted[:few], fitted[-few:] if extra is None else extra[:few])
     places = torch.linspace(0, len(fitted) - 1, 2 * each).long()
     rest = torch.ones(len(fitted), dtype=torch.bool)

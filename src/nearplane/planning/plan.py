@@ -19,7 +19,7 @@ from nearplane.formats.table import FORMATS
 from nearplane.lattice.moments import Moments
 from nearplane.models.model import Model
 from nearplane.number_formats import NumberFormat, integers, number_format
-from nearplane.planning.estimates import estimated
+from nearplane.planning.estimates import INSTEAD, UNKNOWN_COSTS, estimated
 from nearplane.planning.measured_bits import measured_rates, measured_types, measured_widths, probes_rates
 from nearplane.planning.parts import Extent, parts_of
 from nearplane.planning.size_budget import Choice, budget_of
@@ -56,7 +56,7 @@ def plan(
         device: Device of the computation.
         progress: Display of the blocks that are passed.
         free: Layers whose types of llama.cpp are chosen by measuring, and their budget.
-        keep: Function that makes the lists of hidden states of the probe.
+        keep: Function that makes the list of hidden states by which bits are chosen.
 
     Raises:
         RecipeError: The rate or size cannot be met.
@@ -219,8 +219,13 @@ def measured_gradients(
     except Exception as error:  # the code of a model may raise anything
         of_us = isinstance(error, NearplaneError) and not isinstance(error, CalibrationError)
         full = is_out_of_memory(error) or is_refused(error) or isinstance(error, OSError) or "CUDA" in str(error)
-        if needed or chooses or asked or of_us or full:
+        if needed or asked or of_us or full:
             raise
+        if chooses and isinstance(error, CalibrationError):
+            raise
+        if chooses:
+            why = f"as gradients could not be measured: {first_line(error)}"
+            raise CalibrationError(f"{UNKNOWN_COSTS}, {why}. {INSTEAD}") from error
         log.warning("All positions in windows count alike, as gradients could not be measured: %s", first_line(error))
         return None
 

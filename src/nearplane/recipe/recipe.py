@@ -84,8 +84,8 @@ class Recipe:
         mix: Number formats to choose from for every layer; `scheme` and `activations` are then those of the first.
             None, and in every record: each layer has the format that the other fields say.
         runtime, activations, kv_cache, ignore, max_loss, tune, pre, like: See `quantize`.
-        allocate: Distribution of bits over layers. uniform: the same for all. slope: more for layers where a pass
-            before the quantization measures a larger effect. Default: slope with a fraction of bits or measured types of
+        allocate: Distribution of bits over layers. uniform: the same for all. slope: more for layers where
+            errors are estimated to cost more. Default: slope with a fraction of bits or measured types of
             llama.cpp, and for entropy-coded weights if calibrated.
     """
 

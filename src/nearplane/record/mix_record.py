@@ -21,8 +21,8 @@ class MixRecord:
         units: Number of the sets of layers that got a format together.
         unfit: Layers that no format of the mix fits, which stay unquantized.
         estimated: KL of the chosen mix by the sum of what was estimated for its units, in nats per token.
-        predicted: The same after a first choice was measured, which corrected the estimates.
-        measured: The same, measured.
+        predicted: The same, measured on the windows of the estimates, which scales these.
+        measured: The same, measured on windows that nothing was chosen by.
     """
 
     formats: tuple[str, ...]

@@ -18,9 +18,9 @@ from nearplane.demo import CALIBRATION
 from nearplane.errors import CalibrationError
 from nearplane.models.model import open_model
 from nearplane.planning.divergences import divergences
-from nearplane.planning.estimates import estimated
+from nearplane.planning.estimates import Costs, estimated
 from nearplane.planning.measured_bits import curves_of
-from nearplane.planning.parts import parts_of
+from nearplane.planning.parts import Extent, Parts, parts_of
 from nearplane.planning.roundings import Rounded, at_rate, offered
 from nearplane.recipe.format_mix import Offer
 from nearplane.recipe.recipe import Recipe
@@ -80,7 +80,7 @@ def test_layers_without_gradients_count_as_the_mean_one_and_none_at_all_are_refu
     known = estimated(model, tokens[:5], tokens[5:], [shaken], Sensitivity(outputs=every), device=CPU)
     assert found[name].losses == pytest.approx(known[name].losses)
     assert "20 layers have no gradients on this text and count as the mean layer" in caplog.text
-    with pytest.raises(CalibrationError, match="Predictions depend on no layer"):
+    with pytest.raises(CalibrationError, match="predictions depend on no layer"):
         estimated(model, tokens[:5], tokens[5:], [shaken], Sensitivity(outputs={}), device=CPU)
 
 
@@ -99,6 +99,21 @@ def test_windows_on_which_errors_are_measured_fit_nothing(demo):
     assert moments <= gradients
     assert len(gradients | errors | last) == len(gradients) + len(errors) + len(last)
     assert len(parts.errors) == len(parts.last) == 6
+
+
+def test_a_batch_may_have_more_windows_than_errors_are_measured_on():
+    tokens = torch.zeros(40, 512, dtype=torch.int64)
+    assert Extent.of(Parts(tokens, tokens[:6], tokens[:2], tokens[:2]), points=3) == (8 * 512, 6 * 512, 2 * 512, 3)
+    assert Extent.of(Parts(tokens, tokens[:30], tokens[:4], tokens[:4]), points=1).batch == 8 * 512
+
+
+def test_rates_that_nearly_coincide_make_one_point(demo):
+    """Entropies of few rows end near the logarithm of their number."""
+    model, recipe = demo[0], Recipe.from_spellings(rate=3)
+    names = [layer.name for block in model.blocks for layer in block.layers]
+    found = {name: Costs(name, (1e-2, 1e-5, 1e-6), (1.5, 2.5399, 2.5401)) for name in names}
+    curves = curves_of(model, recipe, found, lambda name: found[name].rates)
+    assert {curve.rates for curve in curves} == {(1.5, 2.5401)}
 
 
 def test_few_windows_are_used_twice_and_that_is_said(demo, caplog):
