@@ -8,7 +8,7 @@ from nearplane.lattice.bounds import limit, quadratic
 from nearplane.lattice.factor import factorize
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.solvers import nearest_plane
-from nearplane.planning.perturb import entropy
+from nearplane.planning.roundings import entropy
 from nearplane.theory.shrunken import shrunken
 
 
