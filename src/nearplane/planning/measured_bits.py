@@ -17,7 +17,6 @@ from nearplane.models.model import Model
 from nearplane.number_formats import TYPES, BlockType, NumberFormat
 from nearplane.planning.allocate import (
     MAX_RATE,
-    MIN_RATE,
     Curve,
     allocate,
     allocate_choices,
@@ -36,10 +35,8 @@ from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.schemes import GridScheme
 
-MOST_ABOVE = 1.5  # bits by which a rate may exceed the mean: without that Gemma 3 270M has 5 % more KL at 3.125
-NEAREST = (
-    0.05  # bits between the points of a curve: of layers with few rows rates end near the logarithm of their number
-)
+MOST_ABOVE = 1.5  # bits by which a rate may exceed the mean, see docs/log.md
+NEAREST = 0.05  # bits between points of a curve at least: with few rows, rates end near the logarithm of their number
 # function from roundings that are tried of every layer to what they cost: `estimated`, applied to the model and text of a run
 Estimate = Callable[[Sequence[Rounding]], Losses]
 
@@ -67,11 +64,6 @@ def curves_of(model: Model, recipe: Recipe, found: Losses, rates: Callable[[str]
     return curves
 
 
-def probes_rates(model: Model, recipe: Recipe, budget: float) -> bool:
-    """Return whether rates of layers are allocated by measuring."""
-    return recipe.allocate != "uniform" and budget > MIN_RATE and any(block.layers for block in model.blocks)
-
-
 def measured_rates(model: Model, settled: Plan, estimate: Estimate | None) -> dict[str, float]:
     """Return a rate for every layer, `--rate` on average, higher where errors cost more."""
     budget, scheme = budget_of(model, settled.recipe), settled.recipe.scheme
@@ -86,9 +78,8 @@ def measured_rates(model: Model, settled: Plan, estimate: Estimate | None) -> di
         found = estimate([at_rate(rate, scheme) for rate in probed_rates(budget)])
         curves = curves_of(model, settled.recipe, found, lambda name: found[name].rates)
         curves = [curve for curve in curves if not fixed.keys() & set(curve.layers)]
-        rates |= allocate(
-            curves, budget, min(MAX_RATE, budget + MOST_ABOVE)
-        )  # embeddings and head are not probed and keep the mean
+        # embeddings and head keep the mean
+        rates |= allocate(curves, budget, min(MAX_RATE, budget + MOST_ABOVE))
     return rates
 
 

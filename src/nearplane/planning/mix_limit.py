@@ -88,9 +88,8 @@ class Spending:
             picks = choose(costs, losses, self._budget)
             return picks, self.total(picks)
         limit = self._budget
-        beside = self._smallest - sum(
-            row[0] for row in costs
-        )  # entries in headers and record differ a little by choice
+        # entries in headers, config and record differ a little by choice
+        beside = self._smallest - sum(row[0] for row in costs)
         best, found = [0] * len(costs), self._smallest
         for _ in range(TRIES):
             picks = choose(costs, losses, max(math.floor(limit - beside), sum(map(min, costs))))
