@@ -314,11 +314,11 @@ def plan_of(name: str, mode: str, size: int) -> Plan:
     paused = len(waits(shapes, shapes.blocks[0], chosen.setting))
     before = np.cumsum([0] + [group.weights for group in shape.groups])[:-1] / shape.weights  # of a pass, at each stage
     passes = 2 * (1 + float(sum(before[paused:])))
-    plain = multiplications(replace(shapes, probe=None, backward=0))
-    backward = multiplications(replace(shapes, probe=None)) - plain
+    plain = multiplications(replace(shapes, choosing=None, backward=0))
+    backward = multiplications(replace(shapes, choosing=None)) - plain
     probe = multiplications(replace(shapes, backward=0)) - plain
     planned = Plan(passes=passes, fits=exceeding is None, backward=backward / blocks, batches=shapes.backward / 2048)
-    if (probed := shapes.probe) is None:
+    if (probed := shapes.choosing) is None:
         return planned
     return replace(planned, probe=probe / blocks, turns=probed.seen / PROBED)
 

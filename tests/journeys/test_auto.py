@@ -6,6 +6,7 @@ import io
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from nearplane.errors import ModelError, RecipeError
 from nearplane.record.record_file import read_record
 from nearplane.verbs import auto as module
 from nearplane.verbs import suggest as suggesting
-from nearplane.verbs.auto import choose
+from nearplane.verbs.auto import choose, is_done
 from nearplane.verbs.auto_request import AutoRequest
 
 FEW = {"samples": 8, "seqlen": 128, "device": "cpu"}
@@ -58,7 +59,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"memory": "10MB", "runtime": "mlx"}, {"bits": 8, "group_size": 64, "format": "mlx"}, "small-mlx8"),
         ({"size": "500KB"}, {"size": "500KB"}, "small-500KB"),
         ({"size": "1MB", "runtime": "llama.cpp"}, {"size": "1MB", "format": "gguf"}, "small-1MB-gguf"),
-        ({"size": "1MB", "runtime": "vllm"}, {"grid": "int8"}, "small-int8"),
+        ({"size": "1MB", "runtime": "vllm"}, {"size": "1MB"}, "small-1MB-vllm"),
+        ({"memory": "1.8MB", "runtime": "mlx"}, {"served_memory": "1.8MB", "context": 1024}, "small-1.8MB-mlx"),
+        ({"memory": "1.8MB", "runtime": "vllm"}, {"served_memory": "1.8MB", "context": 1024}, "small-1.8MB-vllm"),
+        (
+            {"memory": "1.6MB", "runtime": "llama.cpp"},
+            {"served_memory": "1.6MB", "context": 1024},
+            "small-1.6MB-llama.cpp",
+        ),
+        ({"memory": "1.7MB", "runtime": "vllm"}, {"bits": 3}, "small-int3"),
+        ({"memory": "1.8MB", "runtime": "transformers"}, {"bits": 4, "format": "gptq"}, "small-int4-gptq"),
     ],
 )
 def test_the_way_suits_what_is_asked(asked: dict[str, Any], options: dict[str, Any], folder: str, model: Path) -> None:
@@ -107,6 +117,23 @@ def test_from_a_model_to_a_measured_checkpoint(model: Path, here: Path, capsys: 
     assert nearplane.verify(out, against=str(model)).faults == ()
 
 
+def test_a_memory_between_two_formats_is_filled_by_a_mix(model: Path, here: Path) -> None:
+    """Weights and cache are within it; the folder is complete for this memory and context, and for no other."""
+    asked = AutoRequest(
+        model, memory="1.1MB", runtime="vllm", context=256, calibration=str(CALIBRATION), text=str(HELD_OUT), **FEW
+    )
+    done = nearplane.auto(asked)
+    mix = done.record.mix
+    assert mix is not None
+    assert (mix.option, mix.context) == ("served-memory", 256)
+    assert 1.0e6 < mix.spent <= 1.1e6
+    assert len({layer.number_format.name for layer in done.record.layers}) > 1
+    assert done.serve == "vllm serve small-1.1MB-vllm"
+    for other, complete in (({}, True), ({"memory": "1.2MB"}, False), ({"context": 255}, False)):
+        choice = choose(replace(asked, out=here / "elsewhere", **other))
+        assert is_done(done.out, asked, choice.options) == complete
+
+
 def test_the_commands_of_a_dry_run_do_the_same(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each step is another verb: the weights have the same bytes."""
     asked = AutoRequest(model, bits=4, runtime="vllm", calibration=str(CALIBRATION), text=str(HELD_OUT), **FEW)
@@ -153,7 +180,6 @@ def test_it_asks_once_and_needs_a_terminal_for_that(
         ({"memory": "10KB"}, r"Nothing fits in 10\.0 KB"),
         ({"context": 100}, r"--context counts in --memory, which is not given"),
         ({"bits": 7, "runtime": "vllm"}, r"--bits 7 is no way for vllm and this model. Use one of 2, 3, 4, 8"),
-        ({"size": "10KB", "runtime": "vllm"}, r"--size 10KB: for vllm, the smallest has \d+ KB of weights"),
         ({"text": str(HELD_OUT), "calibration": str(HELD_OUT)}, r"--text and --calibration are both .*heldout.txt"),
         ({"bits": 9}, r"bits is 9; expected"),
     ],

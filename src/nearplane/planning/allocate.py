@@ -174,7 +174,7 @@ def choose(costs: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], bu
     return chosen
 
 
-def probed_widths(budget: float, widths: Sequence[W]) -> tuple[W, ...]:
+def tried_widths(budget: float, widths: Sequence[W]) -> tuple[W, ...]:
     """Return the three widths, or rates, nearest to the budget, which lies between the first and the last.
 
     Layers get one of these: with losses of larger widths by the high-rate law the choice was worse on Gemma 3 270M.
@@ -184,7 +184,7 @@ def probed_widths(budget: float, widths: Sequence[W]) -> tuple[W, ...]:
     return tuple(below[-2:] + above[: 3 - len(below[-2:])])
 
 
-def probed_rates(budget: float) -> tuple[float, float, float]:
+def tried_rates(budget: float) -> tuple[float, float, float]:
     """Return the rates of a curve for a budget: far below it, slightly below it and slightly above it.
 
     From 2 bits on log2 of the loss falls by 2 with every bit; below 2 bits it falls faster and is curved.

@@ -280,7 +280,7 @@ def shapes_with(model: Model, plan: Plan, windows: Windows, blocks: Sequence[Blo
     recipe, scheme = plan.recipe, plan.recipe.scheme
     embeddings = model.network.get_input_embeddings().weight
     head = getattr(model.network.get_output_embeddings(), "weight", None)
-    probe, backward = expected_work(model, plan, windows.fitted)
+    choosing, backward = expected_work(model, plan, windows.fitted)
     return Shapes(
         blocks=tuple(blocks),
         windows=windows.count,
@@ -294,7 +294,7 @@ def shapes_with(model: Model, plan: Plan, windows: Windows, blocks: Sequence[Blo
         beam=scheme.beam or 1,
         descents=scheme.descents,
         searched=SEARCHED.get(scheme.number_format.name, 0.0) if scheme.calibrated else 0.0,
-        probe=probe,
+        choosing=choosing,
         backward=backward,
         predicted=predicted_at_once(model, windows.seqlen),
         placed=weighs_positions(model, recipe),

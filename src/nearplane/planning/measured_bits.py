@@ -21,8 +21,8 @@ from nearplane.planning.allocate import (
     allocate,
     allocate_choices,
     allocate_widths,
-    probed_rates,
-    probed_widths,
+    tried_rates,
+    tried_widths,
 )
 from nearplane.planning.estimates import Losses
 from nearplane.planning.joined import joined_layers
@@ -64,18 +64,24 @@ def curves_of(model: Model, recipe: Recipe, found: Losses, rates: Callable[[str]
     return curves
 
 
+def fixed_rates(settled: Plan) -> dict[str, float]:
+    """Return the rates of the layers for which the recipe says one, by name."""
+    usual = settled.recipe.scheme.asked
+    return {
+        name: asked[0]
+        for name, each in settled.layers.items()
+        if (asked := each.scheme.asked) is not None and asked != usual
+    }
+
+
 def measured_rates(model: Model, settled: Plan, estimate: Estimate | None) -> dict[str, float]:
     """Return a rate for every layer, `--rate` on average, higher where errors cost more."""
     budget, scheme = budget_of(model, settled.recipe), settled.recipe.scheme
     assert isinstance(scheme, RateScheme), "other schemes have no rates"
-    fixed = {
-        name: asked[0]
-        for name, each in settled.layers.items()
-        if (asked := each.scheme.asked) is not None and asked != scheme.asked
-    }
+    fixed = fixed_rates(settled)
     rates = dict.fromkeys(settled.layers, budget) | fixed
     if estimate is not None:
-        found = estimate([at_rate(rate, scheme) for rate in probed_rates(budget)])
+        found = estimate([at_rate(rate, scheme) for rate in tried_rates(budget)])
         curves = curves_of(model, settled.recipe, found, lambda name: found[name].rates)
         curves = [curve for curve in curves if not fixed.keys() & set(curve.layers)]
         # embeddings and head keep the mean
@@ -95,10 +101,10 @@ def measured_widths(model: Model, recipe: Recipe, usable: Sequence[int], estimat
     """
     scheme, storage = recipe.scheme, FORMATS[str(recipe.format)].layers.scale_dtype(model.dtype)
     assert isinstance(scheme, GridScheme), "other schemes have no widths"
-    probed = probed_widths(scheme.bits, usable)
-    found = estimate([offered(Offer("", replace(scheme, bits=bits)), storage) for bits in probed])
-    curves = curves_of(model, recipe, found, lambda _: probed)
-    widths = allocate_widths(curves, scheme.bits, probed)
+    tried = tried_widths(scheme.bits, usable)
+    found = estimate([offered(Offer("", replace(scheme, bits=bits)), storage) for bits in tried])
+    curves = curves_of(model, recipe, found, lambda _: tried)
+    widths = allocate_widths(curves, scheme.bits, tried)
     ends = [layer.name for part in (model.embeddings, model.head) if part is not None for layer in part.layers]
     widths |= dict.fromkeys(ends, max(bits for bits in usable if bits <= scheme.bits))
     formats = {bits: replace(scheme, bits=bits).number_format for bits in usable}
@@ -108,9 +114,9 @@ def measured_widths(model: Model, recipe: Recipe, usable: Sequence[int], estimat
 def measured_types(model: Model, recipe: Recipe, free: Choice, estimate: Estimate) -> dict[str, BlockType]:
     """Return a type for every layer of `free`, its budget on average, larger where errors cost more."""
     rates = {TYPES[name].rate: name for name in MEASURED_TYPES}
-    probed = probed_widths(free.budget, list(rates))
+    tried = tried_widths(free.budget, list(rates))
     columns = {layer.name: layer.shape[1] for layer in model.layers}
-    names = [rates[rate] for rate in probed]
+    names = [rates[rate] for rate in tried]
     found = estimate([offered(Offer("", free.scheme.stored_in(TYPES[name])), torch.float16) for name in names])
     curves = curves_of(model, recipe, found, lambda layer: [fitting(name, columns[layer]).rate for name in names])
     curves = [curve for curve in curves if free.layers.issuperset(curve.layers)]

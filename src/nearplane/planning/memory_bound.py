@@ -102,7 +102,7 @@ class Shapes:
         beam: Candidates per row.
         descents: Number of passes of coordinate descent over the codes of a layer.
         searched: Time of searching steps and codes beside the products, as a number of multiplications for each weight.
-        probe: Work of choosing bits by measuring before the first layer; None: they are not chosen.
+        choosing: Work of choosing bits by measuring before the first layer; None: they are not chosen.
         backward: Tokens of the backward pass; 0: no backward pass.
         predicted: Tokens of a window that are predicted at once in it.
         placed: Whether rows are scaled by their position, which copies them.
@@ -125,7 +125,7 @@ class Shapes:
     beam: int = 1
     descents: int = 0
     searched: float = 0.0
-    probe: Extent | None = None
+    choosing: Extent | None = None
     backward: int = 0
     predicted: int = 0
     placed: bool = False
@@ -245,13 +245,13 @@ def multiplications(shapes: Shapes) -> float:
     total = sum(kind.count * of_a_block(shapes, kind) for kind in shapes.blocks)
     head = shapes.hidden * shapes.vocabulary
     total += shapes.backward * (4 * per_token + 3 * head)
-    if (probe := shapes.probe) is not None:
+    if (choosing := shapes.choosing) is not None:
         for kind in shapes.blocks:
             for group in kind.groups:
                 n = group.inputs
-                swept = probe.points * (group.experts * (n / 2 + shapes.searched) + probe.scored)
-                total += kind.count * (n * n * (probe.seen / 2 + group.experts * n / 6) + swept * group.weights)
-        total += probe.seen * per_token
+                swept = choosing.points * (group.experts * (n / 2 + shapes.searched) + choosing.scored)
+                total += kind.count * (n * n * (choosing.seen / 2 + group.experts * n / 6) + swept * group.weights)
+        total += choosing.seen * per_token
     return total
 
 
@@ -334,7 +334,7 @@ def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[
         kept = round(BACKWARD_COPIES * alive * min(shapes.backward, batch * window))
         kept += 0 if on_cpu else SCORE_COPIES * SINGLE * batch * shapes.heads * window**2
         yield Moment("measuring gradients", block + gradients + kept)
-    if (probe := shapes.probe) is not None:
+    if (choosing := shapes.choosing) is not None:
         groups = [group for kind in shapes.blocks for group in kind.groups]
         solved = costs.solved if shapes.beam == 1 else CPU.solved  # no steps are searched for entropy-coded weights
         squares = [[n * (n + min(span, n)) for n in [group.inputs for group in kind.groups]] for kind in shapes.blocks]
@@ -342,11 +342,11 @@ def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[
         solving = max(2 * DOUBLE * group.inputs**2 + solved * _largest(group) for group in groups)
         inputs = max(sum(group.inputs for group in kind.groups) for kind in shapes.blocks)  # of all layers of a block
         outputs = max(out for group in groups for out, _ in group.layers)
-        running = round(alive * probe.batch * SINGLE / shapes.number) + SINGLE * probe.batch * inputs
-        rows = SINGLE * probe.scored * inputs  # of all layers of a block, on which errors are measured
-        rows += probe.seen // window * max(max(group.routed) for group in groups)
-        scored = (2 * SINGLE + 2 * DOUBLE) * probe.scored * outputs
-        states, moved = _states_before_a_choice(shapes, probe, setting)
+        running = round(alive * choosing.batch * SINGLE / shapes.number) + SINGLE * choosing.batch * inputs
+        rows = SINGLE * choosing.scored * inputs  # of all layers of a block, on which errors are measured
+        rows += choosing.seen // window * max(max(group.routed) for group in groups)
+        scored = (2 * SINGLE + 2 * DOUBLE) * choosing.scored * outputs
+        states, moved = _states_before_a_choice(shapes, choosing, setting)
         read = 0 if on_cpu else READ_BLOCKS * shapes.number * max(kind.weights for kind in shapes.blocks)
         needed = block + states + rows + running + sums + max(solving, scored)
         yield Moment("measuring what errors cost", needed, moved + read)

@@ -21,7 +21,7 @@ from nearplane.models.model import Model
 from nearplane.number_formats import NumberFormat, integers, number_format
 from nearplane.planning.allocate import MIN_RATE
 from nearplane.planning.estimates import INSTEAD, UNKNOWN_COSTS, estimated
-from nearplane.planning.measured_bits import measured_rates, measured_types, measured_widths
+from nearplane.planning.measured_bits import fixed_rates, measured_rates, measured_types, measured_widths
 from nearplane.planning.parts import Extent, parts_of
 from nearplane.planning.size_budget import Choice, budget_of
 from nearplane.recipe.layer_plan import Plan
@@ -158,10 +158,12 @@ def expected_work(model: Model, settled: Plan, tokens: Tensor) -> tuple[Extent |
 def allocates(model: Model, settled: Plan) -> bool:
     """Return whether bits, rates or types of layers are chosen by measuring."""
     recipe, scheme = settled.recipe, settled.recipe.scheme
-    if not any(block.layers for block in model.blocks):
+    layers = {layer.name for block in model.blocks for layer in block.layers}
+    if not layers:
         return False
     if scheme.entropy_coded:
-        return recipe.allocate != "uniform" and budget_of(model, recipe) > MIN_RATE
+        chosen = recipe.allocate != "uniform" and not layers <= fixed_rates(settled).keys()
+        return chosen and budget_of(model, recipe) > MIN_RATE
     return recipe.allocate == "slope" or (recipe.files.block_types and scheme.measured)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nearplane.recipe.format_mix import FormatMix
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixRecord:
@@ -38,3 +40,8 @@ class MixRecord:
     estimated: float
     predicted: float
     measured: float
+
+    def is_of(self, mix: FormatMix) -> bool:
+        """Return whether this is a choice among the formats of a mix, for its limit."""
+        asked = mix.words, mix.option, mix.limit, mix.weigh, mix.cost, mix.context or 0
+        return asked == (self.formats, self.option, (self.limit, self.unit), self.weigh, self.cost, self.context)

@@ -27,8 +27,11 @@ from nearplane.models.model import Model
 from nearplane.planning.estimate import estimated
 from nearplane.planning.modes import MODES, Mode, flags
 from nearplane.planning.request import check_request, resolved
+from nearplane.recipe.format_mix import DEFAULTS
+from nearplane.recipe.readers import Weights, packing
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.runtimes import Runtime
+from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES
 from nearplane.record.evaluation_table import read_evaluation
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import read_record
@@ -40,19 +43,26 @@ from nearplane.system.files import write_whole
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import duration
-from nearplane.system.sizes import bytes_in, size_text
+from nearplane.system.sizes import size_text
 from nearplane.verbs.auto_request import AutoRequest
 from nearplane.verbs.card import card
 from nearplane.verbs.evaluate import evaluate
 from nearplane.verbs.evaluation_result import Evaluation
 from nearplane.verbs.quantize import quantize
 from nearplane.verbs.report import is_report, write_report
-from nearplane.verbs.suggest import Suggestion, suggest
+from nearplane.verbs.suggest import Suggestion, Suggestions, suggest
 
 SAMPLES, SEQLEN = 16, 512  # of the held-out text
 FEWER = {"samples": 64, "seqlen": 512}
 LONG_RUN = 600.0  # seconds from which it is said how a run gets shorter
 ANY = "1000TB"  # memory in which all fits
+CHOSEN = (
+    "scheme",
+    "activations",
+    "layers",
+    "ignore",
+    "allocate",
+)  # fields of a recipe that follow from the choice of a mix
 USUAL = (  # where nothing is asked: what most people run in each program
     "--bits 4", "--bits 4 --format gptq", "--grid q4_k_m", "--bits 4 --group-size 64 --format mlx", "--rate 3.125",
 )  # fmt: skip
@@ -213,6 +223,8 @@ def is_done(out: Path, request: AutoRequest, options: Mapping[str, Any]) -> bool
     samples = asked.calibration.samples or record.recipe.calibration.samples  # the default is a number in the record
     asked = replace(asked, calibration=replace(asked.calibration, samples=samples))
     made = record.recipe.grouped(layer.in_features for layer in record.layers)
+    if asked.mix is not None and record.mix is not None and record.mix.is_of(asked.mix):
+        asked = replace(asked, mix=None, **{name: getattr(made, name) for name in CHOSEN})
     return record.source == str(request.model) and asked.grouped(layer.in_features for layer in record.layers) == made
 
 
@@ -256,18 +268,9 @@ def _way(request: AutoRequest) -> _Way:
         RecipeError: Nothing fits, or the runtime does not take the model.
     """
     runtime = request.runtime
-    if request.size is not None and runtime in (None, "nearplane", "llama.cpp"):
-        more: dict[str, Any] = {"format": "gguf"} if runtime == "llama.cpp" else {}
-        reader = runtime or "nearplane"
-        what = "types of layers" if more else "rates of layers"
-        return _Way(
-            options={"size": request.size} | more,
-            name=f"{request.size}-gguf" if more else request.size,
-            words=f"--size {request.size}{' --format gguf' if more else ''}",
-            why=f"for {reader}: {what} are measured so that the whole folder fits",
-            size=f"at most {request.size}",
-        )
-    if runtime is None and request.memory is None and request.size is None:
+    if request.size is not None:
+        return _of_size(request.size, runtime)
+    if runtime is None and request.memory is None:
         runtime = _runtime_here()
     if request.bits is not None and runtime == "nearplane":
         rate = float(request.bits)
@@ -289,17 +292,12 @@ def _way(request: AutoRequest) -> _Way:
     rows = found.fitting
     if not rows:
         raise RecipeError(found.remedy)
+    if request.memory is not None and runtime is not None:
+        mix = _of_memory(str(request.memory), found, runtime)
+        if mix is not None:
+            return mix
     if request.memory is not None:
         row, why = rows[0], f"which loses least of what fits in {size_text(found.limit)}"
-    elif request.size is not None:
-        limit = bytes_in(request.size)
-        fitting = [each for each in rows if (each.weights or 0) <= limit]
-        if not fitting:
-            least = min(each.weights or 0 for each in rows)
-            raise RecipeError(
-                f"--size {request.size}: for {runtime}, the smallest has {size_text(least)} of weights. Use more."
-            )
-        row, why = fitting[0], f"which loses least of what has at most {request.size} of weights for {runtime}"
     elif request.bits is not None:
         row, why = _of_bits(rows, request.bits, runtime), f"{request.bits} bits as {runtime} reads them"
     else:
@@ -310,6 +308,53 @@ def _way(request: AutoRequest) -> _Way:
     size = f"{size_text(row.weights or 0)} of weights{memory}; expected KL {row.loss.nats()} nats per token"
     size += f" ({row.note})" if row.note else ""
     return _Way(options=mode.options, name=mode.name, words=row.options, why=why, size=size)
+
+
+def _of_size(size: str, runtime: Runtime | None) -> _Way:
+    """Return the way to a folder of at most a size: layers get rates, types of llama.cpp, or formats that the program loads."""
+    named, options = size, dict[str, Any]()
+    if runtime == "llama.cpp":
+        named, options = f"{size}-gguf", {"format": "gguf"}
+    elif runtime not in (None, "nearplane"):
+        named = f"{size}-{runtime}"
+    what = "rates" if named == size else "types" if options else "formats"
+    return _Way(
+        options={"size": size} | options,
+        name=named,
+        words=f"--size {size}{' --format gguf' if options else ''}",
+        why=f"for {runtime or 'nearplane'}: {what} of layers are measured so that the whole folder fits",
+        size=f"at most {size}",
+    )
+
+
+def _mixes(found: Suggestions, runtime: Runtime, options: Mapping[str, Any]) -> bool:
+    """Return whether a mix of formats can lose less in a memory than the best single one that fits.
+
+    The program has to keep all of them packed, as the others take more memory than is counted.
+    """
+    if runtime not in DEFAULTS or found.cache is None or found.fitting[0] is found.rows[0]:
+        return False
+    recipe = Recipe.from_spellings(**options, runtime=runtime)
+    assert recipe.mix is not None, "a memory asks for a mix"
+    schemes = [offer.scheme for offer in recipe.mix.grouped(DEFAULT_GROUP_SIZES[:1]).offers if offer.scheme is not None]
+    formats = [Weights(scheme.number_format, expert=False) for scheme in schemes]
+    least = min(each.format.bits for each in formats)
+    packed = all(runtime in packing(recipe.format, each) for each in formats)
+    return packed and any(_bits_of(_mode_of(row, runtime)) >= least for row in found.fitting)
+
+
+def _of_memory(memory: str, found: Suggestions, runtime: Runtime) -> _Way | None:
+    """Return the way that fills a memory with the formats that a program keeps packed; None if a single one loses as little."""
+    options = {"served_memory": memory, "context": found.context}
+    if not _mixes(found, runtime, options):
+        return None
+    return _Way(
+        options=options,
+        name=f"{memory}-{runtime}",
+        words=flags(options),
+        why=f"for {runtime}: formats of layers are measured so that weights and cache fit, as {found.fitting[0].options} does",
+        size=f"at most {size_text(found.limit)} of weights and cache in memory with {found.context:,} tokens",
+    )
 
 
 def _runtime_here() -> Runtime:

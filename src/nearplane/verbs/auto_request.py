@@ -21,7 +21,8 @@ class AutoRequest:
     Args:
         model: Local folder of safetensors, or hub id.
         out: Folder to write. Default: ./NAME-FORMAT.
-        memory: Memory of the device that shall run the model, for example 8GB; of what fits, the way that loses least is taken.
+        memory: Memory of the device that shall run the model, for example 8GB; of what fits, the way that loses least is taken:
+            with a runtime, if none of its formats fills the memory, a mix of them for each layer.
         context: Number of tokens of the sequence that shall fit into the memory beside the weights. Default: 8192.
         size: Maximum size of the whole folder, for example 4GB.
         bits: Bits per weight, 2 to 8. Without memory, size and bits: the usual way of the runtime, which has about 4 bits.

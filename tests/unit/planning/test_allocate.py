@@ -20,8 +20,8 @@ from nearplane.planning.allocate import (
     allocate_choices,
     allocate_widths,
     choose,
-    probed_rates,
-    probed_widths,
+    tried_rates,
+    tried_widths,
 )
 from nearplane.verbs.evaluate import load_dense
 
@@ -175,12 +175,12 @@ def test_less_than_the_least_width_is_refused():
     ],
 )
 def test_widths_around_the_budget_are_measured(budget, widths, expected):
-    assert probed_widths(budget, widths) == expected
+    assert tried_widths(budget, widths) == expected
 
 
 @given(st.floats(0.5, 7))
 def test_rates_on_both_sides_of_the_budget_are_measured(budget):
-    rates = probed_rates(budget)
+    rates = tried_rates(budget)
     assert rates[0] < budget <= rates[-1] + 1
     assert list(rates) == sorted(rates)
 

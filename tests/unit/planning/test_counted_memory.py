@@ -110,7 +110,7 @@ def test_hidden_states_before_a_choice_lie_where_those_of_the_run_do(tmp_path) -
                 estimated(model, tokens[:32], tokens[32:], [turned], effect, device=device.place, keep=setting.keep)
             )
             extent = Extent.of(Parts(tokens, tokens[:32], tokens[32:], tokens[32:]), points=1)
-            shapes = replace(shapes, windows=1, streams=1, backward=0, probe=extent)  # little else
+            shapes = replace(shapes, windows=1, streams=1, backward=0, choosing=extent)  # little else
             bounds.append(bound(shapes, setting, 0, "device"))
             peaks.append(gpu.peak)
     assert figures[0] == figures[1] == figures[2]
