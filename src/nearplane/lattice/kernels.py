@@ -35,6 +35,8 @@ class Kernels:
         beam_block: Columns that the beam sweeps before their errors reach the later ones as one matrix product.
         lanes: Number of rows that the beam sweeps together.
         fit_columns: Fit of the steps of blocks to codes; None: `SuperFit` computes it in torch.
+        fit_steps, fit_octaves: Fits of the steps of small groups to codes in float32; None: they are computed in torch.
+        least_squares: Search among steps by squared errors in float32; None: it is computed in torch.
     """
 
     sweep: Callable[..., None]
@@ -48,6 +50,9 @@ class Kernels:
     solve_pass: Callable[..., tuple[Tensor, Tensor]] | None = None
     descend_pass: Callable[..., None] | None = None
     fit_columns: Callable[..., None] | None = None
+    fit_steps: Callable[..., None] | None = None
+    fit_octaves: Callable[..., None] | None = None
+    least_squares: Callable[..., Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +93,7 @@ def tiling_of(device: torch.device) -> Tiling:
 
 @cache
 def _numba() -> Kernels:
-    from nearplane.lattice import beam_cpu, kernels_cpu, superblocks_cpu, superblocks_torch
+    from nearplane.lattice import beam_cpu, kernels_cpu, steps_cpu, superblocks_cpu, superblocks_torch
 
     return Kernels(
         sweep=kernels_cpu.sweep_block,
@@ -100,6 +105,9 @@ def _numba() -> Kernels:
         add_exactly=kernels_cpu.add_exactly,
         beam_bytes=beam_cpu.BEAM_BYTES,
         lanes=beam_cpu.LANES,
+        fit_steps=steps_cpu.fit_steps,
+        fit_octaves=steps_cpu.fit_octaves,
+        least_squares=steps_cpu.least_squares,
     )
 
 

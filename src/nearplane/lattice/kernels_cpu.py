@@ -32,6 +32,7 @@ MIN_SEARCHED_WEIGHTS = 10_000  # per thread: a search of fewer weights is not wo
 MIN_ADDED = 1 << 16  # numbers per thread: fewer are not worth a thread
 LOW_UNITS = 2.0**LOW
 # The last bits of float64(n + SHIFT) are those of the integer n, if |n| < 2^51. Processors convert no vectors otherwise.
+MAX_COUNTED = 16  # midpoints that are all compared with a position; among more it is searched by halves
 SHIFT, SHIFT_BITS, SHIFTED = 1.5 * 2.0**52, 0x4338 << 48, 2.0**51
 
 
@@ -133,6 +134,19 @@ def round_code(position: Any, table: Table) -> Any:
 
 
 @compiled(error_model="numpy")
+def round_to_levels(position: Floats, table: Table, codes: Floats) -> None:
+    """Find the codes nearest to positions on a table of levels."""
+    if len(table.middles) > MAX_COUNTED:
+        for r in range(position.shape[0]):
+            codes[r] = np.searchsorted(table.middles, position[r])
+        return
+    codes[:] = 0
+    for middle in table.middles:
+        for r in range(position.shape[0]):
+            codes[r] += np.float32(position[r] > middle)
+
+
+@compiled(error_model="numpy")
 def position_of(code: Any, table: Table) -> Any:
     """Return the position of a code, in steps; a code beyond the levels has the position of the last one."""
     if len(table.levels) == 0:
@@ -141,7 +155,7 @@ def position_of(code: Any, table: Table) -> Any:
 
 
 @compiled(error_model="numpy", fastmath={"contract"})
-def _feed_four(t: Floats, e: Floats, u: Floats, j: int) -> None:
+def feed_four(t: Floats, e: Floats, u: Floats, j: int) -> None:
     """Feed the errors of the j columns before into the targets `t` (4, width) of four columns; `u` (4, >= j)."""
     for k in range(0, j, 4):
         a0, a1, a2, a3 = u[0, k], u[0, k + 1], u[0, k + 2], u[0, k + 3]
@@ -165,7 +179,15 @@ def _feed(t: Floats, e: Floats, u: float) -> None:
 
 @compiled(error_model="numpy")
 def _round(
-    t: Floats, w: Floats, scale: Floats, zero: Floats, table: Table, codes: Integers, E: Floats, e: Floats
+    t: Floats,
+    w: Floats,
+    scale: Floats,
+    zero: Floats,
+    table: Table,
+    codes: Integers,
+    E: Floats,
+    e: Floats,
+    scratch: Floats,
 ) -> None:
     """Round one column of a strip. No fused products here: values must equal the decoded codes exactly."""
     if len(table.levels) == 0:  # a separate loop, which the compiler vectorizes
@@ -174,10 +196,13 @@ def _round(
             codes[r] = np.int32(code)
             E[r] = e[r] = w[r] - scale[r] * (code - zero[r])
         return
+    position, found = scratch[0, : t.shape[0]], scratch[1, : t.shape[0]]
     for r in range(t.shape[0]):
-        code = round_code(t[r] / scale[r] + zero[r], table)
-        codes[r] = np.int32(code)
-        E[r] = e[r] = w[r] - scale[r] * (position_of(code, table) - zero[r])
+        position[r] = t[r] / scale[r] + zero[r]
+    round_to_levels(position, table, found)
+    for r in range(t.shape[0]):
+        codes[r] = np.int32(found[r])
+        E[r] = e[r] = w[r] - scale[r] * (position_of(found[r], table) - zero[r])
 
 
 @compiled(error_model="numpy", fastmath={"contract"})
@@ -209,6 +234,7 @@ def _sweep_rows(block: Any, start: int, stop: int) -> None:
     width = min(STRIP_ROWS, stop - start)
     t = np.zeros((4, width), np.float32)
     e = np.zeros((W.shape[0], width), np.float32)
+    scratch = np.empty((2, width), np.float32)
     for a in range(start, stop, width):
         c = min(a + width, stop)
         for first in range(0, W.shape[0], 4):
@@ -216,13 +242,23 @@ def _sweep_rows(block: Any, start: int, stop: int) -> None:
             for i in range(columns):
                 for r in range(a, c):
                     t[i, r - a] = target[first + i, r]
-            _feed_four(t, e, UT[first : first + 4], first)
+            feed_four(t, e, UT[first : first + 4], first)
             for i in range(columns):
                 j = first + i
                 for k in range(first, j):
                     _feed(t[i], e[k], UT[j, k])
                 g = group[j]
-                _round(t[i, : c - a], W[j, a:c], scale[g, a:c], zero[g, a:c], table, codes[j, a:c], E[j, a:c], e[j])
+                _round(
+                    t[i, : c - a],
+                    W[j, a:c],
+                    scale[g, a:c],
+                    zero[g, a:c],
+                    table,
+                    codes[j, a:c],
+                    E[j, a:c],
+                    e[j],
+                    scratch,
+                )
                 _tally(t[i, : c - a], W[j, a:c], e[j, : c - a], d[j], loss[a:c], moves)
                 if len(outside) > 0:
                     _count(t[i, : c - a], scale[g, a:c], zero[g, a:c], low, high, outside[a:c])

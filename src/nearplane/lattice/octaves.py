@@ -16,7 +16,7 @@ from torch import Tensor
 from nearplane.lattice.grid import Grid
 from nearplane.lattice.kernels import kernels_of
 from nearplane.lattice.kernels_torch import Columns, Rounding, State, Tally
-from nearplane.lattice.polish import Fit, groups_in, in_steps
+from nearplane.lattice.polish import Fit, are_small, groups_in, in_steps
 from nearplane.lattice.scale import Steps, least_error
 
 WINDOW = range(1, -4, -1)  # candidates for the exponent of a step, above the smallest one that covers the weights
@@ -41,7 +41,7 @@ def octaves(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Cal
     peak = groups.abs().amax(-1)
     cover = torch.where(peak > 0, peak / levels[-1], 1).log2().ceil()
     exponents = ((cover + offset).clamp_(*LIMITS) for offset in WINDOW)
-    best = least_error(groups, importance, levels, ((exponent, exponent.exp2()) for exponent in exponents))
+    best = least_error(groups, importance, steps.codebook, ((exponent, exponent.exp2()) for exponent in exponents))
     scale = torch.where(peak > 0, best, 0).exp2()
     return OctaveGrid(scale=scale, zero=torch.zeros_like(scale), **steps.columns(target)), lambda _: OctaveFit()
 
@@ -53,7 +53,11 @@ class OctaveFit:
 
     def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Move steps and codes of the groups one after another; see `Fit`."""
-        for g, start, end in groups_in(state, a, b):
+        groups, kernel = groups_in(state, a, b), kernels_of(EH).fit_octaves
+        if kernel is not None and EH.dtype == torch.float32 and are_small(groups):
+            kernel(state, groups, EH, (self.rounding.least, self.rounding.largest))
+            return
+        for g, start, end in groups:
             old = state.scale[g].clone()
             values = in_steps(state, start, end).mul_(old)
             codes, moves, least = state.codes[start:end].clone(), torch.zeros_like(values), torch.zeros_like(old)

@@ -23,6 +23,7 @@ from nearplane.lattice.kernels_torch import Columns, Rounding, Spans, State, Tal
 from nearplane.lattice.scale import to_storage
 from nearplane.lattice.solvers import Solution
 
+SMALL = 32  # columns of a group that is fitted by compiled kernels, where the device has them
 SPAN = 256  # columns per product with the Hessian; whole groups where steps are fitted
 
 
@@ -71,7 +72,11 @@ class PlainFit:
 
     def fit(self, state: State, a: int, b: int, EH: Tensor) -> None:
         """Fit the groups one after another; see `Fit`."""
-        for g, start, end in groups_in(state, a, b):
+        groups, kernel, rounding = groups_in(state, a, b), kernels_of(EH).fit_steps, self.rounding
+        if kernel is not None and rounding is not None and EH.dtype == torch.float32 and are_small(groups):
+            kernel(state, groups, EH, rounding)
+            return
+        for g, start, end in groups:
             v = in_steps(state, start, end)  # (size, out)
             vH = state.H[a:b, start:end] @ v  # (b - a, out)
             inner = slice(start - a, end - a)
@@ -96,6 +101,11 @@ class PlainFit:
 def groups_in(state: State, a: int, b: int) -> list[tuple[int, int, int]]:
     """Return the groups in the columns from `a` to `b`."""
     return [each for each in state.groups if a <= each[1] < b]
+
+
+def are_small(groups: Sequence[tuple[int, int, int]]) -> bool:
+    """Return whether groups are so small that operations on each of them take longer than their arithmetic."""
+    return all(end - start <= SMALL for _, start, end in groups)
 
 
 def positions(state: State, a: int, b: int) -> Tensor:

@@ -142,7 +142,9 @@ def to_storage(scale: Tensor, storage: torch.dtype) -> Tensor:
     return scale.to(storage).to(scale.dtype).clamp(min=tiny).masked_fill(scale == 0, 1)
 
 
-def least_error(groups: Tensor, importance: Tensor, levels: Tensor, trials: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+def least_error(
+    groups: Tensor, importance: Tensor, codebook: Codebook, trials: Iterable[tuple[Tensor, Tensor]]
+) -> Tensor:
     """Return which of several steps has the least error in every group; of equal ones the first.
 
     The error of a weight, rounded to the nearest level, counts as much as the squared importance of its column.
@@ -150,18 +152,22 @@ def least_error(groups: Tensor, importance: Tensor, levels: Tensor, trials: Iter
     Args:
         groups: (out, groups, size) weights.
         importance: (in,) importance of the columns.
-        levels: Ascending levels.
+        codebook: Codebook with levels.
         trials: Steps (out, groups) to try, each with (out, groups) what to return where it is best.
     """
     weight = importance.to(groups).square().view(groups.shape[1:])
-    middles = (levels[1:] + levels[:-1]) / 2
-    least, best = groups.new_full(groups.shape[:2], torch.inf), None
     exponent = torch.frexp(groups.abs().amax(-1)).exponent.clamp(-126, 126)
     unit = torch.exp2(-exponent.to(groups))  # of every group: no square overflows, and powers of two change nothing
     groups = groups * unit[..., None]
+    search = kernels_of(groups).least_squares
+    if search is not None and groups.dtype == torch.float32:
+        keys, steps = (torch.stack(each) for each in zip(*trials, strict=True))
+        return keys.gather(0, search(groups, weight, codebook, steps.mul_(unit))[None])[0]
+    least, best = groups.new_full(groups.shape[:2], torch.inf), None
     for key, step in trials:
         scale = (step * unit)[..., None]
-        error = levels[torch.bucketize(groups / scale, middles)].mul_(scale).sub_(groups).square_().mul_(weight).sum(-1)
+        values = codebook.position(codebook.nearest(groups / scale))
+        error = values.mul_(scale).sub_(groups).square_().mul_(weight).sum(-1)
         better = error < least
         best, least = torch.where(better, key, torch.zeros_like(key) if best is None else best), error.minimum(least)
     assert best is not None, "there is a step to try"

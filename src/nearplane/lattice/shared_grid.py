@@ -102,7 +102,7 @@ def shared(target: Tensor, importance: Tensor, steps: Steps) -> tuple[Grid, Call
     scales = divided(values, divisor)
     place = torch.bucketize(groups.abs().amax(-1) / levels[-1], scales)
     places = ((place + offset).clamp_(0, len(values) - 1) for offset in WINDOW)
-    best = least_error(groups, importance, levels, ((each, scales[each]) for each in places))
+    best = least_error(groups, importance, steps.codebook, ((each, scales[each]) for each in places))
     grid = SharedGrid(block=values[best], divisor=divisor, **steps.columns(target))
     return grid, lambda _: SharedFit(divisor)
 

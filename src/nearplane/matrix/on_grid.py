@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -97,10 +97,11 @@ def solve_rows(
     scheme = scheme.grouped([W.shape[1]])
     with named(name, inputs.moments.tokens):
         wide = target.values.to(torch.promote_types(W.dtype, torch.float32))
+        solve_part = _solver_of(inputs, scheme, storage, wide.dtype)
         if scheme.rows_compensate and together:
-            solution = solve_compensating(wide, together, lambda part: solve(part, inputs, scheme, storage))
+            solution = solve_compensating(wide, together, solve_part)
         else:
-            solution = solve(wide, inputs, scheme, storage)
+            solution = solve_part(wide)
         check_steps(solution.matrix.grid, wide, W, importance_of(inputs, scheme), steps_of(scheme, storage))
         known = SolvedMatrix(matrix=solution.matrix, outside=solution.outside)
         measured = measured_rows(W, rows, target, known, inputs, scheme)
@@ -121,20 +122,24 @@ def joined(
 
 def solve(target: Tensor, inputs: LayerInput, scheme: GridScheme | BlockScheme, storage: StepStorage) -> Solution:
     """Fit a grid to the target, round the target to it, and refine both, strip by strip."""
+    return _solver_of(inputs, scheme, storage, target.dtype)(target)
+
+
+def _solver_of(
+    inputs: LayerInput, scheme: GridScheme | BlockScheme, storage: StepStorage, dtype: torch.dtype
+) -> Callable[[Tensor], Solution]:
+    """Return `solve` for targets of a dtype, whose Hessian is damped once."""
     factor = inputs.factor_of_the_sweep(scheme)
     importance = importance_of(inputs, scheme)
-    if storage.peak is None and scheme.number_format.global_scale:
-        storage = storage._replace(peak=float(target.abs().max()))
-    steps = steps_of(scheme, storage)
     H, rounds, sweeps = None, scheme.rounds or 0, scheme.polish or 0
     if rounds or sweeps:
-        H = inputs.damped(factor, target.dtype)
+        H = inputs.damped(factor, dtype)
         mean = H.diagonal().mean()
         # a power of two that keeps float32 from overflowing and changes no code; 1 if all inputs are 0
         unit = (torch.frexp(mean).mantissa / mean).nan_to_num(nan=1.0).clamp(2.0**-126, 2.0**126)
         H.mul_(unit)
 
-    def of_strip(strip: Tensor) -> Solution:
+    def of_strip(strip: Tensor, steps: Steps) -> Solution:
         grid, fit = FITS[steps.format.fit](strip, importance, steps)
         release()  # memory of the factorization and of the search for steps
         if H is None:
@@ -148,11 +153,18 @@ def solve(target: Tensor, inputs: LayerInput, scheme: GridScheme | BlockScheme, 
         polished = polish(strip, solution.matrix, H, sweeps=sweeps) if sweeps else solution.matrix
         return replace(solution, matrix=polished, losses=None)
 
-    solutions = [of_strip(target[rows]) for rows in solved_strips(len(target), target.device)]
-    outside = [each.outside for each in solutions if each.outside is not None]
-    return Solution(
-        matrix=stacked([each.matrix for each in solutions]), outside=torch.cat(outside) if outside else None
-    )
+    def of_rows(target: Tensor) -> Solution:
+        peak = storage.peak
+        if peak is None and scheme.number_format.global_scale:
+            peak = float(target.abs().max())
+        steps = steps_of(scheme, storage._replace(peak=peak))
+        solutions = [of_strip(target[rows], steps) for rows in solved_strips(len(target), target.device)]
+        outside = [each.outside for each in solutions if each.outside is not None]
+        return Solution(
+            matrix=stacked([each.matrix for each in solutions]), outside=torch.cat(outside) if outside else None
+        )
+
+    return of_rows
 
 
 def importance_of(inputs: LayerInput, scheme: Scheme) -> Tensor:
