@@ -41,7 +41,7 @@ KINDS = {  # heading of the page: what belongs to it
         "generate",
         "verify",
     ),
-    "Files": ("load", "register", "export", "read_record", "card", "write_report"),
+    "Files": ("load", "register", "export", "rotate", "read_record", "card", "write_report"),
     "One matrix": ("quantize_matrix", "quantize_matrix_to_rate"),
     "Recipes": ("Recipe", "Calibration", "LayerScheme", "GridScheme", "RateScheme", "BlockScheme"),
 }

@@ -40,6 +40,7 @@ HOMES = {  # public names, as in the stub beside this file, which type checkers 
     "generate": "nearplane.verbs.generate",
     "quantize": "nearplane.verbs.quantize",
     "write_report": "nearplane.verbs.report",
+    "rotate": "nearplane.verbs.rotate",
     "suggest": "nearplane.verbs.suggest",
     "tune": "nearplane.verbs.tune",
     "verify": "nearplane.verbs.verify",

@@ -40,6 +40,7 @@ from nearplane.verbs.frontier import frontier as frontier
 from nearplane.verbs.generate import generate as generate
 from nearplane.verbs.quantize import quantize as quantize
 from nearplane.verbs.report import write_report as write_report
+from nearplane.verbs.rotate import rotate as rotate
 from nearplane.verbs.suggest import suggest as suggest
 from nearplane.verbs.tune import tune as tune
 from nearplane.verbs.verify import verify as verify

@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from cyclopts.config import Toml
 
 from nearplane.cli.auto_command import auto
-from nearplane.cli.checkpoint_commands import card, export, inspect, report, tune, verify
+from nearplane.cli.checkpoint_commands import card, export, inspect, report, rotate, tune, verify
 from nearplane.cli.compare_command import compare
 from nearplane.cli.demo_commands import demo, geometry
 from nearplane.cli.evaluate_command import evaluate
@@ -40,6 +40,7 @@ COMMANDS = (
     report,
     card,
     export,
+    rotate,
     tune,
     generate,
     suggest,

@@ -1,4 +1,4 @@
-"""The commands on a checkpoint: `nearplane inspect`, `verify`, `report`, `card`, `export` and `tune`."""
+"""The commands on folders: `nearplane inspect`, `verify`, `report`, `card`, `export`, `rotate` and `tune`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from cyclopts import Parameter
 
 from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Several, Switch
 from nearplane.cli.printing import as_json, opening, say, table
+from nearplane.record.uses import typed
 from nearplane.system.arguments import whole
 from nearplane.system.progress import Progress
 from nearplane.system.progress_bar import bar
 from nearplane.system.sizes import size_text
 from nearplane.verbs.checkpoint_requests import DENSE, ExportRequest, TuneRequest, VerifyRequest
+from nearplane.verbs.rotate_request import RotateRequest
 
 
 def inspect(out: Path, *, worst: int | None = None, json: Switch = False) -> None:
@@ -147,6 +149,36 @@ def export(request: Annotated[ExportFlags, Flat], *, json: Switch = False) -> No
         return
     how = f"decoded to {request.dtype or 'bfloat16'}" if dense else f"moved to {request.format} unchanged"
     print(f"weights {how}, {size_text(size)}: {request.out}")
+
+
+class RotateFlags(RotateRequest):
+    """Flags of `nearplane rotate`."""
+
+    model: str
+    out: Path
+
+
+def rotate(request: Annotated[RotateFlags, Flat], *, json: Switch = False) -> None:
+    """Write MODEL to OUT in another basis of its hidden states: the same network, which loses less when it is quantized.
+
+    OUT is an ordinary model of the same size, to be quantized by any tool. Models whose head is a copy of their embeddings are
+    refused, and architectures that a rotation would change.
+
+    Args:
+        json: Print folder and bytes of the weights as JSON.
+    """
+    request.check()
+    opening(request.model)
+    from nearplane import rotate as run
+
+    size = run(request)
+    if json:
+        print(as_json({"folder": request.out, "bytes": size}))
+        return
+    print(f"the same network rotated, {size_text(size)}: {request.out}")
+    print(
+        f"next: nearplane quantize {typed(str(request.out))} OUT, then nearplane evaluate OUT --against {typed(request.model)}"
+    )
 
 
 class TuneFlags(TuneRequest):

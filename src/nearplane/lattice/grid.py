@@ -4,8 +4,8 @@ A grid is data: one class covers steps per tensor, row, group or column, groups 
 codes; solvers treat all alike. Steps are chosen in `scale.py`; codes are stored by `formats/`.
 
 A position is a weight in steps, `weight / scale + zero`. A `Codebook` rounds it to a code: the nearest integer between two
-limits, or the nearest entry of a table of levels. `round_code` and `position_of` in `kernels_cpu.py` are the same for
-compiled kernels; there are no other copies of the formula.
+limits, or the nearest entry of a table of levels. `round_code`, `round_to_levels` and `position_of` in `kernels_cpu.py` are the
+same for compiled kernels; there are no other copies of the formula.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, Self, cast
 
 import numpy as np
@@ -24,6 +25,7 @@ from typing_extensions import TypeVar
 from nearplane.errors import RecipeError
 from nearplane.number_formats import NumberFormat
 
+LEADING = 19  # bits of a float32 behind those by which `Table.first` is looked up
 NARROW = (torch.int8, torch.uint8, torch.int16)  # dtypes in which codes leave a GPU, instead of int32
 
 
@@ -34,12 +36,15 @@ class Table(NamedTuple):
         low, high: Limits of integer codes, infinite where there are none.
         levels: Ascending positions of codes 0, 1, ...; empty where codes are integers.
         middles: Midpoints of neighbouring levels.
+        first: Code of the least number that has the same leading bits, by these bits, which in float32 are the sign, the
+            exponent and four more; empty in float64.
     """
 
     low: Any
     high: Any
     levels: npt.NDArray[Any]
     middles: npt.NDArray[Any]
+    first: npt.NDArray[np.int16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +122,20 @@ class Codebook:
         kind = np.float32 if dtype == torch.float32 else np.float64
         low, high = (-np.inf if self.low is None else self.low), (np.inf if self.high is None else self.high)
         levels: npt.NDArray[Any] = np.empty(0, kind) if self.levels is None else self.levels.cpu().numpy().astype(kind)
-        return Table(kind(low), kind(high), levels, (levels[1:] + levels[:-1]) / kind(2))
+        middles = (levels[1:] + levels[:-1]) / kind(2)
+        first = _first_codes(middles.tobytes()) if kind is np.float32 else np.empty(0, np.int16)
+        return Table(kind(low), kind(high), levels, middles, first)
+
+
+@lru_cache(maxsize=16)
+def _first_codes(middles: bytes) -> npt.NDArray[np.int16]:
+    """Return `Table.first` for float32 midpoints; numbers that are none have the last code, as in `searchsorted`."""
+    bits = np.arange(1 << (32 - LEADING), dtype=np.uint32) << LEADING
+    bits[len(bits) // 2 :] |= (1 << LEADING) - 1  # of negative numbers, the largest magnitude is the least
+    least = bits.view(np.float32)
+    infinite = 0xFF800000 >> LEADING  # the number of the bucket of minus infinity, whose other numbers are none
+    least[infinite] = -np.inf
+    return np.searchsorted(np.frombuffer(middles, np.float32), least).astype(np.int16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

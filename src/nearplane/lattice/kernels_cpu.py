@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nearplane.compiled import compiled
 from nearplane.lattice import kernels_torch
-from nearplane.lattice.grid import Codebook, Table
+from nearplane.lattice.grid import LEADING, Codebook, Table
 from nearplane.lattice.kernels_torch import LOW, Columns, Tally
 
 Floats = npt.NDArray[np.float32]
@@ -32,7 +32,7 @@ MIN_SEARCHED_WEIGHTS = 10_000  # per thread: a search of fewer weights is not wo
 MIN_ADDED = 1 << 16  # numbers per thread: fewer are not worth a thread
 LOW_UNITS = 2.0**LOW
 # The last bits of float64(n + SHIFT) are those of the integer n, if |n| < 2^51. Processors convert no vectors otherwise.
-MAX_COUNTED = 16  # midpoints that are all compared with a position; among more it is searched by halves
+MAX_COUNTED = 16  # midpoints that are all compared with a position; among more it is looked up
 SHIFT, SHIFT_BITS, SHIFTED = 1.5 * 2.0**52, 0x4338 << 48, 2.0**51
 
 
@@ -135,10 +135,15 @@ def round_code(position: Any, table: Table) -> Any:
 
 @compiled(error_model="numpy")
 def round_to_levels(position: Floats, table: Table, codes: Floats) -> None:
-    """Find the codes nearest to positions on a table of levels."""
-    if len(table.middles) > MAX_COUNTED:
+    """Find the codes nearest to positions, which lie in order in memory, on a table of levels."""
+    last = len(table.middles)
+    if last > MAX_COUNTED:
+        bits = position.view(np.uint32)
         for r in range(position.shape[0]):
-            codes[r] = np.searchsorted(table.middles, position[r])
+            code = int(table.first[bits[r] >> LEADING])
+            while code < last and table.middles[code] < position[r]:
+                code += 1
+            codes[r] = code
         return
     codes[:] = 0
     for middle in table.middles:
@@ -274,10 +279,14 @@ def _error_of_integers(w: Floats, s: float, z: float, low: float, high: float) -
 
 
 @compiled(error_model="numpy")
-def _error_on_levels(w: Floats, s: float, z: float, table: Table) -> np.float32:
+def _error_on_levels(w: Floats, s: float, z: float, table: Table, scratch: Floats) -> np.float32:
     total = np.float32(0)
+    position, found = scratch[0], scratch[1]
     for k in range(w.shape[0]):
-        e = np.abs(w[k] - s * (position_of(round_code(w[k] / s + z, table), table) - z))
+        position[k] = w[k] / s + z
+    round_to_levels(position, table, found)
+    for k in range(w.shape[0]):
+        e = np.abs(w[k] - s * (position_of(found[k], table) - z))
         total += e * e * np.sqrt(e)
     return total
 
@@ -287,13 +296,14 @@ def _search_groups(
     weights: Floats, scale: Floats, zero: Floats, table: Table, best: Indices, start: int, stop: int
 ) -> None:
     """Search the groups from `start` to `stop`; see `best_candidate`."""
+    scratch = np.empty((2, weights.shape[1]), np.float32)
     for i in range(start, stop):
         least = np.float32(np.inf)
         best[i] = 0
         for c in range(scale.shape[1]):
             w, s, z = weights[i], scale[i, c], zero[i, c]
             if len(table.levels) > 0:
-                error = _error_on_levels(w, s, z, table)
+                error = _error_on_levels(w, s, z, table, scratch)
             else:
                 error = _error_of_integers(w, s, z, table.low, table.high)
             if error < least:

@@ -1,13 +1,15 @@
 """The compiled sweep of a block is the plain loop: same codes, errors that are exactly the weights minus the values."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nearplane.lattice.grid import Codebook
-from nearplane.lattice.kernels_cpu import STRIP_ROWS, sweep_block
+from nearplane.lattice.kernels_cpu import STRIP_ROWS, round_to_levels, sweep_block
 from nearplane.lattice.kernels_torch import Columns, Tally
+from nearplane.number_formats import E2M1, E4M3
 from one_block import problem
 from threads import threads_of_torch
 
@@ -148,3 +150,18 @@ def test_a_row_with_nan_spoils_no_other_row():
     others = torch.arange(300) != 7
     assert torch.equal(E[:, others], clean[:, others])
     assert bool(E[3:, 7].isnan().all())
+
+
+@pytest.mark.parametrize("levels", [E2M1, E4M3, tuple(range(-300, 300))], ids=["E2M1", "E4M3", "many"])
+def test_codes_on_levels_are_those_of_a_search(levels, generator):
+    """At every midpoint and its neighbours, too, and at infinity."""
+    book = Codebook(low=0, high=len(levels) - 1, levels=torch.tensor(levels, dtype=torch.float64))
+    table = book.table(torch.float32)
+    spread = torch.randn(20_000, generator=generator) * 2.0 ** torch.randint(-14, 12, (20_000,), generator=generator)
+    near = [np.nextafter(table.middles, np.float32(side)) for side in (-np.inf, np.inf)]
+    ends = np.array([np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45], np.float32)
+    positions = np.concatenate([spread.numpy(), table.middles, *near, ends])
+    codes = np.empty_like(positions)
+    round_to_levels(positions, table, codes)
+    assert np.array_equal(codes, np.searchsorted(table.middles, positions))
+    assert np.array_equal(codes, book.nearest(torch.from_numpy(positions)).numpy())

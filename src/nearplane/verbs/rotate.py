@@ -1,0 +1,151 @@
+"""rotate(): the same network in another basis of its hidden states, in which it loses less when it is quantized.
+
+What is written is an ordinary model in the dtypes of the original, which any program loads. That the architecture permits it is
+shown on a small network of the same architecture with random weights, whose predictions have to stay the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nearplane.errors import ModelError, first_line
+from nearplane.formats.beside import Beside
+from nearplane.models.model import Model, open_model
+from nearplane.models.pretrained import builder_of
+from nearplane.models.rotation import roles_of, rotated_tensors
+from nearplane.system.arguments import takes
+from nearplane.system.output_folder import Unfinished, readable_errors
+from nearplane.system.paths import CONFIG
+from nearplane.system.safetensors_files import ShardReader, TensorReader
+from nearplane.system.shard_writer import ShardWriter
+from nearplane.system.sizes import check_room
+from nearplane.verbs.rotate_request import RotateRequest
+
+SHARD = 2 * 10**9  # bytes of tensors in memory, at most, unless one tensor is larger
+SMALL = {"num_hidden_layers": 2, "vocab_size": 256, "intermediate_size": 64, "moe_intermediate_size": 32, "num_local_experts": 4,
+         "num_experts": 4, "n_routed_experts": 4, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 2}  # fmt: skip
+TOKENS = 16  # of which predictions are compared
+TOLERANCE = 1e-4  # of the largest logit: float32 computes to about 1e-6
+
+
+@takes(RotateRequest)
+def rotate(request: RotateRequest) -> int:
+    """Write a model whose hidden states are rotated: the same network, in which no column of weights stands out.
+
+    The norms' weights move into the weights behind them. `evaluate --against` the original measures what the rounding of the new
+    weights to their dtype costs, and later what quantizing costs.
+
+    Returns:
+        Size of the weights in bytes.
+
+    Raises:
+        RecipeError: `out` is in use.
+        ModelError: The head is a copy of the embeddings, the architecture permits no rotation, or the model cannot be read.
+    """
+    request.check()
+    out, trust_remote_code = Path(request.out).expanduser(), request.trust_remote_code
+    model = open_model(str(request.model), trust_remote_code=trust_remote_code)
+    if model.tied:
+        raise ModelError(
+            f"The head of {request.model} is a copy of its embeddings, which would have to be rotated in two ways. Quantize the "
+            f"model as it is."
+        )
+    if type(model.reader) is not ShardReader:
+        raise ModelError(
+            f"The weights of {request.model} are stored in FP8, which cannot be rotated. Use the bf16 model."
+        )
+    roles = roles_of(model.reader)
+    check_architecture(model)
+    beside = Beside(source=model.folder, trust_remote_code=trust_remote_code, vocabulary=model.vocabulary)
+    beside.check()
+    size = sum(map(model.reader.nbytes, roles))
+    check_room(out, size, joined=size)
+    with readable_errors(out), Unfinished(out, sources=[model.folder]) as place:
+        writer = ShardWriter(place.folder, None)
+        for shard in _shards(rotated_tensors(model.reader, roles)):
+            writer.write(shard)
+        beside.log_left_out(out)
+        beside.copy(place.folder)
+        writer.finish()
+        shutil.copyfile(model.folder / CONFIG, place.folder / CONFIG)
+    return writer.size
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield tensors in portions of at most about `SHARD` bytes."""
+    portion: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if portion and sum(part.nbytes for part in portion.values()) + tensor.nbytes > SHARD:
+            yield portion
+            portion = {}
+        portion[name] = tensor
+    yield portion
+
+
+@torch.no_grad()
+def check_architecture(model: Model) -> None:
+    """Compare the predictions of a small random network of the same architecture before and after its rotation.
+
+    Raises:
+        ModelError: They differ, or there is no such network.
+    """
+    kind = type(model.network).__name__
+    with tempfile.TemporaryDirectory(prefix="nearplane-") as place:
+        plain, turned = Path(place) / "plain", Path(place) / "turned"
+        try:
+            network = _small(model.config)
+            network.save_pretrained(plain)
+            reader = ShardReader(plain)
+            _write(turned, reader)
+            shutil.copyfile(plain / CONFIG, turned / CONFIG)
+            tokens = torch.arange(TOKENS)[None] % network.config.vocab_size
+            logits = [
+                type(network).from_pretrained(each, dtype=torch.float32)(tokens).logits for each in (plain, turned)
+            ]
+        except ModelError:
+            raise
+        except Exception as error:  # the code of a model may raise anything
+            raise ModelError(
+                f"That {kind} stays the same network could not be tried on a small one: {first_line(error)} Quantize it as it is."
+            ) from error
+    difference, largest = float((logits[0] - logits[1]).abs().max()), float(logits[0].abs().max())
+    if not difference <= TOLERANCE * largest:
+        raise ModelError(
+            f"A rotation changes {kind}: logits of a small one differ by {difference:.2g} of {largest:.2g}. Quantize it as it is."
+        )
+
+
+def _write(folder: Path, reader: TensorReader) -> None:
+    folder.mkdir()
+    writer = ShardWriter(folder, None)
+    writer.write(dict(rotated_tensors(reader, roles_of(reader))))
+    writer.finish()
+
+
+@torch.no_grad()
+def _small(config: Any) -> PreTrainedModel:
+    """Return a small network of the architecture of a config, in float32, none of whose weights has a usual value."""
+    config = copy.deepcopy(config)
+    for name, value in SMALL.items():
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, value)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, 0)
+    generator = torch.Generator().manual_seed(0)
+    network: PreTrainedModel = builder_of(config).from_config(config, dtype=torch.float32).eval()
+    for parameter in network.parameters():
+        if parameter.dim() == 1:  # of norms, which are 1 at first, and biases, which are 0
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+    return network
