@@ -59,7 +59,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"memory": "10MB", "runtime": "mlx"}, {"bits": 8, "group_size": 64, "format": "mlx"}, "small-mlx8"),
         ({"size": "500KB"}, {"size": "500KB"}, "small-500KB"),
         ({"size": "1MB", "runtime": "llama.cpp"}, {"size": "1MB", "format": "gguf"}, "small-1MB-gguf"),
-        ({"size": "1MB", "runtime": "vllm"}, {"size": "1MB"}, "small-1MB-vllm"),
+        ({"size": "1MB", "runtime": "vllm"}, {"grid": "int8"}, "small-int8"),
+        ({"size": "800KB", "runtime": "vllm"}, {"size": "800KB"}, "small-800KB-vllm"),
+        ({"size": "800KB", "runtime": "mlx"}, {"size": "800KB"}, "small-800KB-mlx"),
         ({"memory": "1.8MB", "runtime": "mlx"}, {"served_memory": "1.8MB", "context": 1024}, "small-1.8MB-mlx"),
         ({"memory": "1.8MB", "runtime": "vllm"}, {"served_memory": "1.8MB", "context": 1024}, "small-1.8MB-vllm"),
         (
@@ -180,6 +182,7 @@ def test_it_asks_once_and_needs_a_terminal_for_that(
         ({"memory": "10KB"}, r"Nothing fits in 10\.0 KB"),
         ({"context": 100}, r"--context counts in --memory, which is not given"),
         ({"bits": 7, "runtime": "vllm"}, r"--bits 7 is no way for vllm and this model. Use one of 2, 3, 4, 8"),
+        ({"size": "10KB", "runtime": "vllm"}, r"--size 10KB: for vllm, the smallest has \d+ KB of weights"),
         ({"text": str(HELD_OUT), "calibration": str(HELD_OUT)}, r"--text and --calibration are both .*heldout.txt"),
         ({"bits": 9}, r"bits is 9; expected"),
     ],

@@ -159,7 +159,7 @@ class RotateFlags(RotateRequest):
 
 
 def rotate(request: Annotated[RotateFlags, Flat], *, json: Switch = False) -> None:
-    """Write MODEL to OUT in another basis of its hidden states: the same network, which loses less when it is quantized.
+    """Write MODEL to OUT in another basis of its hidden states: the same network, which may lose less when it is quantized.
 
     OUT is an ordinary model of the same size, to be quantized by any tool. Models whose head is a copy of their embeddings are
     refused, and architectures that a rotation would change.

@@ -129,7 +129,7 @@ class Codebook:
 
 @lru_cache(maxsize=16)
 def _first_codes(middles: bytes) -> npt.NDArray[np.int16]:
-    """Return `Table.first` for float32 midpoints; numbers that are none have the last code, as in `searchsorted`."""
+    """Return `Table.first` for float32 midpoints."""
     bits = np.arange(1 << (32 - LEADING), dtype=np.uint32) << LEADING
     bits[len(bits) // 2 :] |= (1 << LEADING) - 1  # of negative numbers, the largest magnitude is the least
     least = bits.view(np.float32)

@@ -153,7 +153,7 @@ def least_error(
         groups: (out, groups, size) weights.
         importance: (in,) importance of the columns.
         codebook: Codebook with levels.
-        trials: Steps (out, groups) to try, each with (out, groups) what to return where it is best.
+        trials: Steps (out, groups) to try, each with (out, groups) whole numbers below 2^15, to return where it is best.
     """
     weight = importance.to(groups).square().view(groups.shape[1:])
     exponent = torch.frexp(groups.abs().amax(-1)).exponent.clamp(-126, 126)
@@ -161,8 +161,12 @@ def least_error(
     groups = groups * unit[..., None]
     search = kernels_of(groups).least_squares
     if search is not None and groups.dtype == torch.float32:
-        keys, steps = (torch.stack(each) for each in zip(*trials, strict=True))
-        return keys.gather(0, search(groups, weight, codebook, steps.mul_(unit))[None])[0]
+        kept = [
+            (key.to(torch.int16), step.mul(unit), key.dtype) for key, step in trials
+        ]  # keys are small whole numbers
+        keys, steps, (dtype, *_) = zip(*kept, strict=True)
+        place = search(groups, weight, codebook, torch.stack(steps))
+        return torch.stack(keys).gather(0, place[None])[0].to(dtype)
     least, best = groups.new_full(groups.shape[:2], torch.inf), None
     for key, step in trials:
         scale = (step * unit)[..., None]

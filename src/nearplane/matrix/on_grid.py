@@ -102,6 +102,7 @@ def solve_rows(
             solution = solve_compensating(wide, together, solve_part)
         else:
             solution = solve_part(wide)
+        del solve_part  # frees the damped Hessian
         check_steps(solution.matrix.grid, wide, W, importance_of(inputs, scheme), steps_of(scheme, storage))
         known = SolvedMatrix(matrix=solution.matrix, outside=solution.outside)
         measured = measured_rows(W, rows, target, known, inputs, scheme)

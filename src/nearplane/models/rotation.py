@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,20 +19,27 @@ from torch import Tensor
 from nearplane.errors import ModelError, first_few
 from nearplane.system.safetensors_files import TensorReader
 
+STRIP = 2048  # rows that are rotated at a time
 SIGNS = 20240330  # seed of the signs, which make large numbers of equal sign add up nowhere
 BLOCK = r"(?P<block>(?:.+\.)?layers\.\d+)\."
 EXPERT = r"(?:experts\.\d+\.|shared_experts?\.)?"
-ROLES = {  # by pattern of a stored name: what becomes of the tensor, and the norm before it in the block
-    rf"{BLOCK}self_attn\.(?:[qkv]|qkv)_proj\.weight": ("reads", "input_layernorm"),
-    rf"{BLOCK}mlp\.(?:{EXPERT}(?:gate|up|gate_up)_proj|gate|shared_expert_gate)\.weight": ("reads", "post_attention_layernorm"),
-    rf"{BLOCK}block_sparse_moe\.(?:gate|experts\.\d+\.w[13])\.weight": ("reads", "post_attention_layernorm"),
-    rf"{BLOCK}(?:self_attn\.o_proj|mlp\.{EXPERT}down_proj|block_sparse_moe\.experts\.\d+\.w2)\.(?:weight|bias)": ("adds", ""),
+READS = "reads", "input_layernorm"
+READS_MLP = "reads", "post_attention_layernorm"
+ROLES: dict[
+    str, tuple[str, str]
+] = {  # by pattern of a stored name: what becomes of it, and the norm before it in the block
+    rf"{BLOCK}self_attn\.(?:[qkv]|qkv)_proj\.weight": READS,
+    rf"{BLOCK}mlp\.(?:{EXPERT}(?:gate|up|gate_up)_proj|gate|shared_expert_gate)\.weight": READS_MLP,
+    rf"{BLOCK}block_sparse_moe\.(?:gate|experts\.\d+\.w[13])\.weight": READS_MLP,
+    rf"{BLOCK}self_attn\.o_proj\.(?:weight|bias)": ("adds", ""),
+    rf"{BLOCK}(?:mlp\.{EXPERT}down_proj|block_sparse_moe\.experts\.\d+\.w2)\.(?:weight|bias)": ("adds", ""),
     rf"{BLOCK}(?:input|post_attention)_layernorm\.weight": ("norm", ""),
-    rf"{BLOCK}(?:self_attn\.(?:[qkv]_proj\.bias|[qk]_norm\.weight)|mlp\.{EXPERT}(?:gate|up)_proj\.bias)": ("stays", ""),
+    rf"{BLOCK}self_attn\.(?:(?:[qkv]|qkv)_proj\.bias|[qk]_norm\.weight|rotary_emb\.inv_freq)": ("stays", ""),
+    rf"{BLOCK}mlp\.{EXPERT}(?:gate|up|gate_up)_proj\.bias": ("stays", ""),
     r"(?:.+\.)?embed_tokens\.weight": ("embeds", ""),
     r"(?:model\.)?norm\.weight": ("norm", ""),
     r"lm_head\.weight": ("head", ""),
-}  # fmt: skip
+}
 LAST_NORM = r"(?:model\.)?norm\.weight"
 
 
@@ -40,11 +47,11 @@ class Role(NamedTuple):
     """What becomes of a tensor.
 
     Args:
-        kind: Whether it is a norm, embeds tokens, reads the stream, adds to it, or stays.
+        kind: "norm", "embeds" for that of embeddings, "reads" the stream, "adds" to it, or "stays".
         norm: Stored name of the weights of the norm whose outputs it multiplies; empty if there is none.
     """
 
-    kind: Literal["norm", "embeds", "reads", "adds", "stays"]
+    kind: str
     norm: str = ""
 
 
@@ -57,20 +64,24 @@ def roles_of(reader: TensorReader) -> dict[str, Role]:
     names = reader.names()
     last = [name for name in names if re.fullmatch(LAST_NORM, name)]
     if len(last) != 1 or "lm_head.weight" not in names:
+        found = (
+            f"{first_few(last) or 'no norm.weight'} and {'an' if 'lm_head.weight' in names else 'no'} lm_head.weight"
+        )
         raise ModelError(
-            f"{reader.folder} has no norm.weight before an lm_head.weight of its own, so that its hidden states cannot be rotated. "
-            f"Quantize the model as it is."
+            f"Found {found} in {reader.folder}; a rotation needs one norm.weight before an lm_head.weight. Quantize the model as "
+            f"it is."
         )
     roles, unknown = dict[str, Role](), list[str]()
     for name in names:
-        found = ((match, role) for pattern, role in ROLES.items() if (match := re.fullmatch(pattern, name)))
-        match, (kind, norm) = next(found, (None, ("", "")))
-        if match is None:
+        match, role = next(
+            ((m, role) for pattern, role in ROLES.items() if (m := re.fullmatch(pattern, name))), (None, None)
+        )
+        if match is None or role is None:
             unknown.append(name)
-        elif kind == "head":
+        elif role[0] == "head":
             roles[name] = Role("reads", last[0])
         else:
-            roles[name] = Role(kind, f"{match['block']}.{norm}.weight" if norm else "")  # type: ignore[arg-type]
+            roles[name] = Role(role[0], f"{match['block']}.{role[1]}.weight" if role[1] else "")
     unknown += [role.norm for role in roles.values() if role.norm and role.norm not in roles]
     if unknown:
         raise ModelError(
@@ -89,11 +100,19 @@ def rotated_tensors(reader: TensorReader, roles: dict[str, Role]) -> Iterator[tu
         if kind == "norm":
             yield name, torch.ones_like(tensor)
             continue
-        wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        if norm:
-            wide = wide * reader.read([norm])[norm].to(wide)
-        changed = rotated(wide.T).T if kind == "adds" and wide.dim() > 1 else rotated(wide)
-        yield name, changed.to(tensor.dtype).contiguous()
+        factors = reader.read([norm])[norm] if norm else None
+        changed = torch.empty_like(tensor)
+        if kind == "adds":  # all columns of the tensor, or a bias, are hidden states
+            source, target = (
+                tensor.T if tensor.dim() > 1 else tensor[None],
+                changed.T if tensor.dim() > 1 else changed[None],
+            )
+        else:
+            source, target = tensor, changed
+        for a in range(0, len(source), STRIP):  # so that little is in float32 at a time
+            wide = source[a : a + STRIP].to(torch.promote_types(tensor.dtype, torch.float32))
+            target[a : a + STRIP] = rotated(wide if factors is None else wide * factors.to(wide))
+        yield name, changed
 
 
 def rotated(x: Tensor) -> Tensor:

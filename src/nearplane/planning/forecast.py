@@ -55,7 +55,7 @@ NO_BOUND = (
 )
 # least time of searching steps and codes, in multiplications for each weight: what these take longer than integers in
 # benchmarks/speed/solver.py; of other formats it is small
-SEARCHED = {"fp8": 250e3, "fp8-block": 250e3, "mxfp8": 100e3, "nvfp4": 70e3, "mxfp4": 50e3, "coded": 25e3}
+SEARCHED = {"fp8": 30e3, "fp8-block": 20e3, "mxfp8": 10e3, "nvfp4": 3e3, "mxfp4": 10e3, "coded": 15e3}
 LOGITS = 2.0  # times the multiplications of a head that logits and their comparison take: 2 to 2.5 on SmolLM2
 LONG = 3600.0  # seconds from which it is said how a run gets shorter
 FEWER = 64  # windows of such a run at least

@@ -43,7 +43,7 @@ from nearplane.system.files import write_whole
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import RECORD
 from nearplane.system.progress import duration
-from nearplane.system.sizes import size_text
+from nearplane.system.sizes import bytes_in, size_text
 from nearplane.verbs.auto_request import AutoRequest
 from nearplane.verbs.card import card
 from nearplane.verbs.evaluate import evaluate
@@ -268,9 +268,9 @@ def _way(request: AutoRequest) -> _Way:
         RecipeError: Nothing fits, or the runtime does not take the model.
     """
     runtime = request.runtime
-    if request.size is not None:
+    if request.size is not None and runtime in (None, "nearplane", "llama.cpp"):
         return _of_size(request.size, runtime)
-    if runtime is None and request.memory is None:
+    if runtime is None and request.memory is None and request.size is None:
         runtime = _runtime_here()
     if request.bits is not None and runtime == "nearplane":
         rate = float(request.bits)
@@ -296,7 +296,17 @@ def _way(request: AutoRequest) -> _Way:
         mix = _of_memory(str(request.memory), found, runtime)
         if mix is not None:
             return mix
-    if request.memory is not None:
+    if request.size is not None and runtime is not None:
+        limit, least = bytes_in(request.size), min(each.weights or 0 for each in rows)
+        if least > limit:
+            raise RecipeError(
+                f"--size {request.size}: for {runtime}, the smallest has {size_text(least)} of weights. Use more."
+            )
+        if runtime in DEFAULTS and (rows[0].weights or 0) > limit:
+            return _of_size(request.size, runtime)
+        row = next(each for each in rows if (each.weights or 0) <= limit)
+        why = f"which loses least of what has at most {request.size} of weights for {runtime}"
+    elif request.memory is not None:
         row, why = rows[0], f"which loses least of what fits in {size_text(found.limit)}"
     elif request.bits is not None:
         row, why = _of_bits(rows, request.bits, runtime), f"{request.bits} bits as {runtime} reads them"
