@@ -61,6 +61,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"size": "1MB", "runtime": "llama.cpp"}, {"size": "1MB", "format": "gguf"}, "small-1MB-gguf"),
         ({"size": "1MB", "runtime": "vllm"}, {"grid": "int8"}, "small-int8"),
         ({"size": "800KB", "runtime": "vllm"}, {"size": "800KB"}, "small-800KB-vllm"),
+        ({"size": "680KB", "runtime": "vllm"}, {"bits": 3}, "small-int3"),
         ({"size": "800KB", "runtime": "mlx"}, {"size": "800KB"}, "small-800KB-mlx"),
         ({"memory": "1.8MB", "runtime": "mlx"}, {"served_memory": "1.8MB", "context": 1024}, "small-1.8MB-mlx"),
         ({"memory": "1.8MB", "runtime": "vllm"}, {"served_memory": "1.8MB", "context": 1024}, "small-1.8MB-vllm"),

@@ -302,9 +302,10 @@ def _way(request: AutoRequest) -> _Way:
             raise RecipeError(
                 f"--size {request.size}: for {runtime}, the smallest has {size_text(least)} of weights. Use more."
             )
-        if runtime in DEFAULTS and (rows[0].weights or 0) > limit:
+        fitting = [each for each in rows if (each.weights or 0) <= limit]
+        if fitting[0] is not rows[0] and _mixes(fitting, runtime, {"size": request.size}, packed=False):
             return _of_size(request.size, runtime)
-        row = next(each for each in rows if (each.weights or 0) <= limit)
+        row = fitting[0]
         why = f"which loses least of what has at most {request.size} of weights for {runtime}"
     elif request.memory is not None:
         row, why = rows[0], f"which loses least of what fits in {size_text(found.limit)}"
@@ -337,26 +338,32 @@ def _of_size(size: str, runtime: Runtime | None) -> _Way:
     )
 
 
-def _mixes(found: Suggestions, runtime: Runtime, options: Mapping[str, Any]) -> bool:
-    """Return whether a mix of formats can lose less in a memory than the best single one that fits.
+def _mixes(fitting: list[Suggestion], runtime: Runtime, options: Mapping[str, Any], *, packed: bool) -> bool:
+    """Return whether a mix of the formats of a program is possible where these single ones fit.
 
-    The program has to keep all of them packed, as the others take more memory than is counted.
+    Args:
+        fitting: The ways that fit.
+        runtime: The program.
+        options: Options of `quantize` that ask for the mix.
+        packed: Whether the program has to keep all formats packed, as others take more memory than is counted.
     """
-    if runtime not in DEFAULTS or found.cache is None or found.fitting[0] is found.rows[0]:
+    if runtime not in DEFAULTS:
         return False
     recipe = Recipe.from_spellings(**options, runtime=runtime)
-    assert recipe.mix is not None, "a memory asks for a mix"
+    assert recipe.mix is not None, "these options ask for a mix"
     schemes = [offer.scheme for offer in recipe.mix.grouped(DEFAULT_GROUP_SIZES[:1]).offers if offer.scheme is not None]
     formats = [Weights(scheme.number_format, expert=False) for scheme in schemes]
     least = min(each.format.bits for each in formats)
-    packed = all(runtime in packing(recipe.format, each) for each in formats)
-    return packed and any(_bits_of(_mode_of(row, runtime)) >= least for row in found.fitting)
+    kept = not packed or all(runtime in packing(recipe.format, each) for each in formats)
+    return kept and any(_bits_of(_mode_of(row, runtime)) >= least for row in fitting)
 
 
 def _of_memory(memory: str, found: Suggestions, runtime: Runtime) -> _Way | None:
     """Return the way that fills a memory with the formats that a program keeps packed; None if a single one loses as little."""
     options = {"served_memory": memory, "context": found.context}
-    if not _mixes(found, runtime, options):
+    if found.cache is None or found.fitting[0] is found.rows[0]:
+        return None
+    if not _mixes(found.fitting, runtime, options, packed=True):
         return None
     return _Way(
         options=options,
