@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as the verbs set it: MKL reads it when it first computes
-
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from nearplane.system.repeatable import repeatable_products
+
+repeatable_products()  # as the verbs do: MKL reads its mode when it first computes
 
 settings.register_profile(
     "default", max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nearplane.lattice import kernels
+from nearplane.lattice.kernels_torch import State
 from pretended import Pretend
 from pretended_cards import KIND, here
 
@@ -28,12 +29,26 @@ def on_the_cpu(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return launched
 
 
+def fitting_on_the_cpu(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Return a fit of the CPU that takes the state of a descent on one card, as one launch there."""
+
+    def launched(state: State, groups: Sequence[tuple[int, int, int]], EH: Tensor, limits: Any) -> None:
+        here().launches += 1
+        parts = {field.name: getattr(state, field.name) for field in fields(state)}
+        held = {name: each.held for name, each in parts.items() if isinstance(each, Pretend)}
+        kernel(replace(state, **held), groups, EH.held if isinstance(EH, Pretend) else EH, limits)
+
+    return launched
+
+
 @contextmanager
 def compiled() -> Iterator[None]:
-    """Let the card use the kernels of the CPU, which are fast, each as one launch; those that CUDA lacks stay in torch."""
-    made = replace(kernels.KERNELS["cpu"](), fit_steps=None, fit_octaves=None, least_squares=None)
+    """Let the card use the kernels of the CPU, which are fast, each as one launch."""
+    made = kernels.KERNELS["cpu"]()
     own = {field.name: getattr(made, field.name) for field in fields(made)}
     wrapped = replace(made, **{name: on_the_cpu(each) for name, each in own.items() if callable(each)})
+    fits = {name: fitting_on_the_cpu(own[name]) for name in ("fit_steps", "fit_octaves")}
+    wrapped = replace(wrapped, **fits)
     with mock.patch.dict(kernels.KERNELS, {KIND: lambda: wrapped}):
         yield
 
