@@ -31,8 +31,8 @@ STRIP_ROWS = 256  # the errors of a strip, STRIP_ROWS * block * 4 bytes, stay in
 MIN_SEARCHED_WEIGHTS = 10_000  # per thread: a search of fewer weights is not worth a thread
 MIN_ADDED = 1 << 16  # numbers per thread: fewer are not worth a thread
 LOW_UNITS = 2.0**LOW
-# The last bits of float64(n + SHIFT) are those of the integer n, if |n| < 2^51. Processors convert no vectors otherwise.
 MAX_COUNTED = 16  # midpoints that are all compared with a position; among more it is looked up
+# The last bits of float64(n + SHIFT) are those of the integer n, if |n| < 2^51. Processors convert no vectors otherwise.
 SHIFT, SHIFT_BITS, SHIFTED = 1.5 * 2.0**52, 0x4338 << 48, 2.0**51
 
 

@@ -69,7 +69,8 @@ def rotate(request: RotateRequest) -> int:
         )
     if type(model.reader) is not ShardReader:
         raise ModelError(
-            f"The weights of {request.model} are stored in FP8, which cannot be rotated. Use the bf16 model."
+            f"The weights of {request.model} are stored in fewer than 16 bits, in which rotated ones would be rounded anew. Use the "
+            f"model in bfloat16."
         )
     roles = roles_of(model.reader)
     check_architecture(model)
