@@ -40,6 +40,7 @@ from nearplane.system.safetensors_files import (
 )
 
 PIECE = 4 << 20  # bytes that are copied at once
+PORTION = 2 * 10**9  # bytes of tensors that are held and written together, at most, unless one tensor is larger
 
 
 def file_names(count: int) -> list[str]:
@@ -59,6 +60,17 @@ def portions(sizes: Mapping[str, int]) -> list[list[str]]:
         groups[-1].append(name)
         size += each
     return groups
+
+
+def in_portions(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield tensors in portions of at most `PORTION` bytes, in their order; what is larger is a portion of its own."""
+    portion: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if portion and sum(each.nbytes for each in portion.values()) + tensor.nbytes > PORTION:
+            yield portion
+            portion = {}
+        portion[name] = tensor
+    yield portion
 
 
 def files_of(parts: Mapping[str, Mapping[str, Kind]]) -> dict[str, list[str]]:

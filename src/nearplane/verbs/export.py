@@ -31,14 +31,13 @@ from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import CARD, CONFIG
 from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.safetensors_files import TensorReader
-from nearplane.system.shard_writer import ShardWriter
+from nearplane.system.shard_writer import ShardWriter, in_portions
 from nearplane.system.sizes import check_room
 from nearplane.verbs.checkpoint_requests import DENSE, ExportRequest
 from nearplane.verbs.export_integers import move_integers, record_of
 
 log = logging.getLogger("nearplane")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SHARD = 2 * 10**9  # bytes of tensors in memory, at most, unless one tensor is larger
 
 
 @takes(ExportRequest)
@@ -81,7 +80,7 @@ def export(request: ExportRequest) -> int:
     tensors = _with_names_of_files(network, decoded_tensors(source, network))
     with readable_errors(out), place:
         writer = ShardWriter(place.folder, None)
-        for shard in _shards(tensors, DTYPES[dtype], kept):
+        for shard in in_portions(_converted(tensors, DTYPES[dtype], kept)):
             writer.write(shard)
         beside.log_left_out(out)
         beside.copy(place.folder)
@@ -115,11 +114,10 @@ def _with_names_of_files(
         yield from saved.items()
 
 
-def _shards(
+def _converted(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, kept: Collection[str]
-) -> Iterator[dict[str, Tensor]]:
-    """Yield tensors in portions of at most about `SHARD` bytes, floating-point ones in `dtype` unless they are `kept`."""
-    portion: dict[str, Tensor] = {}
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors, floating-point ones in `dtype` unless they are `kept`."""
     for name, tensor in tensors:
         if tensor.is_floating_point():
             if not bool(torch.isfinite(tensor).all()):
@@ -129,11 +127,7 @@ def _shards(
             tensor = tensor if name in kept else tensor.to(dtype)
             if dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
                 raise FormatError(f"{name} has values outside the range of float16. Export to bfloat16 or float32.")
-        if portion and sum(part.nbytes for part in portion.values()) + tensor.nbytes > SHARD:
-            yield portion
-            portion = {}
-        portion[name] = tensor
-    yield portion
+        yield name, tensor
 
 
 def _dense(config: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from nearplane.errors import ModelError, first_line
@@ -29,11 +27,10 @@ from nearplane.system.memory import is_out_of_memory, is_refused
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import CONFIG
 from nearplane.system.safetensors_files import ShardReader, TensorReader
-from nearplane.system.shard_writer import ShardWriter
+from nearplane.system.shard_writer import ShardWriter, in_portions
 from nearplane.system.sizes import check_room
 from nearplane.verbs.rotate_request import RotateRequest
 
-SHARD = 2 * 10**9  # bytes of tensors that are written together, at most, unless one tensor is larger
 # a small network of the same architecture has so many heads, and at most so many of the rest
 HEADS = 4
 SMALL = {
@@ -67,9 +64,9 @@ def rotate(request: RotateRequest) -> int:
             f"The head of {request.model} is a copy of its embeddings, which would have to be rotated in two ways. Quantize the "
             f"model as it is."
         )
-    if type(model.reader) is not ShardReader:
+    if model.stored:
         raise ModelError(
-            f"The weights of {request.model} are stored in fewer than 16 bits, in which rotated ones would be rounded anew. Use the "
+            f"The weights of {request.model} are stored in {model.stored}, in which rotated ones would be rounded anew. Use the "
             f"model in bfloat16."
         )
     roles = roles_of(model.reader)
@@ -80,7 +77,7 @@ def rotate(request: RotateRequest) -> int:
     check_room(out, size, joined=size)
     with readable_errors(out), Unfinished(out, sources=[model.folder]) as place:
         writer = ShardWriter(place.folder, None)
-        for shard in _shards(rotated_tensors(model.reader, roles)):
+        for shard in in_portions(rotated_tensors(model.reader, roles)):
             writer.write(shard)
         beside.log_left_out(out)
         beside.copy(place.folder)
@@ -93,17 +90,6 @@ def rotate(request: RotateRequest) -> int:
             (place.folder / CONFIG).unlink(missing_ok=True)
             raise
     return writer.size
-
-
-def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield tensors in portions of at most about `SHARD` bytes."""
-    portion: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if portion and sum(part.nbytes for part in portion.values()) + tensor.nbytes > SHARD:
-            yield portion
-            portion = {}
-        portion[name] = tensor
-    yield portion
 
 
 @torch.no_grad()

@@ -270,7 +270,7 @@ def test_a_packed_model_does_not_save_and_a_dequantized_one_does(
 def test_an_export_is_a_plain_checkpoint(
     folder: Callable[[str], Path], tmp_path: Path, case: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("nearplane.verbs.export"), "SHARD", 20_000)
+    monkeypatch.setattr(import_module("nearplane.system.shard_writer"), "PORTION", 20_000)
     monkeypatch.setattr("nearplane.system.shard_writer.MAX_FILE", 50_000)
     size = nearplane.export(folder(case), tmp_path / "dense", dtype=dtype)
     shards = sorted(path.name for path in (tmp_path / "dense").glob("*.safetensors"))
@@ -320,7 +320,7 @@ def test_an_export_gets_in_no_ones_way(folder: Callable[[str], Path], tmp_path: 
 
 def test_an_export_that_fails_does_not_load(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewrite(copied, lambda tensors: tensors.update({n: t[:-3] for n, t in tensors.items() if "layers.2.mlp.down" in n}))
-    monkeypatch.setattr(import_module("nearplane.verbs.export"), "SHARD", 50_000)
+    monkeypatch.setattr(import_module("nearplane.system.shard_writer"), "PORTION", 50_000)
     with pytest.raises(FormatError, match=r"layers\.2\.mlp\.down_proj\.weight_coded"):
         nearplane.export(copied, tmp_path / "dense")
     assert not (tmp_path / "dense").exists()
