@@ -21,6 +21,7 @@ from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.errors import ModelError, RecipeError
 from nearplane.record.record_file import read_record
 from nearplane.verbs import auto as module
+from nearplane.verbs import auto_way as way
 from nearplane.verbs import suggest as suggesting
 from nearplane.verbs.auto import choose, is_done
 from nearplane.verbs.auto_request import AutoRequest
@@ -40,7 +41,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NEARPLANE_CACHE", str(tmp_path / "cache"))
     for each in (module, suggesting):
         monkeypatch.setattr(each, "hub_fault", lambda: "the datasets package is missing")
-    monkeypatch.setattr(module, "_runtime_here", lambda: "llama.cpp")
+    monkeypatch.setattr(way, "_runtime_here", lambda: "llama.cpp")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
