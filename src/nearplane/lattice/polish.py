@@ -209,27 +209,13 @@ def descend(
         columns, group = torch.argsort(grid.group, stable=True), group.sort().values
         grid, H = replace(grid, group=grid.group[columns]), H[columns[:, None], columns]
         W, matrix = W[:, columns], QuantizedMatrix(codes=matrix.codes[:, columns], grid=grid)
-    scale, zero = grid.columns_first(W)
-    state = State(
-        group=grid.group,
-        codebook=grid.codebook,
-        scale=scale,
-        zero=zero,
-        codes=matrix.codes.T.clone(memory_format=torch.contiguous_format),
-        E=W.T.clone(memory_format=torch.contiguous_format),
-        H=H,
-        diagonal=torch.where(H.diagonal() > 0, H.diagonal(), torch.inf),
-        gained=W.new_zeros(len(W)),
-        fitted=W.new_zeros(len(W)),
-        moved=torch.zeros((), dtype=torch.bool, device=W.device),
-        groups=_groups(group),
-    )
+    state = state_of(W, matrix, H, _groups(group))
     spans = [(a, min(a + SPAN, len(H))) for a in range(0, len(H), SPAN)] if fit is None else _spans(state.groups)
     rounding = None if fit is None else fit.rounding
     descend_pass = kernels_of(W).descend_pass if fit is None or rounding else None
     if descend_pass is None:
         for a in range(0, len(H), SPAN):
-            state.E[a : a + SPAN] -= in_steps(state, a, a + SPAN).mul_(scale[grid.group[a : a + SPAN]])
+            state.E[a : a + SPAN] -= in_steps(state, a, a + SPAN).mul_(state.scale[grid.group[a : a + SPAN]])
     else:
         ranges = _ranges(state, spans)
     for left in reversed(range(sweeps)):
@@ -245,6 +231,30 @@ def descend(
     codes[:, columns] = state.codes.T
     grid = start.grid if fit is None else fit.grid(state, start.grid)
     return QuantizedMatrix(codes=codes, grid=grid), state.gained.double() + state.fitted.double()
+
+
+def state_of(W: Tensor, matrix: QuantizedMatrix[Grid], H: Tensor, groups: Sequence[tuple[int, int, int]]) -> State:
+    """Return the state of a descent before its first pass, whose E is still the target `W` (out, in).
+
+    Args:
+        W, matrix, H: See `polish`, in one dtype and with the columns of a group adjacent.
+        groups: See `State`.
+    """
+    scale, zero = matrix.grid.columns_first(W)
+    return State(
+        group=matrix.grid.group,
+        codebook=matrix.grid.codebook,
+        scale=scale,
+        zero=zero,
+        codes=matrix.codes.T.clone(memory_format=torch.contiguous_format),
+        E=W.T.clone(memory_format=torch.contiguous_format),
+        H=H,
+        diagonal=torch.where(H.diagonal() > 0, H.diagonal(), torch.inf),
+        gained=W.new_zeros(len(W)),
+        fitted=W.new_zeros(len(W)),
+        moved=torch.zeros((), dtype=torch.bool, device=W.device),
+        groups=groups,
+    )
 
 
 def _groups(group: Tensor) -> list[tuple[int, int, int]]:

@@ -10,8 +10,7 @@ import torch
 from nearplane.lattice import kernels
 from nearplane.lattice.fits import FITS
 from nearplane.lattice.grid import Codebook, QuantizedMatrix
-from nearplane.lattice.kernels_torch import State
-from nearplane.lattice.polish import descend
+from nearplane.lattice.polish import descend, state_of
 from nearplane.lattice.scale import Steps
 from nearplane.lattice.steps_cpu import ROWS, least_squares
 from nearplane.number_formats import number_format
@@ -78,39 +77,27 @@ def test_the_gain_is_the_change_of_the_loss(name, generator):
     assert float(gain.sum()) < -0.1 * float(before.sum())
 
 
-def state_of(name, W, H):
-    """Return a state of a descent on codes that are rounded to nearest, and its fit."""
+def rounded(name, W, H):
+    """Return the state of a descent on codes that are rounded to nearest, and its fit."""
     format = number_format(name)
     steps = Steps(format=format, search="mse", storage=torch.bfloat16, peak=20.0)
     grid, fit = FITS[format.fit](W, H.diagonal().sqrt(), steps)
     codes, values = grid.round(W)
-    scale, zero = grid.columns_first(W)
-    state = State(
-        group=grid.group,
-        codebook=grid.codebook,
-        scale=scale,
-        zero=zero,
-        codes=codes.T.to(torch.int32).contiguous(),
-        E=(W - values).T.contiguous(),
-        H=H,
-        diagonal=torch.where(H.diagonal() > 0, H.diagonal(), torch.inf),
-        gained=W.new_zeros(len(W)),
-        fitted=W.new_zeros(len(W)),
-        moved=torch.zeros((), dtype=torch.bool),
-        groups=[(g, a, a + format.group) for g, a in enumerate(range(0, W.shape[1], format.group))],
-    )
+    groups = [(g, a, a + format.group) for g, a in enumerate(range(0, W.shape[1], format.group))]
+    state = state_of(W, QuantizedMatrix(codes=codes.to(torch.int32), grid=grid), H, groups)
+    state.E -= values.T
     return state, fit(grid)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_rows_do_not_depend_on_each_other_or_on_threads(name, generator):
     W, H = problem(2 * ROWS + 5, generator)
-    whole, fit = state_of(name, W, H)
+    whole, fit = rounded(name, W, H)
     EH = H @ whole.E
     fit.fit(whole, 0, W.shape[1], EH.clone())
     assert bool(whole.moved)
     for part, threads in ((slice(0, ROWS), 1), (slice(3, 4), 1), (slice(ROWS, None), 1), (slice(None), 3)):
-        state, fit = state_of(name, W[part], H)
+        state, fit = rounded(name, W[part], H)
         with threads_of_torch(threads):
             fit.fit(state, 0, W.shape[1], EH[:, part].contiguous())
         for found, expected in ((state.scale, whole.scale), (state.codes, whole.codes), (state.E, whole.E)):
