@@ -29,7 +29,7 @@ OUTSIDE = re.compile(r"\[[^\]]*\]\((?:\.\./)+(?!\w[\w-]*\.(?:md|svg))([^)#]+)\)"
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields):\n((?:    .*\n|\n)+)", re.MULTILINE)
 TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises", "Yields": "Yields"}
 KINDS = {  # heading of the page: what belongs to it
-    "Before a run": ("suggest", "frontier"),
+    "Before a run": ("suggest", "preview", "frontier"),
     "Commands as functions": (
         "auto",
         "quantize",

@@ -38,6 +38,7 @@ HOMES = {  # public names, as in the stub beside this file, which type checkers 
     "export": "nearplane.verbs.export",
     "frontier": "nearplane.verbs.frontier",
     "generate": "nearplane.verbs.generate",
+    "preview": "nearplane.verbs.preview",
     "quantize": "nearplane.verbs.quantize",
     "write_report": "nearplane.verbs.report",
     "rotate": "nearplane.verbs.rotate",

@@ -38,6 +38,7 @@ from nearplane.verbs.evaluate_tasks import evaluate_tasks as evaluate_tasks
 from nearplane.verbs.export import export as export
 from nearplane.verbs.frontier import frontier as frontier
 from nearplane.verbs.generate import generate as generate
+from nearplane.verbs.preview import preview as preview
 from nearplane.verbs.quantize import quantize as quantize
 from nearplane.verbs.report import write_report as write_report
 from nearplane.verbs.rotate import rotate as rotate

@@ -109,32 +109,27 @@ def quantize(
     Args:
         processes: Number of processes on this machine that share the calibration windows. The files are the same with any
             number. On several machines, start nearplane by torchrun or srun.
-        dry_run: Of a mix, measure what formats cost, print the choices for all sizes, and draw the one that was asked for as
-            OUT.svg. No checkpoint is written; with --plan-file the run afterwards does not measure again.
+        dry_run: Make the checks of the run, print what it would write and take, and write no checkpoint. Of a mix, measure what
+            formats cost, print the choices for all sizes, and draw the one that was asked for as OUT.svg; with --plan-file the
+            run afterwards does not measure again.
         json: Print the run record as JSON instead of a summary.
     """
     check_named(request.model, calibration=request.options().get("calibration"))
     check_processes(processes)
     request.check(request.asked())
-    if dry_run and request.asked().mix is None:
-        raise RecipeError("--dry-run shows the choices of a mix. Use --mix, or nearplane auto --dry-run.")
-    figure = Path(f"{request.out}.svg")
-    if dry_run:
-        check_writable(figure.absolute().parent)
+    if dry_run and request.asked().mix is not None:
+        _show_choices(request, processes, json=json)
+        return
     opening(request.model)
     if dry_run:
-        from nearplane import frontier
-        from nearplane.record.mix_summary import mix_figure, mix_lines, mix_table
+        from nearplane import preview
 
         with started(processes):
-            found = frontier(replace(request, progress=bar))
+            expected = preview(replace(request, progress=bar))
         if json:
-            print(as_json(found.fields()))
+            print(as_json(expected.fields()))
         else:
-            table(*mix_table(found))
-            say(mix_lines(found))
-        write_whole(figure, mix_figure(found.formats).encode())
-        say([] if json else [f"the choice by depth is drawn in {figure}"])
+            say(expected.lines())
         return
     from nearplane import quantize as run
     from nearplane.record.summary import summary
@@ -147,6 +142,25 @@ def quantize(
         say(summary(record, Path(request.out)))
     if record.exceeding:
         sys.exit(4)
+
+
+def _show_choices(request: QuantizeRequest, processes: int, *, json: bool) -> None:
+    """Measure what the formats of a mix cost, and print and draw the choices."""
+    figure = Path(f"{request.out}.svg")
+    check_writable(figure.absolute().parent)
+    opening(request.model)
+    from nearplane import frontier
+    from nearplane.record.mix_summary import mix_figure, mix_lines, mix_table
+
+    with started(processes):
+        found = frontier(replace(request, progress=bar))
+    if json:
+        print(as_json(found.fields()))
+    else:
+        table(*mix_table(found))
+        say(mix_lines(found))
+    write_whole(figure, mix_figure(found.formats).encode())
+    say([] if json else [f"the choice by depth is drawn in {figure}"])
 
 
 def refuse_mixed(words: Sequence[str]) -> None:

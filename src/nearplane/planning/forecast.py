@@ -70,6 +70,7 @@ class Forecast:
     Args:
         setting: Memory settings of the run.
         bytes: Upper bound of the memory where it computes; None if that is not known.
+        seconds: Least time, that of multiplications; None: not known, as on a GPU.
         before: Peak of the memory of the process until then, which an earlier run may have had.
         work: Multiplications of each block; empty if they are not known.
         after: Time behind the last block in multiplications: of comparing the predictions on the extra windows.
@@ -79,6 +80,7 @@ class Forecast:
 
     setting: MemorySetting
     bytes: int | None = None
+    seconds: float | None = None
     before: int = 0
     work: tuple[float, ...] = ()
     after: float = 0.0
@@ -143,9 +145,9 @@ def forecast(
         f"{size_text(each.bytes)} of {_memory_of(device, each.place)}{each_one} (while {each.while_})"
         for each in bounds
     )
-    time = ""  # of a GPU it is mostly not that of multiplications
-    if device.on_cpu:
-        time = f" and at least {duration(multiplications(shapes) * seconds_of_a_multiplication())}"
+    # of a GPU it is mostly not that of multiplications
+    seconds = multiplications(shapes) * seconds_of_a_multiplication() if device.on_cpu else None
+    time = "" if seconds is None else f" and at least {duration(seconds)}"
     log.info(f"quantizing takes at most {sizes}{time} for {shapes.all_windows * shapes.seqlen:,} tokens")
     if (states := bounds[0].setting.states) != "device":
         log.info(f"hidden states between blocks lie {'on the host' if states == 'host' else 'on disk'}")
@@ -159,6 +161,7 @@ def forecast(
     return Forecast(
         setting=bounds[0].setting,
         bytes=bounds[0].bytes,
+        seconds=seconds,
         before=before,
         work=work,
         after=shapes.extra * shapes.seqlen * compared,

@@ -82,6 +82,9 @@ def kind_lines(formats: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each kind of layer with the blocks that have each format."""
     for kind, blocks in by_kind(formats).items():
         names = dict.fromkeys(blocks.values())
+        if len(blocks) == 1:
+            yield f"{kind}: {next(iter(names))}"
+            continue
         yield f"{kind}: " + "; ".join(
             f"{name} in {ranges(n for n, each in blocks.items() if each == name)}" for name in names
         )
