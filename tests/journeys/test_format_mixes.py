@@ -9,14 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import nearplane
-from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
+from families import MOE, TEXT_VOCABULARY, add_tokenizer, config_of, random_model
+from model_types import save_type
 from nearplane import RecipeError
 from nearplane.demo import CALIBRATION
 from nearplane.formats.stored import read_matrices
 from nearplane.planning import format_mix
+from nearplane.planning.cache_size import cache_bytes
 from nearplane.planning.mix_size import constant_of
 from nearplane.planning.request import joined_in, open_original
 from nearplane.recipe.recipe import Recipe
+from nearplane.system.safetensors_files import ShardReader
 from nearplane.verbs.evaluate import load_dense
 
 FAST = {"calibration": str(CALIBRATION), "samples": 16, "seqlen": 48, "group_size": 16}
@@ -144,8 +147,6 @@ def test_in_a_dense_model_active_weights_change_nothing_and_it_is_said(model, tm
 
 def bytes_read(out, share):
     """Return the bytes that a decode step reads of a checkpoint, counted from its file: of embeddings a row."""
-    from nearplane.system.safetensors_files import ShardReader
-
     reader, total = ShardReader(out), 0.0
     for name in reader.names():
         size = reader.nbytes(name)
@@ -223,6 +224,105 @@ def test_what_cannot_be_chosen_is_refused_with_what_can(model, tmp_path, options
     with pytest.raises(RecipeError) as refused:
         nearplane.quantize(model, tmp_path / "out", **{"mix": "int3,int4,int8"} | FAST | options)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("arcee", dict(format="mlx", group_size=32), "mlx_lm was not tried with models of type arcee"),
+        ("falcon", {}, "transformers would not load this falcon"),
+        ("llama", dict(format="gptq", runtime="transformers"), "Layers would have different grids"),
+    ],
+)
+def test_what_would_not_load_is_refused_before_anything_is_measured(tmp_path, kind, options, message, monkeypatch):
+    monkeypatch.setattr(format_mix, "calibration_windows", None)
+    save_type(tmp_path / "model", kind, torch.float32, vocab_size=TEXT_VOCABULARY)
+    add_tokenizer(tmp_path / "model")
+    with pytest.raises(RecipeError, match=message):
+        nearplane.quantize(
+            tmp_path / "model", tmp_path / "out", **{"mix": "int4,int8", "bits_per_weight": 5} | FAST | options
+        )
+
+
+@pytest.mark.parametrize("asked", [dict(bits=4, layers={"down_proj": {"bits": 8}}), dict(bits=3.5)])
+def test_grids_of_gptq_that_differ_are_refused_for_transformers_alone(model, tmp_path, asked, caplog):
+    with pytest.raises(RecipeError, match=r"transformers loads gptq of one grid only\. Use --bits with a whole number"):
+        nearplane.quantize(model, tmp_path / "out", format="gptq", runtime="transformers", **FAST | asked)
+    if "layers" in asked:
+        nearplane.quantize(model, tmp_path / "out", format="gptq", **FAST | asked | {"group_size": 32})
+        assert "transformers alone does not" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "asked", [dict(bits=3.5), dict(mix="int4,int8", bits_per_weight=6.5), dict(mix="int4,bf16", bits_per_weight=9)]
+)
+def test_experts_for_mlx_are_alike_in_the_whole_network(tmp_path, asked):
+    """mlx_lm takes one grid for all of them."""
+    folder = saved(tmp_path / "model", "mixtral", **MOE)
+    record = nearplane.quantize(folder, tmp_path / "out", format="mlx", **FAST | asked | {"group_size": 32})
+    assert len({layer.format for layer in record.layers if "experts" in layer.name}) <= 1
+    assert nearplane.verify(tmp_path / "out").faults == ()
+
+
+@pytest.mark.parametrize("limit", [dict(bits_per_weight=16), dict(size="390KB")])
+def test_layers_that_are_fixed_are_quantized_where_the_limit_has_room_for_the_original(model, tmp_path, limit):
+    """Those that are chosen for stay unquantized."""
+    record = nearplane.quantize(
+        model, tmp_path / "out", mix="int4,bf16", layers={"down_proj": {"bits": 4}}, **FAST | limit
+    )
+    assert {layer.name.rpartition(".")[2] for layer in record.layers} == {"down_proj"}
+    assert "size" not in limit or record.folder <= record.mix.spent <= 1.01 * record.folder
+
+
+def read_of_gguf(out):
+    """Return the bytes of the tensors of a GGUF, and those of the embeddings among them."""
+    from gguf import GGUFReader
+
+    sizes = {tensor.name: tensor.n_bytes for tensor in GGUFReader(next(out.glob("*.gguf"))).tensors}
+    return sum(int(size) for size in sizes.values()), int(sizes["token_embd.weight"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_of_a_gguf_count_in_the_type_that_they_get(tmp_path, tied):
+    folder = saved(tmp_path / "model", "llama", hidden_size=256, intermediate_size=256, tie_word_embeddings=tied)
+    asked = FAST | dict(mix="q4_k,q8_0", context=32, group_size=None)
+    memory = nearplane.quantize(folder, tmp_path / "memory", served_memory="1.2MB", **asked)
+    token = nearplane.quantize(folder, tmp_path / "token", size="1.2MB", cost="bytes-per-token", **asked)
+    cache = cache_bytes(open_original(str(folder), Recipe(), trust_remote_code=False), 32)
+    every, _ = read_of_gguf(tmp_path / "memory")
+    assert every + cache == memory.mix.spent
+    every, embeddings = read_of_gguf(tmp_path / "token")
+    row = 0 if tied else embeddings - embeddings // TEXT_VOCABULARY
+    assert every - row + cache == pytest.approx(token.mix.spent, abs=1)
+
+
+def test_embeddings_for_mlx_count_once_and_a_row_of_them_for_a_token(tmp_path):
+    folder = saved(tmp_path / "model", "llama", tie_word_embeddings=False)
+    asked = FAST | dict(
+        mix="int4,int8", format="mlx", group_size=32, context=64, include_embeddings=True, include_head=True
+    )
+    fixed = nearplane.quantize(
+        folder, tmp_path / "out", served_memory="1MB", layers={"embed_tokens|lm_head": {"bits": 4}}, **asked
+    )
+    tensors = sum(map(ShardReader(tmp_path / "out").nbytes, ShardReader(tmp_path / "out").names()))
+    cache = cache_bytes(open_original(str(folder), Recipe(), trust_remote_code=False), 64)
+    assert fixed.mix.spent == tensors + cache
+    one, other = (
+        nearplane.frontier(
+            folder, tmp_path / "none", size="1MB", cost="bytes-per-token", **asked | {"include_embeddings": each}
+        )
+        for each in (True, False)
+    )
+    assert abs(one.mix.spent - other.mix.spent) < 200
+
+
+@pytest.mark.parametrize("apart", [dict(layers={r"\.experts\.": {"bits": 4}}), dict(ignore=[r"\.experts\."])])
+def test_experts_that_are_not_chosen_for_count_by_the_tokens_that_reach_them(experts, tmp_path, apart):
+    asked = FAST | dict(mix="int4,int8", size="1GB", cost="bytes-per-token", context=64, runtime="vllm") | apart
+    record = nearplane.quantize(experts, tmp_path / "out", **asked)
+    model = open_original(str(experts), Recipe(), trust_remote_code=False)
+    found = bytes_read(tmp_path / "out", model.config.num_experts_per_tok / model.config.num_local_experts)
+    assert found + cache_bytes(model, 64) == pytest.approx(record.mix.spent, rel=0.01)
 
 
 def test_a_limit_above_the_largest_choice_is_said(model, tmp_path, caplog):

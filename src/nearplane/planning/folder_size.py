@@ -91,14 +91,22 @@ def tensor_bytes(model: Model, plan: Plan) -> int:
     """
     reader, recipe = model.reader, plan.recipe
     if recipe.files.one_file:
-        types = {layer.written(model.weights): plan.layers[layer.name].number_format.name for layer in model.layers}
-        network = model.config.to_dict()
-        planned = planned_tensors(reader, network, {"types": types, "embeddings": recipe.scheme.dense_ends})
-        factors = sum(each.nbytes for each in rope_factors(network).values())
-        return factors + sum(nbytes(model.folder, *tensor) for tensor in planned.values())
+        factors = sum(each.nbytes for each in rope_factors(model.config.to_dict()).values())
+        return factors + sum(nbytes(model.folder, *tensor) for tensor in tensors_of_gguf(model, plan))
     dense = sum(reader.nbytes(name) for name in reader.names() if name not in model.quantized_names)
     kinds = Counter((layer.shape, plan.layers[layer.name].scheme) for layer in model.layers)
     return dense + sum(count * layer_bytes(recipe, *kind, model.dtype) for kind, count in kinds.items())
+
+
+def tensors_of_gguf(model: Model, plan: Plan) -> list[tuple[str, tuple[int, ...], int]]:
+    """Return (name, shape, type) of every tensor of a GGUF.
+
+    Raises:
+        RecipeError: A GGUF cannot hold a tensor, or the package gguf is not installed.
+    """
+    types = {layer.written(model.weights): plan.layers[layer.name].number_format.name for layer in model.layers}
+    config = {"types": types, "embeddings": plan.recipe.scheme.dense_ends}
+    return [*planned_tensors(model.reader, model.config.to_dict(), config).values()]
 
 
 def layer_bytes(recipe: Recipe, shape: tuple[int, int], scheme: AnyScheme, dtype: torch.dtype) -> int:

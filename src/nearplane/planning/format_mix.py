@@ -21,17 +21,19 @@ from nearplane.calibration.sensitivity import sensitivity
 from nearplane.calibration.stages import first_of_inputs, try_blocks
 from nearplane.calibration.windows import Windows, calibration_windows, check_tokens
 from nearplane.errors import RecipeError, first_few
+from nearplane.models.model import Model
 from nearplane.planning.allocate import choose
 from nearplane.planning.divergences import divergences
 from nearplane.planning.estimates import Losses, estimated
 from nearplane.planning.mix_limit import Spending, quantizes, record_of
 from nearplane.planning.mix_recipe import offers_by_layer, recipe_of
-from nearplane.planning.mix_size import constant_of
+from nearplane.planning.mix_size import cache_of
 from nearplane.planning.mix_units import Unit, costed, misfits, units_of
 from nearplane.planning.mixing import Mixing
 from nearplane.planning.parts import Parts, parts_of
 from nearplane.planning.plan_file import PlanFile
-from nearplane.planning.request import open_for_mix, open_resolved
+from nearplane.planning.rehearsal import check_loads
+from nearplane.planning.request import open_for_mix, open_resolved, quantization_config, resolved
 from nearplane.planning.roundings import offered
 from nearplane.planning.run import Job, Options
 from nearplane.recipe.format_mix import UNQUANTIZED, Offer
@@ -94,6 +96,7 @@ def consider(folder: str, recipe: Recipe, options: Options) -> tuple[Chosen, Win
     """Choose the format of every layer, and write nothing but the file of --plan-file; see `with_mix`."""
     with phase(options.progress, "opening the model"):
         model, settled = open_for_mix(folder, recipe, trust_remote_code=options.trust_remote_code)
+        _check_loads(model, settled)
     windows = calibration_windows(model, settled, options.given, options.device, options.progress)
     check_tokens(model, settled, windows)
     plan = Plan(recipe=settled, layers={})  # nothing is decided of layers yet
@@ -109,6 +112,19 @@ def consider(folder: str, recipe: Recipe, options: Options) -> tuple[Chosen, Win
         return chosen_mix(mixing), windows
 
 
+def _check_loads(model: Model, recipe: Recipe) -> None:
+    """Refuse before any work what transformers would not load, by the first format of the mix if it fits all layers.
+
+    Raises:
+        RecipeError: See `check_loads`.
+    """
+    first = recipe.mix.first if recipe.mix is not None else None
+    if first is None or first.scheme is None or first.word in misfits(model, recipe):
+        return
+    plan = resolved(model, replace(recipe, scheme=first.scheme, activations=first.activations, mix=None))
+    check_loads(model, plan, partial(quantization_config, model, plan))
+
+
 def chosen_mix(mixing: Mixing) -> Chosen:
     """Choose the format of every layer.
 
@@ -118,8 +134,7 @@ def chosen_mix(mixing: Mixing) -> Chosen:
     model, recipe, mix, parts = mixing.model, mixing.recipe, mixing.mix, _parts(mixing)
     for word, (count, reason) in misfits(model, recipe).items():
         log.warning("%s is not possible for %d layers: %s", word, count, reason)
-    if mix.counts_cache:
-        constant_of(model, recipe, mix, (), {})  # raises what is wrong with the cache before anything is measured
+    cache_of(model, mix)  # raises what is wrong with it before anything is measured
     first = first_of_inputs(model, try_blocks(model, parts.moments, mixing.device))
     possible = None if first is None else _possible(mixing, first)  # refused before anything is measured
     losses, positions = _losses(mixing, parts)

@@ -36,7 +36,8 @@ def joined_layers(model: Model, recipe: Recipe, first: Mapping[str, str]) -> lis
     """Return sets of layers that must have one format.
 
     In GGUF and MLX, which hold matrices one by one, and with entropy-coded weights each layer is apart, and all experts of a side
-    are together. Else layers of the same input are together, those that vLLM joins, and all experts of a block, or of the network.
+    are together. Else layers of the same input are together, those that vLLM joins, and all experts of a block. Experts of the
+    network are together where a reader takes one grid for all.
 
     Args:
         model, recipe: The model and its recipe.
@@ -56,8 +57,8 @@ def joined_layers(model: Model, recipe: Recipe, first: Mapping[str, str]) -> lis
         for name, layer in layers.items():
             every = [layer.copies(model.weights)[0]]  # also of blocks that share their weights
             if layer.routed:
-                together = "experts" if recipe.readers.one_grid_for_experts else f"{block.name}.experts"
-                every.append(first[name] if apart else together)
+                in_block = first[name] if apart else f"{block.name}.experts"
+                every.append("experts" if recipe.readers.one_grid_for_experts else in_block)
             elif not apart:
                 joined = joined_in(name)
                 every += [

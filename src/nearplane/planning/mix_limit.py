@@ -11,7 +11,7 @@ from nearplane.errors import RecipeError
 from nearplane.planning.allocate import choose
 from nearplane.planning.folder_size import files_beside
 from nearplane.planning.mix_recipe import formats_of_ends, recipe_of
-from nearplane.planning.mix_size import constant_of, context_of, folder_bytes
+from nearplane.planning.mix_size import cache_of, constant_of, context_of, folder_bytes, gguf_bytes
 from nearplane.planning.mix_units import Unit
 from nearplane.planning.mixing import Mixing
 from nearplane.planning.request import open_resolved
@@ -41,7 +41,9 @@ class Spending:
         mix, model = mixing.mix, mixing.model
         limit, _ = mix.limit
         self._costs = [[round(unit.share * each) for each in unit.bytes] for unit in units]
-        self._exact = mix.size is not None and mix.cost == "file"
+        self._cached = 0  # bytes of the cache beside choices that are sized as files
+        # in a GGUF, the types of embeddings and head follow from the choice
+        self._exact = mix.bits_per_weight is None and (not mix.counts_cache or mixing.recipe.files.block_types)
         self._constant, self._per_unit = 0, 1.0
         weights = sum(unit.share * unit.weights for unit in units)
         if mix.bits_per_weight is not None:
@@ -51,9 +53,13 @@ class Spending:
                 chosen_for = {name for unit in units for name in unit.layers}
                 ends = formats_of_ends(model, mixing.recipe)
                 self._constant = constant_of(model, mixing.recipe, mix, chosen_for, ends)
+            else:
+                self._cached = cache_of(model, mix)
             self._budget = int(limit) - self._constant
         self._smallest = self.total([0] * len(units))
-        largest = self._smallest + self._per_unit * sum(max(row) - min(row) for row in self._costs)
+        largest = self.total(
+            [len(row) - 1 for row in self._costs]
+        )  # the options of a unit are in the order of their bytes
         if limit < self._smallest:
             raise RecipeError(
                 f"{mix.asked} is below the smallest possible choice: {_amount(self._smallest, mix)}. Use at least that much, or "
@@ -69,11 +75,13 @@ class Spending:
             spent = sum(row[pick] for row, pick in zip(self._costs, picks, strict=True))
             return self._per_unit * float(self._constant + spent)
         if not quantizes(mixing, units, picks):  # as in the original; nothing is written then
-            return float(bytes_of_tensors(model) + files_beside(model).size())
+            return float(bytes_of_tensors(model) + self._cached + files_beside(model).size())
         example = record_of(mixing, units, self.unfit, EXAMPLE, EXAMPLE, EXAMPLE, EXAMPLE)
         options = replace(mixing.job.options, mix=example)
         asked = recipe_of(model, mixing.recipe, units, picks, self.unfit)
         other, plan = open_resolved(mixing.folder, asked, trust_remote_code=options.trust_remote_code)
+        if mixing.mix.counts_cache:
+            return float(self._cached + gguf_bytes(other, plan, by_token=mixing.mix.cost != "file"))
         job = replace(mixing.job, model=other, asked=asked, plan=plan, options=options)
         return float(folder_bytes(other, plan, replace(job.record(), folds=model.folds)))  # perhaps fewer in the end
 
@@ -102,9 +110,10 @@ class Spending:
 
 
 def quantizes(mixing: Mixing, units: Sequence[Unit], picks: Sequence[int]) -> bool:
-    """Return whether a choice quantizes a layer."""
-    offers = mixing.mix.offers
-    return any(offers[unit.offers[pick]].scheme is not None for unit, pick in zip(units, picks, strict=True))
+    """Return whether a choice, or --layer, quantizes a layer."""
+    offers, recipe = mixing.mix.offers, mixing.recipe
+    chosen = any(offers[unit.offers[pick]].scheme is not None for unit, pick in zip(units, picks, strict=True))
+    return chosen or any(recipe.pattern_of(layer.name) is not None for layer in mixing.model.layers)
 
 
 def record_of(

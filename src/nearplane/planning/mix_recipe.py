@@ -29,10 +29,14 @@ def offers_by_layer(model: Model, recipe: Recipe, units: Sequence[Unit], picks: 
 
 
 def formats_of_ends(model: Model, recipe: Recipe) -> dict[str, Offer]:
-    """Return the formats of embeddings and head if MLX quantizes them: the widest, as nothing measures what they cost."""
+    """Return the formats of embeddings and head if MLX quantizes them: the widest, as nothing measures what they cost.
+
+    Those that --layer fixes are left out.
+    """
     mix = recipe.mix
     assert mix is not None, NO_MIX
-    ends = [layer for part in (model.embeddings, model.head) if part is not None for layer in part.layers]
+    parts = [part for part in (model.embeddings, model.head) if part is not None]
+    ends = [layer for part in parts for layer in part.layers if recipe.pattern_of(layer.name) is None]
     if recipe.files.block_types:
         return {}  # llama.cpp has a rule of its own
     quantized = [offer for offer in mix.offers if offer.scheme is not None]

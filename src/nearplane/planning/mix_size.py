@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from nearplane.errors import RecipeError
 from nearplane.formats.beside import origin_of
+from nearplane.formats.gguf.gguf_header import nbytes
 from nearplane.formats.gguf.mixes import fitting
 from nearplane.formats.layer_format import GridFormat, config_text
 from nearplane.formats.table import FORMATS
+from nearplane.models.experts import by_expert
 from nearplane.models.kinds import towers
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
@@ -20,6 +23,8 @@ from nearplane.planning.folder_size import (
     files_beside,
     forecast_bytes,
     layer_bytes,
+    tensor_bytes,
+    tensors_of_gguf,
     weight_files,
     with_layers,
 )
@@ -37,6 +42,7 @@ from nearplane.system.shard_writer import size_of_files
 CACHE_MARGIN = 500  # bytes of the scales of a block's cache, with their names in headers and record
 CARD_MARGIN = 300  # characters of a model card for figures that are measured later
 EXAMPLE_HASH = 64 * "0"
+EXPERTS = re.compile(r"(.*\bexperts)\.")  # in stored names, with a number behind it or the name of a tensor of all
 CARD_BYTES = 9999
 # figures of a layer's record with 22 and with 18 characters, which most of them have, or fewer
 LONG_FIGURE, SHORT_FIGURE, ROW_FIGURE = 0.00012345678901234567, 1.2345678901234567, 0.000123456789
@@ -61,8 +67,34 @@ def offered_bytes(model: Model, recipe: Recipe, layer: Layer, offer: Offer) -> i
     return sum(each.nbytes for each in files.empty("", layer.shape, scheme.number_format, model.dtype).values())
 
 
+def share_of(model: Model, layer: Layer) -> float:
+    """Return the share of the tokens that reach a layer: of experts, that of which the router sends to one on average."""
+    if not layer.routed:
+        return 1.0
+    block = next(block for block in model.blocks if layer in block.layers)
+    return min(1.0, reached_experts(model) / len(by_expert([each for each in block.layers if each.routed])))
+
+
+def reached_experts(model: Model) -> int:
+    """Return how many experts of a block a token reaches.
+
+    Raises:
+        RecipeError: config.json does not say it.
+    """
+    counts = [getattr(config, "num_experts_per_tok", None) for config in model.configs()]
+    reached = min((count for count in counts if count), default=None)
+    if reached is None:
+        raise RecipeError(
+            "config.json does not say how many experts a token reaches. Use --weigh stored, and --cost file."
+        )
+    return int(reached)
+
+
 def read_bytes(model: Model, layers: Collection[str]) -> int:
-    """Return the bytes of all tensors but these layers that a decode step reads: of embeddings that are not tied, one row."""
+    """Return the bytes of all tensors but these layers that a decode step reads.
+
+    Of embeddings that are not tied it reads one row, of experts those that it reaches.
+    """
     reader, weights = model.reader, model.weights
     left_out = {name for layer in model.layers if layer.name in layers for name in layer.copies(weights)}
     left_out |= weights.unused.keys()
@@ -70,9 +102,37 @@ def read_bytes(model: Model, layers: Collection[str]) -> int:
     embeddings = None if model.tied else model.network.get_input_embeddings()
     rows = {id(embeddings.weight)} if embeddings is not None else set()
     looked_up = {weights.source_name(name) for name, each in model.network.named_parameters() if id(each) in rows}
-    names = (name for name in reader.names() if name not in left_out and not (aside and name.startswith(aside)))
-    sizes = {name: reader.nbytes(name) for name in names}
-    return sum(size // reader.shape(name)[0] if name in looked_up else size for name, size in sizes.items())
+    names = [name for name in reader.names() if name not in left_out and not (aside and name.startswith(aside))]
+    experts = {name: found[1] for name in names if (found := EXPERTS.match(name)) is not None}
+    numbers: dict[str, set[str]] = {}  # of experts whose matrices are stored one by one
+    for name, stack in experts.items():
+        number = name[len(stack) + 1 :].partition(".")[0]
+        numbers.setdefault(stack, set()).update([number] if number.isdigit() else [])
+    total = 0.0
+    for name in names:
+        size: float = reader.nbytes(name)
+        if name in looked_up:
+            size //= reader.shape(name)[0]
+        elif name in experts:
+            size *= min(1.0, reached_experts(model) / (len(numbers[experts[name]]) or reader.shape(name)[0]))
+        total += size
+    return round(total)
+
+
+def gguf_bytes(model: Model, plan: Plan, *, by_token: bool) -> int:
+    """Return the bytes of a GGUF's tensors, or with `by_token` those that a decode step reads."""
+    if not by_token:
+        return tensor_bytes(model, plan)
+    total, tensors = 0.0, tensors_of_gguf(model, plan)
+    head = any(name == "output.weight" for name, *_ in tensors)
+    for name, shape, kind in tensors:
+        size = float(nbytes(model.folder, name, shape, kind))
+        if name == "token_embd.weight" and head:
+            size /= shape[0]
+        elif "_exps." in name:
+            size *= min(1.0, reached_experts(model) / shape[0])
+        total += size
+    return round(total)
 
 
 def folder_bytes(model: Model, plan: Plan, record: RunRecord) -> int:
@@ -156,6 +216,21 @@ def _as_long(record: RunRecord, sizes: Mapping[str, int], routed: Collection[str
     )
 
 
+def cache_of(model: Model, mix: FormatMix) -> int:
+    """Return the bytes of the cache that counts in a limit.
+
+    Raises:
+        RecipeError: They are not known.
+    """
+    if not mix.counts_cache:
+        return 0
+    if (found := cache_bytes(model, context_of(model, mix))) is None:
+        raise RecipeError(
+            f"The size of the cache of {type(model.network).__name__} is not known. Use --size or --bits-per-weight."
+        )
+    return found
+
+
 def constant_of(
     model: Model, recipe: Recipe, mix: FormatMix, layers: Collection[str], ends: Mapping[str, Offer]
 ) -> int:
@@ -172,22 +247,32 @@ def constant_of(
     """
     if mix.bits_per_weight is not None:
         return 0
-    cache = 0
-    if mix.served_memory is not None or mix.cost != "file":
-        context = context_of(model, mix)
-        if (found := cache_bytes(model, context)) is None:
-            raise RecipeError(
-                f"The size of the cache of {type(model.network).__name__} is not known. Use --size or --bits-per-weight."
-            )
-        cache = found
-    others = [layer for layer in model.layers if layer.name not in layers and recipe.pattern_of(layer.name) is not None]
-    fixed = sum(layer_bytes(recipe, layer.shape, recipe.scheme_of(layer.name), model.dtype) for layer in others)
-    fixed += sum(offered_bytes(model, recipe, layer, ends[layer.name]) for layer in model.layers if layer.name in ends)
-    chosen = {*layers, *ends, *(layer.name for layer in others)}
+    cache = cache_of(model, mix)
+    sizes = {
+        layer.name: offered_bytes(model, recipe, layer, ends[layer.name])
+        for layer in model.layers
+        if layer.name in ends
+    }
+    sizes |= {
+        layer.name: layer_bytes(recipe, layer.shape, recipe.scheme_of(layer.name), model.dtype)
+        for layer in model.layers
+        if layer.name not in layers and recipe.pattern_of(layer.name) is not None
+    }
     if mix.cost != "file":
-        return cache + fixed + read_bytes(model, chosen)
-    replaced = {name for layer in model.layers if layer.name in chosen for name in layer.copies(model.weights)}
-    return cache + fixed + sum(model.reader.nbytes(name) for name in model.reader.names() if name not in replaced)
+        fixed = sum(_read_share(model, layer) * sizes[layer.name] for layer in model.layers if layer.name in sizes)
+        return cache + round(fixed) + read_bytes(model, {*layers, *sizes})
+    replaced = {
+        name for layer in model.layers if layer.name in {*layers, *sizes} for name in layer.copies(model.weights)
+    }
+    dense = sum(model.reader.nbytes(name) for name in model.reader.names() if name not in replaced)
+    return cache + sum(sizes.values()) + dense
+
+
+def _read_share(model: Model, layer: Layer) -> float:
+    """Return the share of a layer's weights that a decode step reads: of embeddings that are not tied, one row."""
+    if model.embeddings is not None and not model.tied and layer in model.embeddings.layers:
+        return 1 / layer.shape[0]
+    return share_of(model, layer)
 
 
 def context_of(model: Model, mix: FormatMix) -> int:

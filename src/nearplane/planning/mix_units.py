@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from nearplane.errors import RecipeError
 from nearplane.formats.gguf.mixes import fitting
 from nearplane.formats.table import FORMATS
-from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.number_formats import BlockType
 from nearplane.planning.estimates import Losses
 from nearplane.planning.joined import joined_layers
-from nearplane.planning.mix_size import offered_bytes
+from nearplane.planning.mix_size import offered_bytes, share_of
 from nearplane.planning.roundings import fits
 from nearplane.recipe.format_mix import FormatMix, Offer
 from nearplane.recipe.readers import Weights
@@ -106,7 +105,7 @@ def _unit(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> Unit | None:
     return Unit(
         layers=tuple(layer.name for layer in layers),
         weights=sum(math.prod(layer.shape) for layer in stored),
-        share=share_of(model, layers) if mix.by_tokens else 1.0,
+        share=share_of(model, layers[0]) if mix.by_tokens else 1.0,
         offers=numbers,
         bytes=sizes,
     )
@@ -142,17 +141,3 @@ def misfits(model: Model, recipe: Recipe) -> dict[str, tuple[int, str]]:
                 count, reason = found.get(offer.word, (0, fault))
                 found[offer.word] = count + 1, reason
     return found
-
-
-def share_of(model: Model, layers: Sequence[Layer]) -> float:
-    """Return the share of the tokens that reach layers: of experts, that of which the router sends to one on average."""
-    if not layers[0].routed:
-        return 1.0
-    counts = [getattr(config, "num_experts_per_tok", None) for config in model.configs()]
-    reached = min((count for count in counts if count), default=None)
-    if reached is None:
-        raise RecipeError(
-            "config.json does not say how many experts a token reaches. Use --weigh stored, and --cost file."
-        )
-    block = next(block for block in model.blocks if layers[0].name in {layer.name for layer in block.layers})
-    return float(min(1.0, reached / len(by_expert([layer for layer in block.layers if layer.routed]))))

@@ -29,7 +29,7 @@ from nearplane.models.model import Model, open_model
 from nearplane.number_formats import BlockType, NumberFormat
 from nearplane.planning.joined import joined_in
 from nearplane.planning.plan import check_budget
-from nearplane.planning.rehearsal import check_loads
+from nearplane.planning.rehearsal import check_loads, check_readers
 from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
@@ -83,9 +83,12 @@ def open_for_mix(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tup
     model = open_original(source, recipe, trust_remote_code=trust_remote_code)
     _check_network(model, recipe)
     recipe = _settled(model, recipe)
-    _check_fusions(
-        model, Plan.of(recipe, [layer.name for layer in model.layers])
-    )  # of what --ignore and --layer set apart
+    plan = Plan.of(recipe, [layer.name for layer in model.layers])  # of what --ignore and --layer set apart
+    _check_fusions(model, plan)
+    assert recipe.mix is not None, "a recipe with a mix"
+    if sum(offer.scheme is not None for offer in recipe.mix.offers) > 1:
+        _refuse_several_grids(recipe)
+    check_readers(model, plan)
     return model, recipe
 
 
@@ -176,7 +179,27 @@ def check_request(model: Model, plan: Plan) -> None:
                 f"another --grid, or leave it unquantized with --ignore."
             )
     check_budget(model, plan)
+    if _has_several_grids(plan):
+        _refuse_several_grids(recipe)
     _check_fusions(model, plan)
+
+
+def _has_several_grids(plan: Plan) -> bool:
+    """Return whether layers have different grids, or may get some by measuring."""
+    return plan.recipe.allocate == "slope" or len({each.number_format for each in plan.layers.values()}) > 1
+
+
+def _refuse_several_grids(recipe: Recipe) -> None:
+    """Refuse grids that differ by layer if the named runtime loads one only.
+
+    Raises:
+        RecipeError: It does.
+    """
+    if recipe.readers.named and recipe.readers.one_grid:
+        raise RecipeError(
+            f"Layers would have different grids, but {recipe.readers.programs[-1].title} loads {recipe.format} of one grid only. "
+            f"Use --bits with a whole number and no --layer with another, or --runtime gptqmodel or vllm."
+        )
 
 
 def _check_fusions(model: Model, plan: Plan) -> None:
@@ -311,8 +334,8 @@ def rehearse(model: Model, plan: Plan, windows: Windows, device: Device) -> dict
     Raises:
         ModelError, RecipeError: The run cannot succeed; the message names the block or layer and an alternative.
     """
-    looks, recipe = {} if windows.fitted is None else try_blocks(model, windows.fitted, device), plan.recipe
-    if recipe.readers.one_grid and (recipe.layers or recipe.allocate == "slope"):
+    looks = {} if windows.fitted is None else try_blocks(model, windows.fitted, device)
+    if plan.recipe.readers.one_grid and _has_several_grids(plan):
         logger.warning(
             "Only GPTQModel, vLLM and SGLang read GPTQ checkpoints whose layers have different grids; transformers alone does not."
         )
