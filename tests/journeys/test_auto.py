@@ -165,7 +165,9 @@ def test_it_asks_once_and_needs_a_terminal_for_that(
 ) -> None:
     """Without one --yes is needed; an answer but yes does nothing."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("no\n"))
-    with pytest.raises(RecipeError, match=r"auto asks before it works, but its input is no terminal. Add --yes."):
+    with pytest.raises(
+        RecipeError, match=r"auto asks before it works, but its input is no terminal\. Add --yes, or --dry-run"
+    ):
         app(["auto", str(model)], exit_on_error=False, result_action="return_value")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     app(["auto", str(model)], exit_on_error=False, result_action="return_value")

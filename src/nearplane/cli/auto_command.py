@@ -42,7 +42,9 @@ def auto(request: Annotated[AutoFlags, Flat], *, yes: Switch = False, dry_run: S
     """
     request.check()
     if not (yes or dry_run or sys.stdin.isatty()):
-        raise RecipeError("auto asks before it works, but its input is no terminal. Add --yes.")
+        raise RecipeError(
+            "auto asks before it works, but its input is no terminal. Add --yes, or --dry-run to see the plan."
+        )
     opening(request.model)
     from nearplane.verbs.auto import carry_out, choose
 

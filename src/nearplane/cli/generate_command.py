@@ -15,7 +15,7 @@ from nearplane.cli.flags import DeviceFlag, Flat, Hidden, Switch
 from nearplane.cli.printing import as_json, opening
 from nearplane.cli.streams import refuse_unread
 from nearplane.errors import printable
-from nearplane.system.sizes import size_text
+from nearplane.system.sizes import counted, size_text
 from nearplane.verbs.generate_request import GenerateRequest, Say
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class GenerateFlags(GenerateRequest):
 
 
 def generate(request: Annotated[GenerateFlags, Flat], *, compare: str | None = None, json: Switch = False) -> None:
-    """Continue the text PROMPT with MODEL, or let a chat model answer it, and print the new text piece by piece.
+    """Continue the text PROMPT with MODEL, or let a chat model answer it; print PROMPT and the new text piece by piece.
 
     If the tokenizer of MODEL has a chat template, PROMPT is the message of a user; else it is continued as it is.
     Afterwards the error stream says the time to the first token, the tokens per second, and the memory of the weights.
@@ -108,4 +108,4 @@ def first_difference(text: str, other: str) -> str:
     same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
     word = text.rfind(" ", 0, same) + 1
     ends = (repr(each[word : same + DIFFERENT_LETTERS]) for each in (text, other))
-    return f"── the same for {same} characters, then {' instead of '.join(ends)}"
+    return f"── the same for {counted(same, 'character')}, then {' instead of '.join(ends)}"

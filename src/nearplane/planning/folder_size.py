@@ -125,6 +125,15 @@ def layer_bytes(recipe: Recipe, shape: tuple[int, int], scheme: AnyScheme, dtype
     return out * columns * format.bits // 8 + out * format.groups(columns) * steps
 
 
+def bytes_of_ends(model: Model) -> int:
+    """Return the bytes of the embeddings and the head in the files of a model."""
+    network, reader = model.network, model.reader
+    ends = (network.get_input_embeddings(), network.get_output_embeddings())
+    numbers = {id(each.weight) for each in ends if each is not None}
+    names = {model.weights.source_name(name) for name, each in network.named_parameters() if id(each) in numbers}
+    return sum(reader.nbytes(name) for name in reader.names() if name in names)
+
+
 def files_beside(model: Model) -> Beside:
     """Return the files beside the weights that a checkpoint of a model gets."""
     return Beside(source=model.folder, trust_remote_code=model.trust_remote_code, vocabulary=model.vocabulary)

@@ -148,7 +148,8 @@ def forecast(
     # of a GPU it is mostly not that of multiplications
     seconds = multiplications(shapes) * seconds_of_a_multiplication() if device.on_cpu else None
     time = "" if seconds is None else f" and at least {duration(seconds)}"
-    log.info(f"quantizing takes at most {sizes}{time} for {shapes.all_windows * shapes.seqlen:,} tokens")
+    extra = f" and {shapes.extra * shapes.seqlen:,} extra ones" if shapes.extra else ""
+    log.info(f"quantizing takes at most {sizes}{time} for {windows.count * shapes.seqlen:,} calibration tokens{extra}")
     if (states := bounds[0].setting.states) != "device":
         log.info(f"hidden states between blocks lie {'on the host' if states == 'host' else 'on disk'}")
     widest, seqlen = max(layer.shape[1] for layer in model.layers), windows.seqlen

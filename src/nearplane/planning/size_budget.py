@@ -21,11 +21,13 @@ from nearplane.formats.gguf.mixes import fitting
 from nearplane.formats.layer_format import METHOD, Quantized, config_text
 from nearplane.formats.native import Native
 from nearplane.formats.table import FORMATS
+from nearplane.models.kinds import has_head
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
 from nearplane.number_formats import TYPES, BlockType, NumberFormat
 from nearplane.planning.allocate import MIN_RATE
 from nearplane.planning.folder_size import (
+    bytes_of_ends,
     files_beside,
     layer_entry,
     max_record_bytes,
@@ -41,6 +43,7 @@ from nearplane.record.record import RunRecord
 from nearplane.system.matmul_choice import Library
 from nearplane.system.paths import CONFIG
 from nearplane.system.safetensors_files import INDEX, index_text, shard_size
+from nearplane.system.sizes import size_text
 
 SIZE_MARGIN = 0.001  # relative distance between the bytes that a run aims at and the size that was asked for
 
@@ -75,10 +78,11 @@ def budget_of(model: Model, recipe: Recipe) -> float:
             for bits in (MIN_RATE, 7)
         )
         if not MIN_RATE <= rate <= 7:
+            left = f"{rate:.2f} bits for each of" if rate > 0 else "nothing for"
             raise RecipeError(
                 f"--size {recipe.scheme.size} is {size:,} bytes, of which about {overhead:,} are not quantized. This leaves "
-                f"{rate:.2f} bits for each of {weights:,} weights. Use {smallest:,} to {largest:,} bytes (0.5 to 7 bits per "
-                "weight)."
+                f"{left} {weights:,} weights. Use {smallest:,} to {largest:,} bytes (0.5 to 7 bits per weight)"
+                f"{_or_with_ends(model) if rate < MIN_RATE else ''}."
             )
     least = 8 * sum(16 + 3 * layer.shape[1] / 8 for layer in layers) / weights  # header, and exponents of steps
     if rate < least:
@@ -87,6 +91,13 @@ def budget_of(model: Model, recipe: Recipe) -> float:
             f"larger --rate or --size, or leave small layers unquantized with --ignore."
         )
     return rate
+
+
+def _or_with_ends(model: Model) -> str:
+    """Return the rest of a sentence: that embeddings and head can be quantized, too; empty where they are."""
+    if model.embeddings is not None or not has_head(model.network):
+        return ""
+    return f", or quantize embeddings and head, {size_text(bytes_of_ends(model))} of it, with --include-embeddings --include-head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,7 +135,7 @@ def mix_table(found: Frontier) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         )
         for size in found.sizes
     ]
-    return ("bits per weight", "layers", "KL predicted", "formats"), rows
+    return ("bits per weight", "size of layers", "KL predicted", "layers by format"), rows
 
 
 def mix_lines(found: Frontier) -> Iterator[str]:

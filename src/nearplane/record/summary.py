@@ -30,7 +30,7 @@ LEGEND = {  # of the columns of `layer_table`
     "nearest/this": "loss of rounding to nearest on the same grid / loss of these codes",
     "nearest/extra": "the same on the extra windows",
     "bound/this": "worst-case (Babai) bound of the loss / loss of these codes; - where there is none, as with nvfp4 and mxfp4, "
-    "and after tuning",
+    "after tuning, and where it holds for less than half of the rows, as others clip",
     "clipped %": "codes that the solver would have put outside the grid",
     "above limit": "bits per weight above the limit for Gaussian weights at this loss",
     "correction": "part of the full correction for errors of earlier layers, 0 to 1",
@@ -163,7 +163,7 @@ GRID_COLUMNS: dict[str, Callable[[LayerRecord], str]] = {
     "relative loss": lambda x: _power(x, x.relative_loss),
     "nearest/this": lambda x: _ratio(x, x.nearest_loss, x.loss),
     "nearest/extra": lambda x: _ratio(x, x.extra_nearest_loss, x.extra_loss),
-    "bound/this": lambda x: _ratio(x, x.worst_case, x.damped_loss),
+    "bound/this": lambda x: "-" if x.clipped_rows > 0.5 else _ratio(x, x.worst_case, x.damped_loss),
     "clipped %": lambda x: f"{100 * x.clipped:.2f}",
     "above limit": lambda x: three_places(x.above_limit),
     "correction": lambda x: f"{x.correction:.2f}",

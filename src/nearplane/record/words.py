@@ -71,7 +71,9 @@ def for_one_program(record: RunRecord) -> Iterator[str]:
 def in_words(record: RunRecord) -> str:
     """Return the KL on the extra windows on a scale in words."""
     assert record.extra_kl is not None, "the record has no KL"
-    advice = "more --samples or more bits make" if record.tuning else "more --samples, more bits or nearplane tune make"
+    more = "more bits" if record.recipe.scheme.limit is None else "a larger --size"
+    tunes = record.tuning is None and record.recipe.scheme.limit is None  # else its record would be longer
+    advice = f"more --samples, {more} or nearplane tune make" if tunes else f"more --samples or {more} make"
     word = word_for(record.extra_kl)
     return word if record.extra_kl <= SMALL else f"{word}; {advice} it smaller"
 

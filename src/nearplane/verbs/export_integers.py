@@ -221,7 +221,7 @@ def _held(stored: Stored, name: str, layers: LayerFormat) -> Held:
     """
     number_format, matrix = stored.number_format(name), stored.matrix(name, stored.tensors(name))
     if not isinstance(matrix.grid, Grid):
-        raise FormatError(f"{name} is entropy-coded, and no other format stores such codes.")
+        raise FormatError(f"{name} is entropy-coded, and no grid holds such codes.")
     if not torch.equal(matrix.grid.group, consecutive(matrix.codes.shape[1], number_format.group)):
         raise FormatError(f"{name}: its groups are not runs of neighbouring inputs (act-order).")
     held = layers.held(matrix, number_format)

@@ -17,7 +17,7 @@ from nearplane.models.described import open_described
 from nearplane.models.kinds import continues_text
 from nearplane.models.model import Model
 from nearplane.planning.cache_size import DEFAULT_CONTEXT, cache_bytes
-from nearplane.planning.folder_size import tensor_bytes
+from nearplane.planning.folder_size import bytes_of_ends, tensor_bytes
 from nearplane.planning.modes import ENERGY, MODES, Loss, Mode
 from nearplane.planning.rehearsal import check_readers
 from nearplane.planning.request import check_request, resolved, types_of_blocks
@@ -30,7 +30,7 @@ from nearplane.system.sizes import SIZE_UNITS, size_text
 from nearplane.verbs.suggest_request import SuggestRequest
 
 GOOD_LOSS = 1.05  # KL as a multiple of that of 4 bits
-SHORT = 8  # a context below an eighth of what was asked for is not advised
+SHORT = 128  # a shorter context is not advised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +258,11 @@ def _remedy(model: Model, rows: list[Suggestion], limit: int, context: int, cach
         smallest += (
             f" and loses {least.loss.mean / good.loss.mean:.2g} times as much as {good.options}, {size_text(needed)}"
         )
-    if shorter * SHORT >= context:
+    if shorter >= SHORT:
         enough += f", --context {shorter}"
+    ends = bytes_of_ends(model)
+    if any("rate" in row.options for row in possible) and 2 * ends > (least.memory or 0) - cache:
+        enough += f", or --rate 3.125 --include-embeddings --include-head, which quantizes {size_text(ends)} more of the model,"
     return f"Nothing fits in {size_text(limit)}: {smallest}. Use {enough} or a smaller model."
 
 
