@@ -127,6 +127,7 @@ class ExportFlags(ExportRequest):
 
     source: Annotated[Path, Parameter(name="out")]
     out: Annotated[Path, Parameter(name="folder")]
+    progress: Annotated[Progress, Hidden]
 
 
 def export(request: Annotated[ExportFlags, Flat], *, json: Switch = False) -> None:

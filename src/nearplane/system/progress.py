@@ -139,6 +139,11 @@ class Seen:
         return next(self._items)
 
 
+def by_item(progress: Progress, items: Sequence[Any], label: str) -> Iterator[Any]:
+    """Pass items through and show how many are done; a loop that ends soon has no line in a log."""
+    return shown(progress, Tracked(items, label, len(items), short=False), label, len(items))
+
+
 def shown(progress: Progress, items: Iterable[Any], label: str, total: int) -> Iterator[Any]:
     """Show the progress of a loop; errors of the display are marked as the caller's, unless the items raised them.
 

@@ -85,6 +85,7 @@ class ExportRequest:
         dtype: Dtype of all weights, only with safetensors. Default: bfloat16 for decoded weights, and every other tensor keeps
             its own.
         trust_remote_code: Run model code that comes with the checkpoint, and copy it.
+        progress: Display that wraps the iterators over layers and tensors.
     """
 
     source: str | Path
@@ -94,6 +95,7 @@ class ExportRequest:
     runtime: Runtime | None = None
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     trust_remote_code: bool = False
+    progress: Progress = bar
 
     def check(self) -> None:
         """Refuse what can be refused without torch."""

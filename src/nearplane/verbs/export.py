@@ -29,6 +29,7 @@ from nearplane.system.arguments import takes
 from nearplane.system.files import write_whole
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import CARD, CONFIG
+from nearplane.system.progress import Tracked, shown
 from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.safetensors_files import TensorReader
 from nearplane.system.shard_writer import ShardWriter, in_portions
@@ -70,14 +71,23 @@ def export(request: ExportRequest) -> int:
             )
         raise RecipeError(f"{source} is not quantized: its weights are dense already. Copy the folder instead.")
     if request.format != DENSE:
-        return move_integers(source, out, request.format, request.runtime, trust_remote_code=trust_remote_code)
+        return move_integers(
+            source,
+            out,
+            request.format,
+            request.runtime,
+            trust_remote_code=trust_remote_code,
+            progress=request.progress,
+        )
     stored, place = Stored(source), Unfinished(out, sources=[source])
     kept = set(stored.rest()) if request.dtype is None else set()
     dtype = request.dtype or "bfloat16"
     network = empty_network(source, trust_remote_code=trust_remote_code, reader=stored.reader)
     size = _dense_bytes(network, stored.reader, DTYPES[dtype], kept)
     check_room(out, size, joined=size)
-    tensors = _with_names_of_files(network, decoded_tensors(source, network))
+    count = len([*stored.names(), *stored.rest()])
+    decoded = Tracked(decoded_tensors(source, network), "decoding", count, short=False)
+    tensors = _with_names_of_files(network, shown(request.progress, decoded, "decoding", count))
     with readable_errors(out), place:
         writer = ShardWriter(place.folder, None)
         for shard in in_portions(_converted(tensors, DTYPES[dtype], kept)):

@@ -47,6 +47,7 @@ from nearplane.recipe.schemes import AnyScheme, GridScheme
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import read_record
 from nearplane.system.paths import RECORD
+from nearplane.system.progress import Progress, by_item, silent
 from nearplane.system.sizes import check_room
 
 log = logging.getLogger("nearplane")
@@ -68,12 +69,18 @@ class Trial:
 
 
 def move_integers(
-    source: Path, out: Path, format: str, runtime: Runtime | None = None, *, trust_remote_code: bool
+    source: Path,
+    out: Path,
+    format: str,
+    runtime: Runtime | None = None,
+    *,
+    trust_remote_code: bool,
+    progress: Progress = silent,
 ) -> int:
     """Write the checkpoint in `source` in another format, with equal values; return the bytes of its weight files.
 
     Args:
-        source, out, format, runtime, trust_remote_code: See `export`.
+        source, out, format, runtime, trust_remote_code, progress: See `export`.
 
     Raises:
         RecipeError: The format cannot hold a layer exactly, or its readers would not load the checkpoint.
@@ -84,7 +91,7 @@ def move_integers(
         raise RecipeError(f"{source} has the format {format} already. Copy the folder, or choose another --format.")
     model = _opened(source, stored, trust_remote_code=trust_remote_code)
     record = record_of(source, "The new folder has no run record: %s")
-    trial = _tried(source, stored, model, format, readers_of(cast(Format, format), runtime))
+    trial = _tried(source, stored, model, format, readers_of(cast(Format, format), runtime), progress)
     model.dtype = trial.dtype  # that of steps, where they have the model's
     recipe = _recipe(record, model, format, trial.formats, runtime)
     if record is not None and recipe.scheme.rows_compensate != record.recipe.scheme.rows_compensate:
@@ -114,9 +121,9 @@ def move_integers(
         if record is not None:
             record = replace(record, recipe=recipe)
             container.room = max_record_bytes(record)
-        _write(stored, model, container)
+        _write(stored, model, container, progress)
         read = Stored(container.folder, unfinished=container.config)
-        _compare(stored, read)
+        _compare(stored, read, progress)
         if record is None:
             container.record_json = ""
         else:
@@ -162,7 +169,7 @@ def _opened(source: Path, stored: Stored, *, trust_remote_code: bool) -> Model:
     return model
 
 
-def _tried(source: Path, stored: Stored, model: Model, format: str, readers: Readers) -> Trial:
+def _tried(source: Path, stored: Stored, model: Model, format: str, readers: Readers, progress: Progress) -> Trial:
     """Pack every layer as the new format would, without writing it.
 
     Steps are stored in the dtype that the format gives them in this model, or else in float16 or float32 if that holds all.
@@ -174,7 +181,7 @@ def _tried(source: Path, stored: Stored, model: Model, format: str, readers: Rea
     dtypes = {layers.scale_dtype(dtype): dtype for dtype in (torch.float32, torch.float16, model.dtype)}
     possible = list(dict.fromkeys(map(layers.scale_dtype, (model.dtype, torch.float16, torch.float32))))
     usual = possible[0]
-    for layer in model.layers:
+    for layer in by_item(progress, model.layers, f"trying {format}"):
         name = layer.written(model.weights)
         try:
             held = _held(stored, name, layers)
@@ -280,7 +287,7 @@ def _dtype_of_embeddings(model: Model) -> str:
     return model.reader.dtype(model.weights.source_name(f"{name}.weight")).lower()
 
 
-def _write(stored: Stored, model: Model, container: Container) -> None:
+def _write(stored: Stored, model: Model, container: Container, progress: Progress) -> None:
     """Write all blocks: quantized layers as the new format holds them, all other tensors as they are."""
 
     def add(layers: Iterable[Layer]) -> None:
@@ -289,14 +296,14 @@ def _write(stored: Stored, model: Model, container: Container) -> None:
             container.add(name, _held(stored, name, container.layers).matrix)
 
     add(() if model.embeddings is None else model.embeddings.layers)
-    for index, block in enumerate(model.blocks):
+    for index, block in enumerate(by_item(progress, model.blocks, "writing blocks")):
         add(block.layers)
         container.close_block(model.reader.read(model.unquantized(index)))
     add(() if model.head is None else model.head.layers)
     container.close_block(model.reader.read(model.unquantized()))
 
 
-def _compare(stored: Stored, read: Stored) -> None:
+def _compare(stored: Stored, read: Stored, progress: Progress) -> None:
     """Compare all weights in the new files with those that they were made from.
 
     Raises:
@@ -304,7 +311,9 @@ def _compare(stored: Stored, read: Stored) -> None:
     """
     missing = sorted(set(stored.names()) ^ set(read.names()))
     differing = missing or (
-        name for name in stored.names() if not torch.equal(_values(stored, name), _values(read, name))
+        name
+        for name in by_item(progress, [*stored.names()], "reading back")
+        if not torch.equal(_values(stored, name), _values(read, name))
     )
     for name in differing:
         raise FormatError(f"{name} reads back differently. This is a fault of nearplane: please report it.")

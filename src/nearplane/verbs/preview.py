@@ -21,6 +21,7 @@ from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.preview_summary import Preview
 from nearplane.system.arguments import takes
+from nearplane.system.progress import phase
 from nearplane.verbs.follow import on_all_ranks
 from nearplane.verbs.quantize import on_folder
 from nearplane.verbs.quantize_request import QuantizeRequest
@@ -43,7 +44,8 @@ def preview(request: QuantizeRequest) -> Preview:
 
 def _previewed(folder: str, out: Path, recipe: Recipe, options: Options) -> Preview:
     """Return what `quantize_folder` would do."""
-    model, settled = open_resolved(folder, recipe, trust_remote_code=options.trust_remote_code)
+    with phase(options.progress, "opening the model"):
+        model, settled = open_resolved(folder, recipe, trust_remote_code=options.trust_remote_code)
     check_disk(out, model, settled)
     say_types(model, settled)
     remote, like = options.trust_remote_code, options.like
@@ -52,7 +54,8 @@ def _previewed(folder: str, out: Path, recipe: Recipe, options: Options) -> Prev
     check_tokens(model, settled.recipe, windows)
     if settled.recipe.files.one_file:
         check_tokens_in_file(container, model, windows)
-    expected = forecast(model, settled, windows, options.device, options.limits)
+    with phase(options.progress, "trying one window in a block of each kind"):
+        expected = forecast(model, settled, windows, options.device, options.limits)
     weights = {layer.name: math.prod(layer.shape) for layer in model.layers}
     schemes = {name: settled.layers[name].scheme for name in weights}
     size = sum(layer_bytes(settled.recipe, layer.shape, schemes[layer.name], model.dtype) for layer in model.layers)

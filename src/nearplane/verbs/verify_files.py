@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nearplane.calibration.cache_scales import cache_tensors
 from nearplane.errors import FormatError, ModelError, printable
@@ -23,7 +22,7 @@ from nearplane.record.contradictions import contradictions, tuning_contradiction
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.system.files import digest_of, sha256
 from nearplane.system.paths import CONFIG, RECORD
-from nearplane.system.progress import Progress, Tracked, shown
+from nearplane.system.progress import Progress, by_item
 
 REPOSITORY_FILES = ("README", "LICENSE", "LICENCE", ".")  # beginnings of names of files that repositories add
 
@@ -58,11 +57,6 @@ def sound_files(folder: Path, record: RunRecord, progress: Progress, faults: lis
     return stored if len(sound) == len(record.layers) else None
 
 
-def _shown(progress: Progress, items: Sequence[Any], label: str) -> Iterable[Any]:
-    """Pass items through and show the progress."""
-    return shown(progress, Tracked(items, label, len(items), short=False), label, len(items))
-
-
 def _hashes(folder: Path, record: RunRecord, progress: Progress) -> Iterator[Fault]:
     """Compare every file with its recorded hash."""
     if (digest := digest_of((folder / RECORD).read_text(encoding="utf-8"))) != record.digest:
@@ -71,7 +65,7 @@ def _hashes(folder: Path, record: RunRecord, progress: Progress) -> Iterator[Fau
     for name in sorted(existing - record.files.keys()):
         if not name.startswith(REPOSITORY_FILES):
             yield Fault(name, "the record does not list this file")
-    for name, expected in _shown(progress, [*record.files.items()], "hashing files"):
+    for name, expected in by_item(progress, [*record.files.items()], "hashing files"):
         if name not in existing:
             yield Fault(name, "the file is missing")
         elif (digest := sha256(folder / name)) != expected:
@@ -151,7 +145,7 @@ def _layers(stored: Stored, record: RunRecord, sound: set[str], progress: Progre
     for name in stored_names:
         if name not in known:
             yield Fault(name, f"{RECORD} does not list this quantized layer")
-    for layer in _shown(progress, record.layers, "checking layers"):
+    for layer in by_item(progress, record.layers, "checking layers"):
         if layer.stored not in stored_names:
             yield Fault(layer.name, f"the weight files have no tensors named {layer.stored}")
             continue
