@@ -66,7 +66,7 @@ EQUAL, LOSS = 0.999, 1e-4  # share of equal codes, and relative difference of lo
 SCHEMES = {
     "4 bits": GridScheme(bits=4, group_size=32),
     "3 bits, asymmetric": GridScheme(bits=3, group_size=32, symmetric=False),
-    "nvfp4": GridScheme(grid="nvfp4", two_sided=False),
+    "nvfp4": GridScheme(grid="nvfp4"),
     "q4_k": BlockScheme(grid="q4_k"),
     "rate 3": RateScheme(rate=3.0),
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
-from nearplane.number_formats import E2M1, ENTROPY_CODED_FORMAT, NumberFormat, find_format, integers
+from nearplane.number_formats import ENTROPY_CODED_FORMAT, NumberFormat, find_format, integers
 from nearplane.recipe.file_formats import FileFormat, Format
 from nearplane.system.arguments import check_fields, whole, within
 from nearplane.system.sizes import bytes_in
@@ -114,10 +114,8 @@ class Scheme:
 
     @property
     def rows_compensate(self) -> bool:
-        """Whether rows compensate each other's errors, so that they are rounded together; the default for four-bit floats."""
-        if (asked := getattr(self, "two_sided", None)) is not None:
-            return bool(asked)
-        return self.calibrated and self.number_format.levels == E2M1
+        """Whether rows compensate each other's errors, so that they are rounded together."""
+        return bool(getattr(self, "two_sided", False))
 
     def check_allocation(self, allocate: Allocation | None, files: FileFormat) -> None:
         """Refuse a distribution of bits over layers that such weights cannot have in files of this format."""

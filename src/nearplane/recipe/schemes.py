@@ -11,7 +11,7 @@ from math import ceil, gcd
 from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
-from nearplane.number_formats import E2M1, TYPES, NumberFormat, find_format, integers, number_format
+from nearplane.number_formats import TYPES, NumberFormat, find_format, integers, number_format
 from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
 from nearplane.recipe.rate_scheme import MAX_RATE, RateScheme
@@ -43,7 +43,7 @@ class GridScheme(Scheme):
         minimum: Whether every group has a real-valued minimum in place of a zero point, as MLX stores it.
         scale: Choice of the steps: minmax uses the range of the weights; mse searches the step with the smallest p-norm error.
         two_sided: Whether rows compensate each other's errors too, weighted by the network's gradients, and not only columns.
-            Needs a backward pass. No bound of a sweep holds for such codes. Default: true for nvfp4 and mxfp4, else false.
+            Needs a backward pass and up to 2.4 times the time. No bound of a sweep holds for such codes. Default: false.
     """
 
     grid: str | None = None
@@ -54,7 +54,7 @@ class GridScheme(Scheme):
     scale: Scale = "mse"
     polish: int | None = None
     rounds: int | None = None
-    two_sided: bool | None = None
+    two_sided: bool = False
     include_head: bool = False
     include_embeddings: bool = False
 
@@ -75,9 +75,6 @@ class GridScheme(Scheme):
         check_fields(self, "symmetric", "minimum", "scale", "two_sided", "include_head", "include_embeddings")
         if self.minimum:
             object.__setattr__(self, "symmetric", False)
-        if self.two_sided is None:
-            floats = self.grid is not None and number_format(self.grid).levels == E2M1
-            object.__setattr__(self, "two_sided", self.calibrated and floats)
         if self.two_sided and not self.calibrated:
             raise RecipeError(f"two_sided needs calibration, but solver {self.solver!r} uses none.")
         if self.two_sided and self.grid is not None and number_format(self.grid).rows > 1:

@@ -29,8 +29,8 @@ LEGEND = {  # of the columns of `layer_table`
     "relative loss": "lost share of the layer's outputs on the calibration tokens, by this layer alone",
     "nearest/this": "loss of rounding to nearest on the same grid / loss of these codes",
     "nearest/extra": "the same on the extra windows",
-    "bound/this": "worst-case (Babai) bound of the loss / loss of these codes; - where there is none, as with nvfp4 and mxfp4, "
-    "after tuning, and where it holds for less than half of the rows, as others clip",
+    "bound/this": "worst-case (Babai) bound of the loss / loss of these codes; - where there is none, as after tuning, "
+    "and where it holds for less than half of the rows, as others clip",
     "clipped %": "codes that the solver would have put outside the grid",
     "above limit": "bits per weight above the limit for Gaussian weights at this loss",
     "correction": "part of the full correction for errors of earlier layers, 0 to 1",

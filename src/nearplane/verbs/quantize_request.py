@@ -191,7 +191,7 @@ class QuantizeRequest:
     tune: Tune = OPEN
     scale: Scale = OPEN
     minimum: bool = OPEN
-    two_sided: bool | None = OPEN
+    two_sided: bool = OPEN
     rows: Rows = OPEN
     sweep_damp: float | None = OPEN
     seed: int = OPEN

@@ -89,8 +89,8 @@ def waits_of_two_layers(gpu: Gpu, scheme: AnyScheme) -> list[int]:
     [
         GridScheme(bits=3, group_size=16),
         pytest.param(GridScheme(bits=2, group_size=16, symmetric=False), marks=pytest.mark.nightly),
-        pytest.param(GridScheme(grid="nvfp4", two_sided=False), marks=pytest.mark.nightly),
-        pytest.param(GridScheme(grid="mxfp4", two_sided=False), marks=pytest.mark.nightly),
+        pytest.param(GridScheme(grid="nvfp4"), marks=pytest.mark.nightly),
+        pytest.param(GridScheme(grid="mxfp4"), marks=pytest.mark.nightly),
         pytest.param(GridScheme(grid="fp8"), marks=pytest.mark.nightly),
     ],
     ids=str,
