@@ -31,6 +31,10 @@ from nearplane.system.progress import Progress, Tracked, in_steps, silent
 from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 MAX_TOKENS, MIN_TOKENS, MIN_WINDOWS = 16384, 2048, 4
+POSITION_TOKENS, POSITION_WINDOWS = (
+    1024,
+    2,
+)  # at least, which suffice for weights of positions; docs/log.md has the measurements
 BATCH_TOKENS, BATCH_WINDOWS = 1024, 8  # largest batch of a forward pass
 LOGITS = 2**24  # in memory at a time, where a network predicts token by token
 CPU = torch.device("cpu")
@@ -121,6 +125,7 @@ def sensitivity(
     dtype: torch.dtype,
     seed: int = 0,
     together: Collection[str] = (),
+    positions: bool = False,
     ranks: Ranks = ONE_PROCESS,
     progress: Progress = silent,
 ) -> Sensitivity:
@@ -132,6 +137,7 @@ def sensitivity(
 
     The time is that of about four forward passes of a sixteenth of the tokens, at least 2048 and at most 16384; with
     quantized embeddings an eighth, at least 4096; with `together` a quarter, at least 8192; of four windows in any case.
+    With `positions` it is that of two windows, or of 1024 tokens.
     The hidden states between all blocks are kept in a file, in the compute dtype, so that memory does not grow with the
     number of blocks.
 
@@ -143,6 +149,7 @@ def sensitivity(
         device, dtype: Device and dtype of the computation; float32 replaces float16, in which gradients underflow.
         seed: Seed of the labels.
         together: Names of layers for which products of neighbouring outputs are measured as well.
+        positions: Whether only the weights of positions are used.
         ranks: Processes of the run.
         progress: Display of the blocks, each of which is passed forwards and backwards.
 
@@ -151,7 +158,7 @@ def sensitivity(
         FormatError: The folder for temporary files is full.
     """
     dtype = torch.float32 if dtype == torch.float16 else dtype
-    count = sensitivity_windows(model, tokens, together=bool(together))
+    count = sensitivity_windows(model, tokens, together=bool(together), positions=positions)
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
     every = windows.split(backward_batch(windows.shape[1]))
     divided = not together and model.embeddings is None and has_head(model.network)
@@ -205,9 +212,9 @@ def sensitivity(
         everything = reduce(_Squares.add, gathered, everything).to(device)
     outputs = {name: total / windows.numel() for name, total in everything.outputs.items()}
     # gradients through keys and values that later blocks use are left out
-    positions = {} if stream.shares else everything.by_position()
+    weights = {} if stream.shares else everything.by_position()
     if model.embeddings is None:
-        return Sensitivity(outputs=outputs, together=runs, positions=positions)
+        return Sensitivity(outputs=outputs, together=runs, positions=weights)
     if not model.tied:
         vocabulary = model.embeddings.layers[0].shape[0]
         counts = tokens.flatten().cpu().bincount(minlength=vocabulary) + 1
@@ -216,7 +223,7 @@ def sensitivity(
     if model.tied:
         finish(model, Stream(last_states, {}, extra=stream.extra), windows, dtype)
         G += second_moment(last_states)
-    return Sensitivity(outputs=outputs, embeddings=G, together=runs, positions=positions)
+    return Sensitivity(outputs=outputs, embeddings=G, together=runs, positions=weights)
 
 
 def _work(blocks: Sequence[Block]) -> list[int]:
@@ -240,12 +247,14 @@ class _FollowedSensitivity:
             sensitivity(followed.model, self.tokens, device=place, dtype=self.dtype, seed=self.seed, ranks=ranks)
 
 
-def sensitivity_windows(model: Model, tokens: Tensor, *, together: bool = False) -> int:
-    """Return the number of windows of (windows, seqlen) `tokens` that `sensitivity` uses; `together`: for products of outputs."""
+def sensitivity_windows(model: Model, tokens: Tensor, *, together: bool = False, positions: bool = False) -> int:
+    """Return the number of windows of (windows, seqlen) `tokens` that `sensitivity` uses; see there."""
     multiple = 1 if model.embeddings is None else 2  # embeddings have a matrix of moments, outputs one number each
     multiple = 4 if together else multiple  # these matrices are factored
     if tokens.dim() > 2:  # images
         return min(len(tokens), max(MIN_WINDOWS, multiple * len(tokens) // 16))
+    if positions:
+        return min(len(tokens), max(POSITION_WINDOWS, POSITION_TOKENS // tokens.shape[1]))
     count = min(max(multiple * tokens.numel() // 16, multiple * MIN_TOKENS), MAX_TOKENS)
     return min(len(tokens), max(MIN_WINDOWS, count // tokens.shape[1]))
 

@@ -168,7 +168,7 @@ def check_text(text: str | Path, option: str = "--calibration") -> None:
     """Refuse a text, or with --calibration a mix, that does not exist; a named text is fetched now.
 
     Raises:
-        CalibrationError: The text, or one of the mix, cannot be read, or is twice in the mix.
+        CalibrationError: The text, or one of the mix, cannot be read, is empty, or is twice in the mix.
     """
     mix = texts_of(text) if option == "--calibration" else ()
     seen = set[Path | str]()
@@ -176,6 +176,8 @@ def check_text(text: str | Path, option: str = "--calibration") -> None:
         files = text_files(name, option)
         if (named := text_to_calibrate_on(name) if option == "--calibration" else text_to_measure_on(name)) is not None:
             named.fetched()
+        if files is not None and (hollow := next((file for file in files if not file.stat().st_size), None)) is not None:
+            raise CalibrationError(f"{hollow} is empty. Pass a file with text.")
         places = {name} if files is None else {file.resolve() for file in files}
         if seen & places:
             raise CalibrationError(f"--calibration {text} contains {name} twice. Name it once, with a larger weight.")

@@ -148,8 +148,10 @@ def expected_work(model: Model, settled: Plan, tokens: Tensor) -> tuple[Extent |
         tokens: (windows, seqlen) calibration tokens.
     """
     chooses, together = allocates(model, settled), bool(compensating_layers(model, settled))
-    needs_backward = together or chooses or _needs_gradients(model, settled)
-    backward = sensitivity_windows(model, tokens, together=together) * tokens.shape[1] if needs_backward else 0
+    backward = 0
+    if together or chooses or _needs_gradients(model, settled):
+        alone = not (together or chooses or _uses_outputs(model, settled))
+        backward = sensitivity_windows(model, tokens, together=together, positions=alone) * tokens.shape[1]
     if not chooses:
         return None, backward
     return Extent.of(parts_of(model, tokens, warns=False), points=POINTS), backward
@@ -168,9 +170,13 @@ def allocates(model: Model, settled: Plan) -> bool:
 
 
 def _needs_gradients(model: Model, settled: Plan) -> bool:
+    return _uses_outputs(model, settled) or weighs_positions(model, settled.recipe)
+
+
+def _uses_outputs(model: Model, settled: Plan) -> bool:
+    """Return whether gradients by outputs of layers are used, for steps of rows or for embeddings, and not by position alone."""
     scheme = settled.recipe.scheme
-    ends = model.embeddings is not None and scheme.calibrated
-    return scheme.weighs_rows or ends or weighs_positions(model, settled.recipe)
+    return scheme.weighs_rows or (model.embeddings is not None and scheme.calibrated)
 
 
 def compensating_layers(model: Model, settled: Plan) -> set[str]:
@@ -208,8 +214,7 @@ def measured_gradients(
     """
     if not (chooses := allocates(model, settled)) and not _needs_gradients(model, settled):
         return None
-    scheme, asked = settled.recipe.scheme, settled.recipe.calibration.positions == "sensitivity"
-    needed = scheme.weighs_rows or (model.embeddings is not None and scheme.calibrated)
+    asked, needed = settled.recipe.calibration.positions == "sensitivity", _uses_outputs(model, settled)
     ranks = device.ranks if needed else ONE_PROCESS
     try:
         return sensitivity(
@@ -217,6 +222,7 @@ def measured_gradients(
             tokens,
             device=device.place,
             dtype=device.compute_dtype(model.dtype),
+            positions=not (needed or chooses),
             ranks=ranks,
             progress=progress,
         )

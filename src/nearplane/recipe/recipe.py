@@ -114,7 +114,8 @@ class Recipe:
             usual: Format = "mlx" if minimum else self.scheme.FORMATS[0]
             object.__setattr__(self, "format", usual_format(self.runtime) or usual)
         if self.format not in self.scheme.FORMATS:
-            raise RecipeError(self.scheme.unfit(str(self.format)))
+            elsewhere = f" and leave out --runtime {self.runtime}" if self.runtime is not None else ""
+            raise RecipeError(f"{self.scheme.unfit(str(self.format)).removesuffix('.')}{elsewhere}.")
         readers_of(self.format, self.runtime)  # refused if the runtime does not read it
         for each in self.layers:
             each.check(self.scheme)
