@@ -20,6 +20,8 @@ from nearplane.errors import printable
 from nearplane.formats.beside import Beside
 from nearplane.formats.stored import Stored, read_matrices
 from nearplane.lattice.grid import QuantizedMatrix
+from nearplane.number_formats import E2M1
+from nearplane.recipe.scheme import Scheme
 from nearplane.record.record_file import read_record
 from nearplane.system.paths import RECORD
 from nearplane.verbs.verify import Verified, verify
@@ -98,6 +100,19 @@ def checkpoint_of(model_of, text, tmp_path_factory):
         return made[way]
 
     return folders_of
+
+
+def test_rows_of_a_gguf_that_an_older_version_solved_together_are_verified(model_of, text, tmp_path, monkeypatch):
+    """Its recipe does not say so, but its layers have no bound."""
+    with monkeypatch.context() as older:
+        older.setattr(
+            Scheme, "rows_compensate", property(lambda self: self.calibrated and self.number_format.levels == E2M1)
+        )
+        words = dict(grid="mxfp4", format="gguf", samples=6, seqlen=40)
+        record = nearplane.quantize(model_of("llama"), tmp_path / "out", calibration=str(text), **words)
+    assert {layer.worst_case is None for layer in record.layers if ".layers." in layer.name} == {True}
+    found = nearplane.verify(tmp_path / "out", against=str(model_of("llama")), calibration=str(text))
+    assert found.faults == ()
 
 
 @pytest.fixture
