@@ -62,7 +62,7 @@ def _print(found: Suggestions, *, every: bool) -> None:
     if found.fitting:
         best, *others = found.fitting
         beside = f", {size_text(found.cache)} of keys and values" if found.cache else ""
-        of_it = f"{size_text(best.weights or 0)} of weights in the file{beside}"
+        of_it = f"{size_text(best.weights or 0)} of tensors in the file{beside}"
         fits = f"{size_text(best.memory or 0)} of {size_text(found.limit)} ({of_it}), for {' and '.join(best.runtimes)}"
         say(["", f"of what fits, {best.options} loses least: {fits}", f"  {best.command}"])
         shown = others if every else others[:MORE]

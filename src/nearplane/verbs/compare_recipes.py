@@ -16,6 +16,7 @@ made smaller, and models in float32 get 32-bit steps.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ from nearplane.recipe.schemes import GridScheme, fitting_group
 from nearplane.verbs.hptq import hptq_recipe
 
 HUFFMAN: tuple[Way, ...] = ("rtn-huffman", "gptq-huffman")
+log = logging.getLogger("nearplane")
 GROUPS = (32, 64, 128, 256, 512, 1024)  # powers of two, so that the largest fitting one is a greatest common divisor
 Recipes = dict[tuple[float, Way], tuple[Recipe, str]]  # of one model: (bits, method) -> (recipe, note)
 
@@ -59,6 +61,9 @@ def recipes_for(
     if refused:
         reasons = [f"{', '.join(names)} at {asked:g} bits: {error}" for (asked, error), names in refused.items()]
         raise RecipeError(f"{first_few(reasons, between=' ')} Change --bits or --methods; nothing was measured.")
+    notes = {(asked, note) for each in recipes.values() for (asked, _), (_, note) in each.items() if note}
+    for asked, note in sorted(notes):  # before anything is measured: they may not be what was meant
+        log.info("--bits %g: %s", asked, note)
     return recipes
 
 
