@@ -157,8 +157,8 @@ def test_families_move(family: str, format: str, target: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rate": 3}, "q_proj is entropy-coded, and no other format stores such codes"),
-        ({"grid": "nvfp4"}, "q_proj: gptq does not store nvfp4"),
+        ({"rate": 3}, "q_proj is entropy-coded, and no grid holds such codes"),
+        ({"grid": "nvfp4"}, "q_proj: gptq_v2 does not store nvfp4"),
         ({"grid": "q4_k", "ignore": ["down_proj"], "embeddings": "bf16"}, "int4-g32-asym does not hold its values"),
         ({"grid": "q4_0"}, r"model\.embed_tokens is a Embedding; GPTQ stores Linear and Conv1D layers only"),
     ],
