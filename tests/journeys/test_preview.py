@@ -92,7 +92,7 @@ def test_the_command_prints_it(model: Path, tmp_path: Path, capsys: pytest.Captu
     ]
     app([*words, "--dry-run", "--grid", "q4_k_m"], exit_on_error=False, result_action="return_value")
     printed = capsys.readouterr().out
-    assert "bits per weight with all steps\n" in printed
+    assert "bits per weight, steps and zero points included\n" in printed
     assert "\nmlp.down_proj: q" in printed
     assert printed.endswith("nothing was written; without --dry-run the run begins\n")
     app([*words, "--dry-run", "--json"], exit_on_error=False, result_action="return_value")

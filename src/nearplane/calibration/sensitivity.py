@@ -31,10 +31,8 @@ from nearplane.system.progress import Progress, Tracked, in_steps, silent
 from nearplane.system.ranks import ONE_PROCESS, Ranks
 
 MAX_TOKENS, MIN_TOKENS, MIN_WINDOWS = 16384, 2048, 4
-POSITION_TOKENS, POSITION_WINDOWS = (
-    1024,
-    2,
-)  # at least, which suffice for weights of positions; docs/log.md has the measurements
+# at least, which suffice for weights of positions; docs/log.md has the measurements
+POSITION_TOKENS, POSITION_WINDOWS = 1024, 2
 BATCH_TOKENS, BATCH_WINDOWS = 1024, 8  # largest batch of a forward pass
 LOGITS = 2**24  # in memory at a time, where a network predicts token by token
 CPU = torch.device("cpu")

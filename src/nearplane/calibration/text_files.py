@@ -176,11 +176,8 @@ def check_text(text: str | Path, option: str = "--calibration") -> None:
         files = text_files(name, option)
         if (named := text_to_calibrate_on(name) if option == "--calibration" else text_to_measure_on(name)) is not None:
             named.fetched()
-        if (
-            files is not None
-            and (hollow := next((file for file in files if not file.stat().st_size), None)) is not None
-        ):
-            raise CalibrationError(f"{hollow} is empty. Pass a file with text.")
+        if hollow := [file for file in files or () if not file.stat().st_size]:
+            raise CalibrationError(f"{hollow[0]} is empty. Pass a file with text.")
         places = {name} if files is None else {file.resolve() for file in files}
         if seen & places:
             raise CalibrationError(f"--calibration {text} contains {name} twice. Name it once, with a larger weight.")

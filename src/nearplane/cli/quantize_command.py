@@ -109,9 +109,9 @@ def quantize(
     Args:
         processes: Number of processes on this machine that share the calibration windows. The files are the same with any
             number. On several machines, start nearplane by torchrun or srun.
-        dry_run: Make the checks of the run, print what it would write and take, and write no checkpoint. Of a mix, measure what
-            formats cost, print the choices for all sizes, and draw the one that was asked for as OUT.svg; with --plan-file the
-            run afterwards does not measure again.
+        dry_run: Make the checks of the run, print what it would write and take, without --tune, and write no checkpoint. Of a
+            mix, measure what formats cost, print the choices for all sizes, and draw the one that was asked for as OUT.svg; with
+            --plan-file the run afterwards does not measure again.
         json: Print the run record as JSON instead of a summary.
     """
     check_named(request.model, calibration=request.options().get("calibration"))

@@ -28,7 +28,7 @@ from nearplane.planning.estimates import Losses, estimated
 from nearplane.planning.mix_limit import Spending, quantizes, record_of
 from nearplane.planning.mix_recipe import offers_by_layer, recipe_of
 from nearplane.planning.mix_size import cache_of
-from nearplane.planning.mix_units import Unit, costed, misfits, units_of
+from nearplane.planning.mix_units import NO_MIX, Unit, costed, misfits, units_of
 from nearplane.planning.mixing import Mixing
 from nearplane.planning.parts import Parts, parts_of
 from nearplane.planning.plan_file import PlanFile
@@ -118,8 +118,10 @@ def _check_loads(model: Model, recipe: Recipe) -> None:
     Raises:
         RecipeError: See `check_loads`.
     """
-    first = recipe.mix.first if recipe.mix is not None else None
-    if first is None or first.scheme is None or first.word in misfits(model, recipe):
+    assert recipe.mix is not None, NO_MIX
+    first = recipe.mix.first
+    assert first.scheme is not None, "a format of the mix is quantized"
+    if first.word in misfits(model, recipe):
         return
     plan = resolved(model, replace(recipe, scheme=first.scheme, activations=first.activations, mix=None))
     check_loads(model, plan, partial(quantization_config, model, plan))

@@ -109,7 +109,7 @@ def flags(options: Mapping[str, Any]) -> str:
     words = []
     for name, value in options.items():
         flag = name.replace("_", "-")
-        words += [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
+        words += [f"--no-{flag}"] if value is False else [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
     return shlex.join(words)
 
 

@@ -44,7 +44,7 @@ class Preview:
         """Yield what `nearplane quantize --dry-run` prints; the run itself says memory and time."""
         names = set(self.formats.values())
         only = "" if self.measured or len(names) > 1 else f": {names.pop()}"
-        bits = "" if self.bits is None else f", {self.bits:.3f} bits per weight with all steps"
+        bits = "" if self.bits is None else f", {self.bits:.3f} bits per weight, steps and zero points included"
         yield f"{counted(len(self.formats), 'layer')} of {self.weights:,} weights{only}{bits}"
         if self.measured:
             yield "how many bits each layer gets is chosen by measuring, once the run has begun"

@@ -29,7 +29,7 @@ from nearplane.system.arguments import takes
 from nearplane.system.files import write_whole
 from nearplane.system.output_folder import Unfinished, readable_errors
 from nearplane.system.paths import CARD, CONFIG
-from nearplane.system.progress import Tracked, shown
+from nearplane.system.progress import phase
 from nearplane.system.recorded_hashes import check_hashes
 from nearplane.system.safetensors_files import TensorReader
 from nearplane.system.shard_writer import ShardWriter, in_portions
@@ -85,13 +85,12 @@ def export(request: ExportRequest) -> int:
     network = empty_network(source, trust_remote_code=trust_remote_code, reader=stored.reader)
     size = _dense_bytes(network, stored.reader, DTYPES[dtype], kept)
     check_room(out, size, joined=size)
-    count = len([*stored.names(), *stored.rest()])
-    decoded = Tracked(decoded_tensors(source, network), "decoding", count, short=False)
-    tensors = _with_names_of_files(network, shown(request.progress, decoded, "decoding", count))
+    tensors = _with_names_of_files(network, decoded_tensors(source, network))
     with readable_errors(out), place:
         writer = ShardWriter(place.folder, None)
-        for shard in in_portions(_converted(tensors, DTYPES[dtype], kept)):
-            writer.write(shard)
+        with phase(request.progress, "decoding weights"):
+            for shard in in_portions(_converted(tensors, DTYPES[dtype], kept)):
+                writer.write(shard)
         beside.log_left_out(out)
         beside.copy(place.folder)
         if (record := record_of(source, "The export has no model card, because %s")) is not None:

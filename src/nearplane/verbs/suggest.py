@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from nearplane.models.described import open_described
 from nearplane.models.kinds import continues_text
 from nearplane.models.model import Model
 from nearplane.planning.cache_size import DEFAULT_CONTEXT, cache_bytes
-from nearplane.planning.folder_size import bytes_of_ends, tensor_bytes
+from nearplane.planning.folder_size import tensor_bytes
 from nearplane.planning.modes import ENERGY, MODES, Loss, Mode
 from nearplane.planning.rehearsal import check_readers
 from nearplane.planning.request import check_request, resolved, types_of_blocks
@@ -121,7 +121,9 @@ def suggest(request: SuggestRequest) -> Suggestions:
         context=context,
         cache=cache,
         rows=tuple(rows),
-        remedy="" if any(row.fits for row in rows) else _remedy(described, rows, limit, context, cache or 0),
+        remedy=""
+        if any(row.fits for row in rows)
+        else _remedy(described, rows, sizes.whole(), limit, context, cache or 0),
     )
 
 
@@ -177,6 +179,11 @@ class _Sizes:
             )
             memory += math.ceil(bits / 8)
         return row(weights=weights, memory=memory, fits=memory <= self.limit, loss=loss, note=note)
+
+    def whole(self) -> Suggestion:
+        """Return what a rate takes if embeddings and head are quantized, too."""
+        mode = next(mode for mode in MODES if "rate" in mode.options)
+        return self.row(replace(mode, options={**mode.options, "include_embeddings": True, "include_head": True}))
 
     def _variant(self, ends: tuple[bool, bool]) -> Model:
         """Return the model with embeddings and head quantized or not."""
@@ -240,7 +247,7 @@ def _one_of_each(model: Model) -> Model:
     return sample
 
 
-def _remedy(model: Model, rows: list[Suggestion], limit: int, context: int, cache: int) -> str:
+def _remedy(model: Model, rows: list[Suggestion], whole: Suggestion, limit: int, context: int, cache: int) -> str:
     """Return a sentence on what would fit where nothing does."""
     possible = [row for row in rows if row.memory is not None]
     if not possible:
@@ -260,9 +267,8 @@ def _remedy(model: Model, rows: list[Suggestion], limit: int, context: int, cach
         )
     if shorter >= SHORT:
         enough += f", --context {shorter}"
-    ends = bytes_of_ends(model)
-    if any("rate" in row.options for row in possible) and 2 * ends > (least.memory or 0) - cache:
-        enough += f", or --rate 3.125 --include-embeddings --include-head, which quantizes {size_text(ends)} more of the model,"
+    if whole.fits:
+        enough += f", or {whole.options}, {size_text(whole.memory or 0)},"
     return f"Nothing fits in {size_text(limit)}: {smallest}. Use {enough} or a smaller model."
 
 

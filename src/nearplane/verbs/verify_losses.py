@@ -28,6 +28,7 @@ from nearplane.number_formats import E2M1
 from nearplane.planning.forecast import NO_BOUND, within_limits
 from nearplane.planning.memory_limits import too_small
 from nearplane.planning.plan import moments_of_embeddings
+from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.schemes import AnyScheme
 from nearplane.record.record import LayerRecord, RunRecord
 from nearplane.record.tuning_record import Tuning
@@ -212,7 +213,9 @@ def losses_again(
             matrix = saved.stored.matrix(entry.stored, saved.stored.tensors(entry.stored), layer.weight.device)
             scheme = saved.plan.layers[layer.name].scheme
             # rows of mxfp4 in a GGUF compensated each other before 0.3, which its recipe cannot say: they had no bound
-            joined = scheme.number_format.levels == E2M1 and entry.worst_case is None
+            joined = (
+                isinstance(scheme, BlockScheme) and scheme.number_format.levels == E2M1 and entry.worst_case is None
+            )
             known = SolvedMatrix(matrix=matrix, base=entry.base, tuned=tuned or joined)
             again, dead = remeasured(stage, number, scheme, known)
         except (FormatError, ModelError, NumericalError) as error:
