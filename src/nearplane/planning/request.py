@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import product
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from nearplane.planning.rehearsal import check_loads, check_readers
 from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
-from nearplane.recipe.scheme import is_integer
+from nearplane.recipe.scheme import check_group
 from nearplane.record.record import RunRecord
 from nearplane.system.device import Device
 from nearplane.system.paths import path_in
@@ -165,14 +164,7 @@ def check_request(model: Model, plan: Plan) -> None:
     _check_network(model, recipe)
     for layer in layers:
         format = plan.layers[layer.name].number_format
-        if format.group is not None and layer.shape[1] % format.group:
-            fits = gcd(*(each.shape[1] for each in layers))
-            usual = fits & -fits  # the largest power of 2 that divides it
-            remedy = f"--group-size {usual}, none, or a divisor of {fits}" if is_integer(format) else "another --grid"
-            raise RecipeError(
-                f"{layer.name} has {layer.shape[1]} inputs, not a multiple of the group size {format.group}. Use {remedy}, or "
-                f"leave it unquantized with --ignore."
-            )
+        check_group(format, layer.name, layer.shape[1], [each.shape[1] for each in layers])
         if layer.shape[0] % format.rows:
             raise RecipeError(
                 f"{layer.name} has {layer.shape[0]} outputs, not a multiple of the {format.rows} rows that share steps. Use "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from math import gcd
 from typing import Any, ClassVar, Literal, Self
 
 from nearplane.errors import RecipeError
@@ -206,6 +207,29 @@ def spelled_out(options: Mapping[str, Any]) -> dict[str, Any]:
 def is_integer(format: NumberFormat) -> bool:
     """Return whether a number format is one of integers, which bits, group size, symmetry and minimum describe."""
     return format == integers(format.bits, format.group, symmetric=format.symmetric, minimum=format.minimum)
+
+
+def check_group(format: NumberFormat, name: str, inputs: int, every: Iterable[int]) -> None:
+    """Refuse a layer whose inputs the groups of a format do not divide.
+
+    Args:
+        format: Number format of the layer.
+        name: Its name.
+        inputs: Number of its inputs.
+        every: Numbers of inputs of all layers.
+
+    Raises:
+        RecipeError: They do not; the message names groups that divide the inputs of all layers.
+    """
+    if format.group is None or inputs % format.group == 0:
+        return
+    fits = gcd(*every)
+    usual = fits & -fits  # the largest power of 2 that divides it
+    remedy = f"--group-size {usual}, none, or a divisor of {fits}" if is_integer(format) else "another --grid"
+    raise RecipeError(
+        f"{name} has {inputs} inputs, not a multiple of the group size {format.group}. Use {remedy}, or leave it unquantized "
+        f"with --ignore."
+    )
 
 
 def contradiction(name: str, value: object, format: NumberFormat) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
@@ -19,13 +20,22 @@ from nearplane.recipe.rate_scheme import Rows
 from nearplane.recipe.readers import Weights
 from nearplane.recipe.recipe import FirstToken, Positions, Rare, Recipe, Tune
 from nearplane.recipe.runtimes import Runtime
-from nearplane.recipe.scheme import DEFAULT_GROUP_SIZES, Activations, Allocation, CacheNumbers, Order, Solver
-from nearplane.recipe.schemes import Scale
+from nearplane.recipe.scheme import (
+    DEFAULT_GROUP_SIZES,
+    Activations,
+    Allocation,
+    CacheNumbers,
+    Order,
+    Solver,
+    check_group,
+)
+from nearplane.recipe.schemes import GridScheme, Scale
 from nearplane.recipe.spellings import SPELLINGS
 from nearplane.system.arguments import OPEN, ComputeDtype
 from nearplane.system.files import check_writable
+from nearplane.system.header_shapes import shapes_in
 from nearplane.system.output_folder import Unfinished
-from nearplane.system.paths import check_path, folders_in, path_in
+from nearplane.system.paths import check_path, folder_named, folders_in, path_in
 from nearplane.system.progress import Progress
 from nearplane.system.progress_bar import bar
 from nearplane.system.sizes import Limits
@@ -40,6 +50,12 @@ if TYPE_CHECKING:
 else:
     PreTrainedModel = PreTrainedTokenizerBase = Any  # these need torch
     Text = str  # of the command line
+
+
+# matrices of the blocks of a language model, in the files of the usual families
+MATRICES = re.compile(
+    r"(model\.)?(language_model\.)?(model\.)?layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.weight"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +261,7 @@ class QuantizeRequest:
             if recipe.mix is None:
                 raise RecipeError("--plan-file keeps what was measured for a mix. Use --mix, or leave it out.")
         _check_number_formats(recipe)
+        _check_groups(recipe, path_in(self.model))
         if recipe.like is not None:
             check_path("--like", recipe.like)
             if not Path(recipe.like).is_file():
@@ -257,6 +274,24 @@ class QuantizeRequest:
         if recipe.scheme.calibrated and recipe.calibration.calibration is None and not self.data():
             need_hub("Without --calibration the text is FineWeb-Edu from the Hugging Face hub")
         return limits
+
+
+def _check_groups(recipe: Recipe, model: str | Path | None) -> None:
+    """Refuse a group size that does not divide the inputs of a layer, which headers of files tell without torch.
+
+    Only where all layers have one grid: what is decided of single layers is checked when the network is known.
+
+    Raises:
+        RecipeError: It does not divide them.
+    """
+    alike = not (recipe.layers or recipe.ignore or recipe.mix or recipe.allocate != "uniform")
+    folder = None if model is None else folder_named(model)
+    if folder is None or not alike or not isinstance(recipe.scheme, GridScheme) or recipe.scheme.group_size == "auto":
+        return
+    shapes = shapes_in(folder, MATRICES)
+    inputs = [shape[-1] for shape in shapes.values()]
+    for name, columns in zip(shapes, inputs, strict=True):
+        check_group(recipe.scheme.number_format, name.removesuffix(".weight"), columns, inputs)
 
 
 def _check_number_formats(recipe: Recipe) -> None:

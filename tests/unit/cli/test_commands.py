@@ -348,6 +348,9 @@ REFUSED = {  # commands, with places of the fixture `refusals` in braces, and wh
     "quantize {model} {long}": "has 300 letters and is too long for a path. Pass",
     "report {long}": "has 300 letters and is too long for a path. Pass",
     "quantize {model} full --overwrite": "full exists and is not empty. It has neither",
+    "quantize {model} new --group-size 48": "model.layers.0.mlp.down_proj has 64 inputs, not a multiple of the group size 48. Use "
+    "--group-size 32, none, or a divisor of 32, or",
+    "quantize {model} new --grid int4-g48": "model.layers.0.mlp.down_proj has 64 inputs, not a multiple of the group size 48",
     "quantize {model} full/file": "full/file is a file. Choose another folder",
     "export {out} full/file": "full/file is a file. Choose another folder",
 }
@@ -380,6 +383,7 @@ if find_spec("datasets") is None:
     )
 OPENS = (  # commands with which nothing is wrong that can be known before torch is loaded
     "quantize {model} new --calibration {text}",
+    "quantize {model} new --calibration {text} --group-size 48 --ignore down_proj",
     "evaluate {model} --text {text}",
     "tune {out} new --against {model}",
     "verify {out}",
