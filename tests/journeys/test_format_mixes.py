@@ -3,6 +3,7 @@
 import json
 import re
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -205,6 +206,29 @@ def test_a_memory_holds_weights_and_cache(model, tmp_path):
     ).mix
     assert 0.9 * limit < found.spent <= limit
     assert found.context == 32
+
+
+def on_disk(planned):
+    """Return a choice of memory settings with hidden states on disk, where a model as small as these has no need of it."""
+    return planned._replace(
+        bounds=[replace(each, setting=replace(each.setting, states="disk")) for each in planned.bounds]
+    )
+
+
+def test_a_mix_keeps_within_a_limit_of_memory_and_is_the_same(model, tmp_path, monkeypatch):
+    """A limit that is too small is refused before anything is measured, with one that suffices for choice and run."""
+    asked = dict(mix="int3,int4,int8", bits_per_weight=5, **FAST)
+    free = nearplane.quantize(model, tmp_path / "free", **asked)
+    with monkeypatch.context() as before:
+        before.setattr(format_mix, "sensitivity", None)
+        with pytest.raises(RecipeError) as refused:
+            nearplane.quantize(model, tmp_path / "out", memory="100KB", **asked)
+    least = re.search(r"--memory 100 KB is too small: .* Use --memory (\S+) or fewer --samples", str(refused.value))
+    choose = format_mix.within_limits
+    monkeypatch.setattr(format_mix, "within_limits", lambda *args: on_disk(choose(*args)))
+    limited = nearplane.quantize(model, tmp_path / "out", memory=least[1], **asked)
+    assert [layer.checksum for layer in limited.layers] == [layer.checksum for layer in free.layers]
+    assert limited.mix == free.mix
 
 
 @pytest.mark.parametrize(

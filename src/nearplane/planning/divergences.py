@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -13,18 +13,18 @@ from torch import Tensor
 from nearplane.calibration.activations import Stream
 from nearplane.calibration.network_ends import readout
 from nearplane.calibration.positions import PositionWeights
+from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.windows import joined_windows
 from nearplane.errors import CalibrationError
 from nearplane.models.divergence import NOTHING_TO_MEASURE, Divergence, distance, divergence, predicts_always_the_same
-from nearplane.models.kinds import has_head
+from nearplane.models.kinds import continues_text, has_head
 from nearplane.models.model import Model
 from nearplane.planning.estimates import inputs_of, stream_of
-from nearplane.planning.parts import windows_at_once
 from nearplane.planning.roundings import Rounding, rounded_inputs
 from nearplane.system.memory import release
 from nearplane.system.progress import Progress, Tracked, silent
 
-COMPARED_LOGITS = 1 << 26  # logits in memory at a time
+COMPARED_LOGITS = 1 << 24  # logits of each network in memory at a time
 
 
 @torch.no_grad()
@@ -37,6 +37,7 @@ def divergences(
     *,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
+    keep: Keep = list,
     progress: Progress = silent,
 ) -> list[float]:
     """Measure KL(original || network with layers rounded together), nats per scored token.
@@ -47,7 +48,7 @@ def divergences(
         unseen: (windows, seqlen) tokens that are scored, of each text.
         roundings: How layers are rounded, by name; others stay as they are.
         positions: Weights of positions by layer.
-        model, fitted, device, dtype, progress: See `estimated`.
+        model, fitted, device, dtype, keep, progress: See `estimated`.
 
     Returns:
         One number for each text. Without a head, the divergence of the last hidden states, see `distance`.
@@ -55,9 +56,9 @@ def divergences(
     Raises:
         CalibrationError: The original's predictions do not depend on the text, or predictions are not finite.
     """
-    stream = stream_of(model, fitted, joined_windows([*unseen]), positions, device, dtype)
+    stream = stream_of(model, fitted, joined_windows([*unseen]), positions, device, dtype, keep)
     places = range(stream.dealt.fitted, len(stream.sizes))
-    rounded = [stream.quantized[place] for place in places]  # hidden states of the rounded network, batch by batch
+    rounded = keep(stream.quantized[place] for place in places)  # hidden states of the rounded network, batch by batch
     total = len(model.blocks)
     blocks = Tracked(model.in_turn(model.blocks, device), "measuring", total, blocks=[1] * total)
     for block in progress(blocks, "measuring the choice", total):
@@ -70,10 +71,8 @@ def divergences(
                 layer.write(values)
                 if how is not None:
                     hooks.enter_context(layer.replacing(partial(rounded_inputs, how=how)))
-            rounded = [
-                stream.forward(block, block.quantized, place, x, trial=True)
-                for place, x in zip(places, rounded, strict=True)
-            ]
+            for number, place in enumerate(places):
+                rounded[number] = stream.forward(block, block.quantized, place, rounded[number], trial=True)
             stream.passed(block)
             del changed
         release()
@@ -98,22 +97,22 @@ def _losses(
     """
     found, varies = list[float](), False
     with readout(model, stream, device=device, dtype=dtype) as logits:
-        head = has_head(model.network)
+        head, whole = has_head(model.network), not continues_text(model.network)
         ends = model.network.get_output_embeddings() if head else model.network.get_input_embeddings()
         width = ends.weight.shape[0 if head else 1]
 
         def predicted(part: Tensor, hidden: Tensor) -> Tensor:
+            scored = logits(part, hidden)
             if not head:
-                return logits(part, hidden)
-            scored = logits(part, hidden)[:, :-1]
+                return scored
+            scored = scored[:, :-1] if whole else scored
             return scored.to(torch.promote_types(scored.dtype, torch.float32)).log_softmax(-1)
 
-        for tokens, *states in texts:
-            windows = min(windows_at_once(tokens), max(1, COMPARED_LOGITS // (width * tokens.shape[1])))
+        for text in texts:
             total = Divergence()
-            for part, x, x_hat in zip(*(each.split(windows) for each in (tokens, *states)), strict=True):
+            for part, x, x_hat in _parts(text, max(1, COMPARED_LOGITS // width), whole=whole):
                 expected = predicted(part, x)
-                varies |= not head or not predicts_always_the_same(expected)
+                varies |= not head or (expected[..., 0].numel() > 1 and not predicts_always_the_same(expected))
                 total += (divergence if head else distance)(expected, predicted(part, x_hat))
             found.append(total.kl / total.tokens)
     if not varies:
@@ -121,3 +120,20 @@ def _losses(
     if not all(math.isfinite(loss) for loss in found):
         raise CalibrationError("The network's predictions are NaN or Inf. Check the checkpoint.")
     return found
+
+
+def _parts(text: tuple[Tensor, Tensor, Tensor], tokens: int, *, whole: bool) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the parts of a text whose predictions are in memory at a time: all positions but the last of each window.
+
+    Args:
+        text: (windows, seqlen) tokens and (windows, seqlen, hidden) states of both networks.
+        tokens: Number of tokens of a part.
+        whole: Whether windows stay whole with their last position, as networks need them that do not continue text.
+    """
+    length = text[0].shape[1]
+    last = length if whole else length - 1
+    windows, step = max(1, tokens // length), last if whole else tokens
+    for some in zip(*(each.split(windows) for each in text), strict=True):
+        for start in range(0, last, step):
+            one, x, x_hat = (each[:, start : min(start + step, last)] for each in some)
+            yield one, x, x_hat

@@ -114,6 +114,7 @@ def forecast(
     device: Device,
     limits: Limits,
     batch: int | None = None,
+    start: int | None = None,
 ) -> Forecast:
     """Rehearse a run, bound its memory, log the bound, and choose settings that keep within its limits.
 
@@ -125,6 +126,7 @@ def forecast(
         device: Device of the computation.
         limits: Memory limits of host and device in bytes.
         batch: Windows per batch of a run that is resumed, which affect the order of sums; None: chosen here.
+        start: Resident bytes at the start; None: those of now.
 
     Raises:
         RecipeError: The most economical settings need more than a limit, or the memory cannot be predicted.
@@ -132,14 +134,10 @@ def forecast(
     """
     before = device.peak()
     looks = rehearse(model, plan, windows, device)
-    planned = within_limits(model, plan, windows, looks, device, limits, batch)
+    planned = checked(within_limits(model, plan, windows, looks, device, limits, batch, start), limits)
     if planned is None:
-        if options := " and ".join(limits.options()):
-            raise RecipeError(f"{options} {NO_BOUND} {options}.")
         return Forecast(setting=MemorySetting.usual(windows.seqlen, device, batch))
-    shapes, bounds, exceeding, allowed = planned
-    if exceeding is not None:
-        raise RecipeError(too_small(exceeding, limits, allowed[exceeding.place]))
+    shapes, bounds, *_ = planned
     each_one = " of each process" * (device.ranks.world > 1)
     sizes = " and ".join(
         f"{size_text(each.bytes)} of {_memory_of(device, each.place)}{each_one} (while {each.while_})"
@@ -182,12 +180,34 @@ def _work(model: Model, shapes: Shapes) -> tuple[float, ...]:
 
 
 class Planned(NamedTuple):
-    """Shapes of a run, bounds of its chosen setting, where the run computes first, the bound that exceeds its limit, and limits."""
+    """Settings of a run that were chosen by its memory.
+
+    Args:
+        shapes: Shapes of the run.
+        bounds: Bounds of the chosen setting, first where the run computes.
+        exceeding: The bound that exceeds its limit most; None: none does.
+        allowed: The limits.
+        start: Resident bytes at the start.
+    """
 
     shapes: Shapes
     bounds: Sequence[Bound]
     exceeding: Bound | None
     allowed: Mapping[Place, float]
+    start: int
+
+
+def checked(planned: Planned | None, limits: Limits) -> Planned | None:
+    """Return what `within_limits` chose.
+
+    Raises:
+        RecipeError: The most economical settings need more than a limit, or the memory cannot be predicted.
+    """
+    if planned is None and (options := " and ".join(limits.options())):
+        raise RecipeError(f"{options} {NO_BOUND} {options}.")
+    if planned is not None and planned.exceeding is not None:
+        raise RecipeError(too_small(planned.exceeding, limits, planned.allowed[planned.exceeding.place]))
+    return planned
 
 
 @cache
@@ -210,11 +230,12 @@ def within_limits(
     device: Device,
     limits: Limits,
     batch: int | None,
+    start: int | None = None,
 ) -> Planned | None:
     """Choose the fastest setting of a run that keeps within its limits; without limits and on the CPU, the fastest.
 
     Args:
-        model, plan, windows, device, limits, batch: Arguments of `forecast`.
+        model, plan, windows, device, limits, batch, start: Arguments of `forecast`.
         looks: Results of running one window through one block of each kind, by name.
 
     Returns:
@@ -227,7 +248,7 @@ def within_limits(
     load_libraries(scheme.solver, scheme.beam, entropy_coded=scheme.entropy_coded)
     kernels_of(torch.empty(0, device=device.place))  # refused before the run, not at its first layer
     release_all()
-    usual, start = MemorySetting.usual(windows.seqlen, device, batch), resident() or 0
+    usual, start = MemorySetting.usual(windows.seqlen, device, batch), start or resident() or 0
     allowed = {HOST: limits.host or inf}
     if not device.on_cpu:
         allowed = {
@@ -240,9 +261,9 @@ def within_limits(
         return [bound(shapes, setting, start if place == HOST else 0, place) for place in allowed]
 
     if device.on_cpu and limits.host is None:
-        return Planned(shapes, bounds(usual), None, allowed)
+        return Planned(shapes, bounds(usual), None, allowed, start)
     candidates = settings(shapes, usual, batches=batch is None and any(limits))
-    return Planned(shapes, *choose(map(bounds, candidates), allowed), allowed)
+    return Planned(shapes, *choose(map(bounds, candidates), allowed), allowed, start)
 
 
 def _memory_of(device: Device, place: Place = "device") -> str:
@@ -302,7 +323,7 @@ def shapes_with(model: Model, plan: Plan, windows: Windows, blocks: Sequence[Blo
         backward=backward,
         predicted=predicted_at_once(model, windows.seqlen),
         placed=weighs_positions(model, recipe),
-        rounded=bool(recipe.rounded),
+        rounded=bool(recipe.rounded) or (recipe.mix is not None and recipe.mix.coarsest_inputs is not None),
         number=device.compute_dtype(model.dtype).itemsize,
         heads=getattr(model.config.get_text_config(), "num_attention_heads", 0),
         ranks=device.ranks.world,

@@ -13,18 +13,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from nearplane.calibration.folding import fold
 from nearplane.calibration.positions import PositionWeights
 from nearplane.calibration.sensitivity import sensitivity
-from nearplane.calibration.stages import first_of_inputs, try_blocks
+from nearplane.calibration.stages import FirstLook, first_of_inputs, try_blocks
 from nearplane.calibration.windows import Windows, calibration_windows, check_tokens
 from nearplane.errors import RecipeError, first_few
 from nearplane.models.model import Model
 from nearplane.planning.allocate import choose
 from nearplane.planning.divergences import divergences
 from nearplane.planning.estimates import Losses, estimated
+from nearplane.planning.forecast import checked, within_limits
 from nearplane.planning.mix_limit import Spending, quantizes, record_of
 from nearplane.planning.mix_recipe import offers_by_layer, recipe_of
 from nearplane.planning.mix_size import cache_of
@@ -57,12 +59,14 @@ class Chosen:
         mix: How it was chosen.
         formats: Format of every layer as in --mix, by name in the order of the network.
         frontier: Choices of other sizes, from the smallest to the largest.
+        start: Resident bytes before anything was measured, from which the limits of the run count; None: its memory is not bounded.
     """
 
     recipe: Recipe
     mix: MixRecord
     formats: dict[str, str]
     frontier: tuple[Size, ...]
+    start: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,13 @@ class _Reopened:
         follower.turn_to(open_resolved(self.folder, self.recipe, trust_remote_code=self.trust_remote_code)[0])
 
 
-def with_mix(folder: str, recipe: Recipe, options: Options) -> tuple[Recipe, Options, Windows]:
-    """Choose the format of every layer of a recipe with a mix.
+def with_mix(folder: str, out: Path, recipe: Recipe, options: Options) -> tuple[Recipe, Options, Windows]:
+    """Choose the format of every layer of a recipe with a mix, within the limits of memory, those of the run after it, too.
+
+    Args:
+        folder: Folder or hub id of the model.
+        out: Folder to write; hidden states lie in a file beside it if they must.
+        recipe, options: The recipe and the options of the run.
 
     Returns:
         The recipe that names them, options with the record of the choice, and the windows of the run.
@@ -86,13 +95,13 @@ def with_mix(folder: str, recipe: Recipe, options: Options) -> tuple[Recipe, Opt
     Raises:
         NearplaneError: The text cannot be read, or no choice is within the limit; the message says what is possible.
     """
-    chosen, windows = consider(folder, recipe, options)
+    chosen, windows = consider(folder, out, recipe, options)
     if options.device.ranks.others:
         options.device.ranks.start(_Reopened(folder, chosen.recipe, options.trust_remote_code))
-    return chosen.recipe, replace(options, mix=chosen.mix), windows
+    return chosen.recipe, replace(options, mix=chosen.mix, start=chosen.start), windows
 
 
-def consider(folder: str, recipe: Recipe, options: Options) -> tuple[Chosen, Windows]:
+def consider(folder: str, out: Path, recipe: Recipe, options: Options) -> tuple[Chosen, Windows]:
     """Choose the format of every layer, and write nothing but the file of --plan-file; see `with_mix`."""
     with phase(options.progress, "opening the model"):
         model, settled = open_for_mix(folder, recipe, trust_remote_code=options.trust_remote_code)
@@ -109,7 +118,7 @@ def consider(folder: str, recipe: Recipe, options: Options) -> tuple[Chosen, Win
     with chosen_library(shapes, windows.count * windows.seqlen, options.device):
         mixing = Mixing(folder=folder, job=job, file=file)
         fold(model, windows, options.device, lambda _: mixing.mix.coarsest_inputs, options.progress)
-        return chosen_mix(mixing), windows
+        return chosen_mix(mixing, out), windows
 
 
 def _check_loads(model: Model, recipe: Recipe) -> None:
@@ -127,17 +136,23 @@ def _check_loads(model: Model, recipe: Recipe) -> None:
     check_loads(model, plan, partial(quantization_config, model, plan))
 
 
-def chosen_mix(mixing: Mixing) -> Chosen:
+def chosen_mix(mixing: Mixing, out: Path) -> Chosen:
     """Choose the format of every layer.
 
+    Args:
+        mixing: What the choice is made of.
+        out: See `with_mix`.
+
     Raises:
-        RecipeError: No choice is within the limit; the message says what is possible.
+        RecipeError: No choice is within the limit, or the limits of memory are too small; the message says what is possible.
     """
     model, recipe, mix, parts = mixing.model, mixing.recipe, mixing.mix, _parts(mixing)
     for word, (count, reason) in misfits(model, recipe).items():
         log.warning("%s is not possible for %d layers: %s", word, count, reason)
     cache_of(model, mix)  # raises what is wrong with it before anything is measured
-    first = first_of_inputs(model, try_blocks(model, parts.moments, mixing.device))
+    looks = try_blocks(model, parts.moments, mixing.device)
+    mixing, start = _within_limits(mixing, looks, out)
+    first = first_of_inputs(model, looks)
     possible = None if first is None else _possible(mixing, first)  # refused before anything is measured
     losses, positions = _losses(mixing, parts)
     spending = possible or _possible(mixing, {name: each.first for name, each in losses.items()})
@@ -163,7 +178,23 @@ def chosen_mix(mixing: Mixing) -> Chosen:
         mix=record,
         formats={layer.name: words[layer.name] for layer in model.layers if layer.name in words},
         frontier=tuple(frontier(mixing, units)),
+        start=start,
     )
+
+
+def _within_limits(mixing: Mixing, looks: Mapping[str, FirstLook], out: Path) -> tuple[Mixing, int | None]:
+    """Return what a choice is made of, with hidden states where limits of memory allow it, and the resident bytes at its start.
+
+    Raises:
+        RecipeError: The choice, or the run after it, needs more than a limit, or the memory cannot be predicted.
+    """
+    model, device, limits = mixing.model, mixing.device, mixing.job.options.limits
+    plan = Plan.of(mixing.recipe, [layer.name for layer in model.layers])
+    planned = checked(within_limits(model, plan, mixing.windows, looks, device, limits, None), limits)
+    if planned is None:
+        return mixing, None
+    disk = next(folder for folder in out.absolute().parents if folder.is_dir())
+    return replace(mixing, keep=replace(planned.bounds[0].setting, folder=disk).keep), planned.start
 
 
 def _possible(mixing: Mixing, first: Mapping[str, str]) -> Spending:

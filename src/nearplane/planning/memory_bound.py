@@ -21,6 +21,7 @@ from nearplane.calibration.states_on_host import pinned_bytes
 from nearplane.calibration.windows import extra_batch
 from nearplane.lattice import kernels, kernels_torch
 from nearplane.lattice.bounds import BLOCK_COLUMNS
+from nearplane.planning.divergences import COMPARED_LOGITS as CHOICE_LOGITS
 from nearplane.planning.parts import Extent
 from nearplane.recipe.thresholds import MAX_CERTIFIED_INPUTS
 
@@ -334,7 +335,7 @@ def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[
         kept = round(BACKWARD_COPIES * alive * min(shapes.backward, batch * window))
         kept += 0 if on_cpu else SCORE_COPIES * SINGLE * batch * shapes.heads * window**2
         yield Moment("measuring gradients", block + gradients + kept)
-    if (choosing := shapes.choosing) is not None:
+    for choosing in _choices(shapes):
         groups = [group for kind in shapes.blocks for group in kind.groups]
         solved = costs.solved if shapes.beam == 1 else CPU.solved  # no steps are searched for entropy-coded weights
         squares = [[n * (n + min(span, n)) for n in [group.inputs for group in kind.groups]] for kind in shapes.blocks]
@@ -349,7 +350,23 @@ def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[
         states, moved = _states_before_a_choice(shapes, choosing, setting)
         read = 0 if on_cpu else READ_BLOCKS * shapes.number * max(kind.weights for kind in shapes.blocks)
         needed = block + states + rows + running + sums + max(solving, scored)
-        yield Moment("measuring what errors cost", needed, moved + read)
+        if not choosing.compared:
+            yield Moment("measuring what errors cost", needed, moved + read)
+            continue
+        # hidden states of the rounded network, and the values of a block's layers, which are written when all are solved
+        compared = width * choosing.compared
+        states += compared * (setting.states == "device")
+        yield Moment("measuring a choice", needed + block + compared * (setting.states == "device"), moved + read)
+        logits = COMPARED_COPIES * SINGLE * min(CHOICE_LOGITS, choosing.compared * shapes.vocabulary)
+        yield Moment("measuring a choice", states + 2 * compared + head + logits, moved)
+
+
+def _choices(shapes: Shapes) -> Iterator[Extent]:
+    """Yield the passes before a choice: the one of estimates, and the one that measures what was chosen."""
+    if (choosing := shapes.choosing) is not None:
+        yield choosing._replace(compared=0)
+        if choosing.compared:
+            yield choosing.of_the_choice
 
 
 def _states_before_a_choice(shapes: Shapes, extent: Extent, setting: MemorySetting) -> tuple[int, int]:

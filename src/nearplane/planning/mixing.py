@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.windows import Windows
 from nearplane.formats.table import FORMATS
 from nearplane.models.model import Model
@@ -27,11 +28,13 @@ class Mixing:
         folder: The model as the user named it.
         job: Model, recipe with its mix, windows and options.
         file: What was measured before, and is kept; None: nothing is kept.
+        keep: Function that makes lists of hidden states.
     """
 
     folder: str
     job: Job
     file: PlanFile | None = None
+    keep: Keep = list
 
     @property
     def model(self) -> Model:
@@ -74,5 +77,6 @@ class Mixing:
         return {
             "device": self.device.place,
             "dtype": self.device.compute_dtype(self.model.dtype),
+            "keep": self.keep,
             "progress": self.progress,
         }

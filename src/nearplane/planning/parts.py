@@ -41,20 +41,28 @@ class Extent(NamedTuple):
         batch: Tokens of a forward pass.
         scored: Tokens on which errors are measured, which are some of those seen.
         points: Roundings of each layer that are estimated.
+        compared: Tokens on which the network with a choice is measured afterwards; 0: it is not.
     """
 
     seen: int
     batch: int
     scored: int
     points: int
+    compared: int = 0
 
     @classmethod
-    def of(cls, parts: Parts, *, points: int) -> Extent:
-        """Return the extent of estimating roundings of each layer on these windows."""
+    def of(cls, parts: Parts, *, points: int, compares: bool = False) -> Extent:
+        """Return the extent of estimating roundings of each layer on these windows, and of measuring a choice on two texts."""
         length = parts.errors.shape[1]
         scored = parts.errors.numel()
         batch = min(windows_at_once(parts.errors), max(len(parts.moments), len(parts.errors))) * length
-        return cls(seen=parts.moments.numel() + scored, batch=batch, scored=scored, points=points)
+        compared = (scored + parts.last.numel()) * compares
+        return cls(parts.moments.numel() + scored, batch, scored, points, compared)
+
+    @property
+    def of_the_choice(self) -> Extent:
+        """The extent of measuring the network with a choice."""
+        return self._replace(seen=self.seen - self.scored + self.compared, scored=self.compared)
 
 
 def windows_at_once(tokens: Tensor) -> int:

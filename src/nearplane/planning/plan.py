@@ -140,11 +140,11 @@ def restored(settled: Plan, state: Mapping[str, Any], tensors: Mapping[str, Mapp
 
 
 def expected_work(model: Model, settled: Plan, tokens: Tensor) -> tuple[Extent | None, int]:
-    """Return the work that `plan` is going to do: the extent of what is measured for a choice or None, and tokens of the backward
-    pass or 0.
+    """Return the work before the first layer: the extent of what is measured for a choice, or None, and tokens of the backward
+    pass, or 0.
 
     Args:
-        model, settled: Arguments of `plan`.
+        model, settled: Arguments of `plan`; the recipe may have a mix, of which the choice is made before.
         tokens: (windows, seqlen) calibration tokens.
     """
     chooses, together = allocates(model, settled), bool(compensating_layers(model, settled))
@@ -154,15 +154,19 @@ def expected_work(model: Model, settled: Plan, tokens: Tensor) -> tuple[Extent |
         backward = sensitivity_windows(model, tokens, together=together, positions=alone) * tokens.shape[1]
     if not chooses:
         return None, backward
-    return Extent.of(parts_of(model, tokens, warns=False), points=POINTS), backward
+    mix = settled.recipe.mix
+    points = POINTS if mix is None else sum(offer.scheme is not None for offer in mix.offers)
+    return Extent.of(parts_of(model, tokens, warns=False), points=points, compares=mix is not None), backward
 
 
 def allocates(model: Model, settled: Plan) -> bool:
-    """Return whether bits, rates or types of layers are chosen by measuring."""
+    """Return whether bits, rates, types or formats of layers are chosen by measuring."""
     recipe, scheme = settled.recipe, settled.recipe.scheme
     layers = {layer.name for block in model.blocks for layer in block.layers}
     if not layers:
         return False
+    if recipe.mix is not None:
+        return True
     if scheme.entropy_coded:
         chosen = recipe.allocate != "uniform" and not layers <= fixed_rates(settled).keys()
         return chosen and budget_of(model, recipe) > MIN_RATE

@@ -57,6 +57,7 @@ class Options:
         like: The compared GGUF whose header the new one takes.
         mix: How the formats of layers were chosen, if the recipe had a mix.
         plan_file: File that keeps what was measured for such a choice; None: nothing is kept.
+        start: Resident bytes before such a choice was measured, from which limits count; None: those of the start of the run.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Options:
     like: Like | None = None
     mix: MixRecord | None = None
     plan_file: Path | None = None
+    start: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,7 +329,7 @@ def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]
     ) as products:
         batch = None if before is None else before.record.batch or usual  # affects the order of sums
         with phase(job.options.progress, "trying one window in a block of each kind"):
-            prediction = forecast(model, job.plan, windows, device, job.options.limits, batch)
+            prediction = forecast(model, job.plan, windows, device, job.options.limits, batch, job.options.start)
         if before is not None:
             model.fold(before.record.folds)
             record, planned = replace(before.record, source=job.options.name, layers=()), before.plan

@@ -39,8 +39,7 @@ def frontier(request: QuantizeRequest) -> Frontier:
 
 def _considered(folder: str, out: Path, recipe: Recipe, options: Options) -> Frontier:
     """Return the choices for a model in a folder."""
-    del out
-    chosen, _ = consider(folder, recipe, options)
+    chosen, _ = consider(folder, out, recipe, options)
     model, plan = open_resolved(folder, chosen.recipe, trust_remote_code=options.trust_remote_code)
     seconds = estimated(model, plan, options.device).seconds  # which formats differ little in
     return Frontier(mix=chosen.mix, formats=chosen.formats, sizes=chosen.frontier, seconds=seconds)

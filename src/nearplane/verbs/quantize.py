@@ -61,7 +61,7 @@ def quantize_folder(folder: str, out: Path, recipe: Recipe, options: Options) ->
     """
     windows: Windows | None = None
     if recipe.mix is not None:  # the number format of every layer is chosen by measuring
-        recipe, options, windows = with_mix(folder, recipe, options)
+        recipe, options, windows = with_mix(folder, out, recipe, options)
     with phase(options.progress, "opening the model"):
         model, settled = open_resolved(
             folder, recipe, trust_remote_code=options.trust_remote_code

@@ -250,11 +250,6 @@ class QuantizeRequest:
         """Refuse what can be refused without torch, but of the text only the shares of a mix; return the limits of memory."""
         limits = Limits.of(self.memory, self.device_memory)
         check_named(path_in(self.model))
-        if recipe.mix is not None and (limits.host is not None or limits.device is not None):
-            raise RecipeError(
-                "--memory and --device-memory do not limit what is measured for a mix. Leave them out, or write the recipe of "
-                "a mix that was chosen on a larger machine: quantize(recipe=record.recipe)."
-            )
         if self.plan_file is not None:
             check_path("--plan-file", self.plan_file)
             check_writable(Path(self.plan_file).absolute().parent)

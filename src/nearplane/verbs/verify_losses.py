@@ -19,14 +19,13 @@ from nearplane.calibration.positions import PositionWeights
 from nearplane.calibration.stages import try_blocks
 from nearplane.calibration.walk import Stage, walk
 from nearplane.calibration.windows import Windows, digest_of
-from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, RecipeError, first_few
+from nearplane.errors import CalibrationError, FormatError, ModelError, NumericalError, first_few
 from nearplane.formats.stored import Stored
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.matrix.certificate import SolvedMatrix, measured_rows, record_of
 from nearplane.models.model import Model
 from nearplane.number_formats import E2M1
-from nearplane.planning.forecast import NO_BOUND, within_limits
-from nearplane.planning.memory_limits import too_small
+from nearplane.planning.forecast import checked, within_limits
 from nearplane.planning.plan import moments_of_embeddings
 from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.schemes import AnyScheme
@@ -177,12 +176,10 @@ def setting_of(saved: Checkpoint, windows: Windows, limits: Limits = NO_LIMITS) 
         looks = try_blocks(saved.model, windows.fitted, device)
         batch = batch or default_batch(windows.seqlen)  # not reduced, so that figures do not depend on limits
         planned = within_limits(saved.model, saved.plan, windows, looks, device, limits, batch)
-        if planned is not None and any(limits) and planned.exceeding is not None:
-            raise RecipeError(too_small(planned.exceeding, limits, planned.allowed[planned.exceeding.place]))
+        if any(limits):
+            checked(planned, limits)
         if planned is not None:
             return planned.bounds[0].setting
-        if options := " and ".join(limits.options()):
-            raise RecipeError(f"{options} {NO_BOUND} {options}.")
     return MemorySetting.usual(windows.seqlen, device, batch)
 
 

@@ -17,12 +17,14 @@ from nearplane.calibration.windows import Windows
 from nearplane.lattice import kernels
 from nearplane.models.model import open_model
 from nearplane.planning import forecast
+from nearplane.planning.divergences import divergences
 from nearplane.planning.estimates import estimated
 from nearplane.planning.forecast import Planned, shapes_of
 from nearplane.planning.memory_bound import bound
 from nearplane.planning.parts import Extent, Parts
 from nearplane.planning.request import resolved
 from nearplane.planning.roundings import Rounded
+from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.system.device import Device
 from pretended import pretended
@@ -119,3 +121,36 @@ def test_hidden_states_before_a_choice_lie_where_those_of_the_run_do(tmp_path) -
     for peak, most in zip(peaks, bounds, strict=True):
         assert most.while_ == "measuring what errors cost"
         assert peak <= most.bytes
+
+
+def test_measuring_a_choice_takes_at_most_its_bound(tmp_path) -> None:
+    """Hidden states of both networks lie where those of the run do; the figures are the same."""
+    random_model(config_of("llama", num_hidden_layers=2)).float().save_pretrained(tmp_path)
+    tokens = torch.randint(96, (96, 16), generator=torch.Generator().manual_seed(0))
+    model, peaks, bounds, figures = open_model(str(tmp_path)), [], [], []
+    roundings = {layer.name: turned for layer in model.layers}
+    recipe = Recipe.from_spellings(mix="int3,int4", bits_per_weight=4.0, group_size=16)
+    windows = Windows(seqlen=16, fitted=tokens, extra=tokens[:0])
+    for states in ("device", "host", "disk"):
+        with pretended() as gpu:
+            device = Device(torch.device("pretend:0"))
+            plan = Plan.of(recipe, [layer.name for layer in model.layers])
+            shapes = shapes_of(model, plan, windows, try_blocks(model, tokens, device), device)
+            assert shapes is not None
+            assert shapes.choosing is not None
+            assert shapes.choosing.compared
+            setting = MemorySetting(batch=1, room=0, device=device, states=states)
+            gpu.forget()
+            texts = tokens[32:64], tokens[64:]
+            figures.append(
+                divergences(model, tokens[:32], texts, roundings, {}, device=device.place, keep=setting.keep)
+            )
+            extent = Extent.of(Parts(tokens, tokens[:32], *texts), points=1, compares=True)
+            shapes = replace(shapes, windows=1, streams=1, backward=0, choosing=extent)  # little else
+            bounds.append(bound(shapes, setting, 0, "device"))
+            peaks.append(gpu.peak)
+    assert figures[0] == figures[1] == figures[2]
+    assert peaks[0] > peaks[1]
+    for peak, most in zip(peaks, bounds, strict=True):
+        assert most.while_ == "measuring a choice"
+        assert 0.4 * most.bytes <= peak <= most.bytes

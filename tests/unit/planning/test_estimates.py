@@ -103,8 +103,11 @@ def test_windows_on_which_errors_are_measured_fit_nothing(demo):
 
 def test_a_batch_may_have_more_windows_than_errors_are_measured_on():
     tokens = torch.zeros(40, 512, dtype=torch.int64)
-    assert Extent.of(Parts(tokens, tokens[:6], tokens[:2], tokens[:2]), points=3) == (8 * 512, 6 * 512, 2 * 512, 3)
+    assert Extent.of(Parts(tokens, tokens[:6], tokens[:2], tokens[:2]), points=3) == (8 * 512, 6 * 512, 2 * 512, 3, 0)
     assert Extent.of(Parts(tokens, tokens[:30], tokens[:4], tokens[:4]), points=1).batch == 8 * 512
+    both = Extent.of(Parts(tokens, tokens[:6], tokens[:2], tokens[:3]), points=3, compares=True)
+    assert both.compared == 5 * 512
+    assert both.of_the_choice[:3] == (11 * 512, 6 * 512, 5 * 512)
 
 
 def test_rates_that_nearly_coincide_make_one_point(demo):

@@ -75,6 +75,7 @@ def test_the_slack_is_over_what_is_resident_and_what_lives() -> None:
         {"beam": 64},
         {"vocabulary": 10**6, "backward": 4096},
         {"choosing": Extent(seen=10**5, batch=4096, scored=4096, points=3)},
+        {"choosing": Extent(seen=10**4, batch=4096, scored=4096, points=3, compared=10**6)},
     ],
     ids=lambda more: " ".join(more),
 )
