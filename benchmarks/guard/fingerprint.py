@@ -79,9 +79,6 @@ PLAIN: dict[str, dict[str, Any]] = {  # run: keywords of nearplane.quantize
     "size": {"size": "3MB", "allocate": "uniform", "solver": "nearest-plane"},
     "gguf q4_k_m": {"grid": "q4_k_m"},
     "gguf size": {"format": "gguf", "size": "6.1MB", "ignore": ["layers.[2-9]"]},
-    "two-sided in some layers": {
-        "bits": 3, "group_size": 64, "layers": {"o_proj|down_proj": {"two_sided": True}}, "ignore": ["layers.[2-9]"]
-    },
     "quantized and tuned at once": {"bits": 2, "group_size": 64, "tune": "network", **FIRST_BLOCK},
 }  # fmt: skip
 EXPERTS: dict[str, dict[str, Any]] = {  # the same, of a small mixture of experts
@@ -109,7 +106,7 @@ KILLED: dict[str, list[str]] = {  # flags of `nearplane quantize`, killed once t
 RESUMED = "resuming"  # what a run says that goes on
 RUNS: dict[str, dict[str, Any] | list[str]] = {**PLAIN, **EXPERTS, **TUNED, **COMMANDS, **COMPARED, **KILLED}
 QUICK = {
-    "compressed-tensors 4 bits", "widths by slope", "rate 3", "gguf q4_k_m", "two-sided in some layers", "experts 4 bits",
+    "compressed-tensors 4 bits", "widths by slope", "rate 3", "gguf q4_k_m", "experts 4 bits",
     "tuned 2 bits", "--layer", "killed and resumed",
 }  # fmt: skip
 TEXT: dict[str, Any] = {"samples": 8, "seqlen": 128}

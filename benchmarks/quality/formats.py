@@ -21,7 +21,7 @@ MLX = ("mlx2", "mlx3", "mlx4", "mlx5", "mlx6", "mlx8")
 TUNED = (*FOUR_BITS, "mlx3", "mlx4")
 OBSERVERS = ("llm-compressor", "llm-compressor, mse")
 UNCALIBRATED = ("nearest", "mlx_lm")
-JOINED = "nearplane, two_sided=True"  # rows of four-bit floats that compensate for each other
+JOINED = "nearplane, two_sided=True"  # rows of four-bit floats that compensated for each other, which was an option
 ACTIVATIONS = {
     "nvfp4": "fp4",
     "mxfp4": "fp4",
@@ -50,11 +50,11 @@ of its own says so. `-` means not measured.
 At 8 bits the differences are small: a KL of 0.001 is a tenth of that of 4 bits. FP8 in blocks of 128 x 128 does not fit
 the layers of babyllama105, and nearplane refuses it there."""
 TOGETHER = """
-## Rows that compensate for each other
+## Rows that compensated for each other
 
-*Rows together* are with `--set two_sided=true`, which was the default with NVFP4 and MXFP4 until 2026-11-30. What it
-gains here it does not on [published networks](quality-on-grids.md#rows-that-compensate-for-each-other-two_sided). The
-rows together were measured at older commits, with rows tuned from them below; a busy machine measured the CPU seconds.
+*Rows together* were the default with NVFP4 and MXFP4 until 2026-11-30. What that gained here it did not on
+[published networks](quality-on-grids.md#rows-that-compensated-for-each-other-until-2026-11-30), so it is gone. They
+were measured at older commits, with rows tuned from them below; a busy machine measured the CPU seconds.
 """
 ON_MORE = """
 ## Tuned on five times the tokens

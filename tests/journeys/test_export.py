@@ -94,7 +94,6 @@ NIGHTLY: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "5 bits": (dict(bits=5, group_size=64), ("gguf",)),
     "gptq of 3": (dict(bits=3, group_size=32, format="gptq"), ("compressed-tensors", "gptq_v2")),
     "widths": (dict(bits=4, group_size=32, layers={"down_proj": {"bits": 8}}), ("gptq", "gguf")),
-    "both sides": (dict(bits=4, group_size=32, layers={".": {"two_sided": True}}), ("gptq", "awq", "gguf")),
     "mxfp4": (dict(grid="mxfp4"), ("gguf",)),
     "tuned": (dict(bits=4, group_size=32, tune="network"), ("gptq", "gguf")),
 }

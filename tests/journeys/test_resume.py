@@ -42,7 +42,7 @@ from threads import threads_of_torch
 BLOCKS = 3
 WAYS = {
     "grid": dict(bits=4, group_size=16),
-    "widths by slope": dict(bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2", two_sided=True),
+    "widths by slope": dict(bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2"),
     "rate, embeddings and head": dict(rate=3.0, include_embeddings=True, include_head=True),
     "size": dict(size="270kB"),
     "blocks of llama.cpp, embeddings too": dict(grid="q4_0"),

@@ -5,7 +5,7 @@ One block is in memory at a time, forwards and then backwards. The quantization 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -36,8 +36,7 @@ POSITION_TOKENS, POSITION_WINDOWS = 1024, 2
 BATCH_TOKENS, BATCH_WINDOWS = 1024, 8  # largest batch of a forward pass
 LOGITS = 2**24  # in memory at a time, where a network predicts token by token
 CPU = torch.device("cpu")
-ALONE, TOGETHER = "measuring which errors matter", "measuring which errors add up"
-RUN_ROWS = 256  # largest run of neighbouring outputs whose gradients are multiplied with each other
+LABEL = "measuring which errors matter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +49,11 @@ class Sensitivity:
             states, are absent.
         embeddings: (hidden, hidden) matrix G if embeddings are quantized: errors `e` of a row cost `1/2 e G e^T` per
             use. For tied embeddings G includes the cost in the head, and `outputs` has the head's under their name.
-        together: {layer: (run, run) `G = E[g g^T]` of every run of up to `RUN_ROWS` neighbouring outputs}. Errors `e`
-            in a run cost `1/2 e G e^T`. Holds only the requested layers in blocks.
         positions: {layer: weights of positions}. Only layers in blocks that multiply the same number of tokens of every window.
     """
 
     outputs: dict[str, Tensor]
     embeddings: Tensor | None = None
-    together: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     positions: dict[str, PositionWeights] = field(default_factory=dict)
 
 
@@ -122,7 +118,6 @@ def sensitivity(
     device: torch.device,
     dtype: torch.dtype,
     seed: int = 0,
-    together: Collection[str] = (),
     positions: bool = False,
     ranks: Ranks = ONE_PROCESS,
     progress: Progress = silent,
@@ -134,8 +129,8 @@ def sensitivity(
     head, the expectation over labels is computed exactly: `E[p_i (1 - p_i)]`.
 
     The time is that of about four forward passes of a sixteenth of the tokens, at least 2048 and at most 16384; with
-    quantized embeddings an eighth, at least 4096; with `together` a quarter, at least 8192; of four windows in any case.
-    With `positions` it is that of two windows, or of 1024 tokens.
+    quantized embeddings an eighth, at least 4096; of four windows in any case. With `positions` it is that of two windows,
+    or of 1024 tokens.
     The hidden states between all blocks are kept in a file, in the compute dtype, so that memory does not grow with the
     number of blocks.
 
@@ -146,7 +141,6 @@ def sensitivity(
         tokens: (windows, seqlen) calibration tokens; the windows used are spread evenly.
         device, dtype: Device and dtype of the computation; float32 replaces float16, in which gradients underflow.
         seed: Seed of the labels.
-        together: Names of layers for which products of neighbouring outputs are measured as well.
         positions: Whether only the weights of positions are used.
         ranks: Processes of the run.
         progress: Display of the blocks, each of which is passed forwards and backwards.
@@ -156,10 +150,10 @@ def sensitivity(
         FormatError: The folder for temporary files is full.
     """
     dtype = torch.float32 if dtype == torch.float16 else dtype
-    count = sensitivity_windows(model, tokens, together=bool(together), positions=positions)
+    count = sensitivity_windows(model, tokens, positions=positions)
     windows = tokens[torch.linspace(0, len(tokens) - 1, count).long()]
     every = windows.split(backward_batch(windows.shape[1]))
-    divided = not together and model.embeddings is None and has_head(model.network)
+    divided = model.embeddings is None and has_head(model.network)
     if divided and ranks.others:
         ranks.start(_FollowedSensitivity(tokens, dtype, seed, library_in_use()))
     share = ranks.share(len(every)) if divided else range(len(every))
@@ -167,12 +161,11 @@ def sensitivity(
     blocks = model.blocks if batches else ()  # of few batches some ranks have none
     with torch.no_grad():
         stream = skeleton(model, batches or every[:1], device=device, dtype=dtype)
-    runs: dict[str, tuple[Tensor, ...]] = {}
     # sums over tokens of squared gradients: of each batch where ranks add them in the order of batches, else of all in one
     apart, everything = divided and ranks.world > 1, _Squares()
     sums = [_Squares() if apart else everything for _ in batches]
-    label, total = TOGETHER if together else ALONE, 2 * len(blocks)
-    tracked = Tracked(range(total), label, total, work=_work(blocks), short=False)
+    total = 2 * len(blocks)
+    tracked = Tracked(range(total), LABEL, total, work=_work(blocks), short=False)
     with (
         closing(StatesOnDisk()) as block_inputs,  # of all blocks, batch by batch
         in_steps(progress, tracked) as passed,
@@ -199,12 +192,9 @@ def sensitivity(
         for block in model.in_turn(blocks[::-1], device):
             states = [block_inputs.pop() for _ in gradients][::-1]
             with block.on(device, dtype, original=False):
-                gradients, products = _back(block, stream, states, gradients, sums, together)
+                gradients = _back(block, stream, states, gradients, sums)
             release()  # else the C library keeps freed activations of every block
             passed(1)
-            runs |= {
-                name: tuple((total / windows.numel()).float() for total in totals) for name, totals in products.items()
-            }
     if apart:
         gathered = [each for some in ranks.gather([one.to(CPU) for one in sums]) for each in some]
         everything = reduce(_Squares.add, gathered, everything).to(device)
@@ -212,7 +202,7 @@ def sensitivity(
     # gradients through keys and values that later blocks use are left out
     weights = {} if stream.shares else everything.by_position()
     if model.embeddings is None:
-        return Sensitivity(outputs=outputs, together=runs, positions=weights)
+        return Sensitivity(outputs=outputs, positions=weights)
     if not model.tied:
         vocabulary = model.embeddings.layers[0].shape[0]
         counts = tokens.flatten().cpu().bincount(minlength=vocabulary) + 1
@@ -221,7 +211,7 @@ def sensitivity(
     if model.tied:
         finish(model, Stream(last_states, {}, extra=stream.extra), windows, dtype)
         G += second_moment(last_states)
-    return Sensitivity(outputs=outputs, embeddings=G, together=runs, positions=weights)
+    return Sensitivity(outputs=outputs, embeddings=G, positions=weights)
 
 
 def _work(blocks: Sequence[Block]) -> list[int]:
@@ -245,10 +235,9 @@ class _FollowedSensitivity:
             sensitivity(followed.model, self.tokens, device=place, dtype=self.dtype, seed=self.seed, ranks=ranks)
 
 
-def sensitivity_windows(model: Model, tokens: Tensor, *, together: bool = False, positions: bool = False) -> int:
+def sensitivity_windows(model: Model, tokens: Tensor, *, positions: bool = False) -> int:
     """Return the number of windows of (windows, seqlen) `tokens` that `sensitivity` uses; see there."""
     multiple = 1 if model.embeddings is None else 2  # embeddings have a matrix of moments, outputs one number each
-    multiple = 4 if together else multiple  # these matrices are factored
     if tokens.dim() > 2:  # images
         return min(len(tokens), max(MIN_WINDOWS, multiple * len(tokens) // 16))
     if positions:
@@ -366,19 +355,12 @@ def _finite(gradients: list[Tensor], name: str) -> list[Tensor]:
 
 
 def _back(
-    block: Block,
-    stream: Stream,
-    inputs: list[Tensor],
-    gradients: list[Tensor],
-    sums: Sequence[_Squares],
-    together: Collection[str],
-) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    block: Block, stream: Stream, inputs: list[Tensor], gradients: list[Tensor], sums: Sequence[_Squares]
+) -> list[Tensor]:
     """Propagate gradients from the outputs of a block to its inputs.
 
-    Squared output gradients of each layer are added to `sums` of each batch. Also returns, by layer, sums over all tokens of
-    products of gradients within runs of outputs.
+    Squared output gradients of each layer are added to `sums` of each batch.
     """
-    products: dict[str, list[Tensor]] = {}
     now: list[tuple[int, _Squares]] = []  # windows of the batch that passes, and its sums, come last
 
     def count(layer: Layer, gradient: Tensor) -> None:
@@ -386,10 +368,6 @@ def _back(
         square = rows.square()
         squares.count(layer.name, square.sum(0))
         squares.place(layer.name, square.sum(1), 0 if layer.routed else windows)
-        if layer.name in together:
-            parts = [run.T @ run for run in rows.tensor_split(-(-layer.shape[0] // RUN_ROWS), dim=1)]
-            earlier = products.get(layer.name)
-            products[layer.name] = parts if earlier is None else [a + b for a, b in zip(earlier, parts, strict=True)]
 
     def after(layer: Layer, output: Tensor) -> None:
         if output.requires_grad:  # false if independent of the hidden states (projections of positions)
@@ -404,4 +382,4 @@ def _back(
             leaf = x.detach().requires_grad_()
             output = stream.forward(block, block.quantized, i, leaf)
             input_gradients.append(torch.autograd.grad(output, leaf, gradient)[0])
-    return _finite(input_gradients, block.name), products
+    return _finite(input_gradients, block.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -19,9 +19,8 @@ from nearplane.lattice.scale import Search, Steps, StepStorage
 from nearplane.lattice.solvers import SOLVERS, Problem, Solution
 from nearplane.matrix.certificate import MeasuredRows, SolvedMatrix, measured_rows, record_of
 from nearplane.matrix.inputs import LayerInput, Target, named
-from nearplane.matrix.two_sided import solve_compensating
 from nearplane.recipe.block_scheme import BlockScheme
-from nearplane.recipe.scheme import Scheme
+from nearplane.recipe.scheme import Scheme, check_apart
 from nearplane.recipe.schemes import AnyScheme, GridScheme
 from nearplane.record.record import LayerRecord
 from nearplane.system.memory import release
@@ -54,6 +53,7 @@ def check_rows(
         raise RecipeError(
             f"{name}: found a {type(scheme).__name__}, expected a GridScheme. Use quantize_matrix_to_rate for a rate."
         )
+    check_apart(scheme)
     stored = storage if isinstance(storage, StepStorage) else StepStorage(storage)
     if stored.dtype not in (*STEP_DTYPES, W.dtype):
         raise RecipeError(f"storage is {stored.dtype}; expected torch.float16, torch.bfloat16 or torch.float32.")
@@ -83,26 +83,20 @@ def solve_rows(
     *,
     storage: StepStorage,
     name: str = "matrix",
-    together: Sequence[Tensor] = (),
 ) -> SolvedRows:
     """Solve some rows of a layer on a fixed grid, to the same bits as with all others; see `quantize_matrix`.
 
     Args:
         W: (out, in) weights of all rows.
-        rows: Whole strips of rows, see `solved_strips`; all rows if a two-sided scheme joins them.
+        rows: Whole strips of rows, see `solved_strips`.
         target: Target of these rows.
-        inputs, scheme, name, together: See `quantize_matrix`.
+        inputs, scheme, name: See `quantize_matrix`.
         storage: How steps are stored, see `check_rows`.
     """
     scheme = scheme.grouped([W.shape[1]])
     with named(name, inputs.moments.tokens):
         wide = target.values.to(torch.promote_types(W.dtype, torch.float32))
-        solve_part = _solver_of(inputs, scheme, storage, wide.dtype)
-        if scheme.rows_compensate and together:
-            solution = solve_compensating(wide, together, solve_part)
-        else:
-            solution = solve_part(wide)
-        del solve_part  # frees the damped Hessian
+        solution = solve(wide, inputs, scheme, storage)
         check_steps(solution.matrix.grid, wide, W, importance_of(inputs, scheme), steps_of(scheme, storage))
         known = SolvedMatrix(matrix=solution.matrix, outside=solution.outside)
         measured = measured_rows(W, rows, target, known, inputs, scheme)
@@ -123,18 +117,11 @@ def joined(
 
 def solve(target: Tensor, inputs: LayerInput, scheme: GridScheme | BlockScheme, storage: StepStorage) -> Solution:
     """Fit a grid to the target, round the target to it, and refine both, strip by strip."""
-    return _solver_of(inputs, scheme, storage, target.dtype)(target)
-
-
-def _solver_of(
-    inputs: LayerInput, scheme: GridScheme | BlockScheme, storage: StepStorage, dtype: torch.dtype
-) -> Callable[[Tensor], Solution]:
-    """Return `solve` for targets of a dtype, whose Hessian is damped once."""
     factor = inputs.factor_of_the_sweep(scheme)
     importance = importance_of(inputs, scheme)
     H, rounds, sweeps = None, scheme.rounds or 0, scheme.polish or 0
     if rounds or sweeps:
-        H = inputs.damped(factor, dtype)
+        H = inputs.damped(factor, target.dtype)
         mean = H.diagonal().mean()
         # a power of two that keeps float32 from overflowing and changes no code; 1 if all inputs are 0
         unit = (torch.frexp(mean).mantissa / mean).nan_to_num(nan=1.0).clamp(2.0**-126, 2.0**126)
@@ -154,18 +141,15 @@ def _solver_of(
         polished = polish(strip, solution.matrix, H, sweeps=sweeps) if sweeps else solution.matrix
         return replace(solution, matrix=polished, losses=None)
 
-    def of_rows(target: Tensor) -> Solution:
-        peak = storage.peak
-        if peak is None and scheme.number_format.global_scale:
-            peak = float(target.abs().max())
-        steps = steps_of(scheme, storage._replace(peak=peak))
-        solutions = [of_strip(target[rows], steps) for rows in solved_strips(len(target), target.device)]
-        outside = [each.outside for each in solutions if each.outside is not None]
-        return Solution(
-            matrix=stacked([each.matrix for each in solutions]), outside=torch.cat(outside) if outside else None
-        )
-
-    return of_rows
+    peak = storage.peak
+    if peak is None and scheme.number_format.global_scale:
+        peak = float(target.abs().max())
+    steps = steps_of(scheme, storage._replace(peak=peak))
+    solutions = [of_strip(target[rows], steps) for rows in solved_strips(len(target), target.device)]
+    outside = [each.outside for each in solutions if each.outside is not None]
+    return Solution(
+        matrix=stacked([each.matrix for each in solutions]), outside=torch.cat(outside) if outside else None
+    )
 
 
 def importance_of(inputs: LayerInput, scheme: Scheme) -> Tensor:

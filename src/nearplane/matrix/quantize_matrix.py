@@ -7,7 +7,6 @@ Arrays are checked here; `on_grid.py` and `to_rate.py` solve the problem.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,6 @@ def quantize_matrix(
     *,
     storage: torch.dtype | StepStorage = torch.float16,
     name: str = "matrix",
-    together: Sequence[Tensor] = (),
 ) -> tuple[QuantizedMatrix, LayerRecord]:
     """Quantize one matrix on a fixed grid.
 
@@ -52,7 +50,6 @@ def quantize_matrix(
         storage: Dtype in which steps will be stored, maybe with the peak of matrices that share a global scale; steps are
             rounded before the solve.
         name: Name of the matrix in the record and in error messages.
-        together: (rows, rows) moments of gradients for each run of rows, for a two-sided scheme; see `solve_compensating`.
 
     Returns:
         Codes and grid, and the layer's record.
@@ -66,7 +63,7 @@ def quantize_matrix(
     stored = check_rows(W, scheme, storage, name)
     with named(name, inputs.moments.tokens):
         target = corrected(W, inputs, scheme)
-    rows = solve_rows(W, slice(None), target, inputs, scheme, storage=stored, name=name, together=together)
+    rows = solve_rows(W, slice(None), target, inputs, scheme, storage=stored, name=name)
     return joined([rows], inputs, scheme, name=name)
 
 

@@ -57,12 +57,20 @@ def estimated(model: Model, plan: Plan, device: Device) -> Estimate:
     most = bound(shapes, MemorySetting.usual(seqlen, device), start, "host" if device.on_cpu else "device")
     tokens, work, memory = shapes.all_windows * seqlen, multiplications(shapes), most.bytes
     if is_self_written(options.calibration):
-        weights, length = sum(parameter.numel() for parameter in model.network.parameters()), min(seqlen, LENGTH)
-        written = batches_of_texts(tokens, length) * length * BATCH
-        work += WRITING_TIME * written * weights
+        length = min(seqlen, LENGTH)
+        work += writing(model, tokens, length)
         kept = BATCH * (cache_bytes(model, length) or 0) / 2  # numbers: they have 2 bytes each there
-        memory = max(memory, start + round(number * (weights + WRITING_MEMORY * kept)))
+        memory = max(memory, start + round(number * (_weights(model) + WRITING_MEMORY * kept)))
     return Estimate(tokens, memory, work * seconds_of_a_multiplication() if device.on_cpu else None)
+
+
+def writing(model: Model, tokens: int, length: int) -> float:
+    """Return the multiplications, in the time of a large product, by which a network writes texts of `length` tokens."""
+    return WRITING_TIME * batches_of_texts(tokens, length) * length * BATCH * _weights(model)
+
+
+def _weights(model: Model) -> int:
+    return sum(parameter.numel() for parameter in model.network.parameters())
 
 
 def _of(block: Block, seqlen: int, number: int) -> Blocks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -63,7 +63,7 @@ def plan(
         RecipeError: The rate or size cannot be met.
     """
     recipe, scheme, estimate = settled.recipe, settled.recipe.scheme, None
-    effect, rates, together = Effect(), dict[str, float](), dict[str, tuple[Tensor, ...]]()
+    effect, rates = Effect(), dict[str, float]()
     if tokens is not None:
         measured = measured_gradients(model, settled, tokens, device, progress)
         effect = effect_of_errors(model, settled, measured, tokens.numel())
@@ -86,17 +86,10 @@ def plan(
     elif recipe.allocate == "slope":
         assert estimate is not None, "widths are allocated by measuring, which needs tokens"
         settled = settled.stored_in(measured_widths(model, recipe, usable_widths(model, recipe), estimate))
-    if tokens is not None and (compensating := compensating_layers(model, settled)):
-        dtype = device.compute_dtype(model.dtype)
-        together = sensitivity(
-            model, tokens, device=device.place, dtype=dtype, together=compensating, progress=progress
-        ).together
-    return _completed(settled, rates, effect, together)
+    return _completed(settled, rates, effect)
 
 
-def _completed(
-    settled: Plan, rates: Mapping[str, float], effect: Effect, together: Mapping[str, Sequence[Tensor]]
-) -> Plan:
+def _completed(settled: Plan, rates: Mapping[str, float], effect: Effect) -> Plan:
     """Return a plan with what was measured, by name of the layer."""
     layers = {
         name: replace(
@@ -104,7 +97,6 @@ def _completed(
             rate=rates.get(name),
             sensitivity=effect.rows.get(name),
             positions=effect.positions.get(name),
-            together=tuple(together.get(name, ())),
         )
         for name, each in settled.layers.items()
     }
@@ -123,7 +115,6 @@ def tensors_of(planned: Plan) -> dict[str, dict[str, Any]]:
     layers = planned.layers.items()
     return {
         "sensitivity": {name: each.sensitivity for name, each in layers if each.sensitivity is not None},
-        "together": {name: each.together for name, each in layers if each.together},
         "moments": {name: each.H for name, each in planned.moments.items()},
     }
 
@@ -136,7 +127,7 @@ def restored(settled: Plan, state: Mapping[str, Any], tensors: Mapping[str, Mapp
         name: PositionWeights(length, tuple(octaves)) for name, (length, octaves) in state["positions"].items()
     }
     effect = Effect(tensors["sensitivity"], moments, positions)
-    return _completed(settled, state["rates"], effect, tensors["together"])
+    return _completed(settled, state["rates"], effect)
 
 
 def expected_work(model: Model, settled: Plan, tokens: Tensor) -> tuple[Extent | None, int]:
@@ -147,11 +138,10 @@ def expected_work(model: Model, settled: Plan, tokens: Tensor) -> tuple[Extent |
         model, settled: Arguments of `plan`; the recipe may have a mix, of which the choice is made before.
         tokens: (windows, seqlen) calibration tokens.
     """
-    chooses, together = allocates(model, settled), bool(compensating_layers(model, settled))
-    backward = 0
-    if together or chooses or _needs_gradients(model, settled):
-        alone = not (together or chooses or _uses_outputs(model, settled))
-        backward = sensitivity_windows(model, tokens, together=together, positions=alone) * tokens.shape[1]
+    chooses, backward = allocates(model, settled), 0
+    if chooses or _needs_gradients(model, settled):
+        alone = not (chooses or _uses_outputs(model, settled))
+        backward = sensitivity_windows(model, tokens, positions=alone) * tokens.shape[1]
     if not chooses:
         return None, backward
     mix = settled.recipe.mix
@@ -181,12 +171,6 @@ def _uses_outputs(model: Model, settled: Plan) -> bool:
     """Return whether gradients by outputs of layers are used, for steps of rows or for embeddings, and not by position alone."""
     scheme = settled.recipe.scheme
     return scheme.weighs_rows or (model.embeddings is not None and scheme.calibrated)
-
-
-def compensating_layers(model: Model, settled: Plan) -> set[str]:
-    """Return the names of the layers whose rows compensate each other's errors."""
-    names = (layer.name for block in model.blocks for layer in block.layers)
-    return {name for name in names if settled.layers[name].scheme.rows_compensate}
 
 
 def weighs_positions(model: Model, recipe: Recipe) -> bool:

@@ -1,7 +1,7 @@
 """The solve of the layers of a stage. On several processes (ranks) each solves some rows of the layers, or whole layers.
 
 Rows of a layer on a fixed grid are divided between ranks in strips. A layer at a rate, whose search needs the coded size of
-all its rows, and a two-sided layer, whose rows compensate each other, are solved as wholes.
+all its rows, is solved as a whole.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class Order:
     @property
     def divides(self) -> bool:
         """Whether ranks may solve some rows of the layer each."""
-        scheme = self.plan.scheme
-        return not (scheme.entropy_coded or (scheme.rows_compensate and self.plan.together))
+        return not self.plan.scheme.entropy_coded
 
     def solved(self, stage: Stage) -> SolvedRows:
         """Solve the layer, or its rows, with its weights and inputs on this rank."""
@@ -105,8 +104,8 @@ def solve_layer(
         return solve_to_rate(
             W, target, inputs, scheme, plan.rate, sensitivity=sensitivity, max_loss=plan.max_loss, name=name
         )
-    storage, together = check_rows(W, scheme, storage, name), tuple(G.to(W.device) for G in plan.together)
-    return solve_rows(W, rows, target, inputs, scheme, storage=storage, name=name, together=together)
+    storage = check_rows(W, scheme, storage, name)
+    return solve_rows(W, rows, target, inputs, scheme, storage=storage, name=name)
 
 
 @dataclass(frozen=True, slots=True)

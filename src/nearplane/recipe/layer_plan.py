@@ -28,7 +28,6 @@ class LayerPlan:
         max_loss: Upper limit of the relative loss of entropy-coded weights; None: no limit.
         sensitivity: (out,) sensitivity of the network to errors of each output; None: equal.
         positions: Weights of positions in a window, see `calibration/positions.py`; None: equal.
-        together: (rows, rows) moments of gradients for each run of rows, where rows are joined; empty: not measured.
     """
 
     scheme: AnyScheme
@@ -38,7 +37,6 @@ class LayerPlan:
     max_loss: float | None = None
     sensitivity: Numbers | None = None
     positions: Numbers | None = None
-    together: tuple[Numbers, ...] = ()
 
     @property
     def number_format(self) -> NumberFormat:

@@ -115,7 +115,7 @@ class Scheme:
 
     @property
     def rows_compensate(self) -> bool:
-        """Whether rows compensate each other's errors, so that they are rounded together."""
+        """Whether rows compensated each other's errors, as versions before 0.3 could have them do; no bound holds then."""
         return bool(getattr(self, "two_sided", False))
 
     def check_allocation(self, allocate: Allocation | None, files: FileFormat) -> None:
@@ -207,6 +207,19 @@ def spelled_out(options: Mapping[str, Any]) -> dict[str, Any]:
 def is_integer(format: NumberFormat) -> bool:
     """Return whether a number format is one of integers, which bits, group size, symmetry and minimum describe."""
     return format == integers(format.bits, format.group, symmetric=format.symmetric, minimum=format.minimum)
+
+
+def check_apart(scheme: Scheme) -> None:
+    """Refuse to solve by a scheme whose rows are to compensate each other's errors, which only records still say.
+
+    Raises:
+        RecipeError: They are to.
+    """
+    if scheme.rows_compensate:
+        raise RecipeError(
+            "two_sided is true, but rows no longer compensate each other's errors: on published networks it gained nothing. "
+            "Leave it out."
+        )
 
 
 def check_group(format: NumberFormat, name: str, inputs: int, every: Iterable[int]) -> None:

@@ -42,8 +42,7 @@ class GridScheme(Scheme):
         bits, group_size, symmetric, polish, rounds, include_head, include_embeddings: See `quantize`.
         minimum: Whether every group has a real-valued minimum in place of a zero point, as MLX stores it.
         scale: Choice of the steps: minmax uses the range of the weights; mse searches the step with the smallest p-norm error.
-        two_sided: Whether rows compensate each other's errors too, weighted by the network's gradients, and not only columns.
-            Needs a backward pass and up to 2.4 times the time. No bound of a sweep holds for such codes. Default: false.
+        two_sided: Of checkpoints that were written before 0.3: whether rows compensated each other's errors. Runs refuse it.
     """
 
     grid: str | None = None
@@ -75,12 +74,6 @@ class GridScheme(Scheme):
         check_fields(self, "symmetric", "minimum", "scale", "two_sided", "include_head", "include_embeddings")
         if self.minimum:
             object.__setattr__(self, "symmetric", False)
-        if self.two_sided and not self.calibrated:
-            raise RecipeError(f"two_sided needs calibration, but solver {self.solver!r} uses none.")
-        if self.two_sided and self.grid is not None and number_format(self.grid).rows > 1:
-            raise RecipeError(
-                f"two_sided solves rows apart, but those of --grid {self.grid} share steps. Leave out one of them."
-            )
         settle_refits(self)
 
     def _take_grid(self, grid: str) -> None:

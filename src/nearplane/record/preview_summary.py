@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nearplane.record.mix_summary import kind_lines
+from nearplane.system.progress import duration
 from nearplane.system.sizes import counted, size_text
 
 
@@ -24,6 +25,7 @@ class Preview:
         tokens: Number of calibration tokens; 0: none are used.
         memory: Bytes where the run computes, at most; None: it is not known.
         seconds: Seconds of the run, at least, for its multiplications alone; None: not known, as on a GPU.
+        writing: Seconds about in which the network writes its calibration text before; None: it does not, or as `seconds`.
     """
 
     formats: dict[str, str]
@@ -35,6 +37,7 @@ class Preview:
     tokens: int
     memory: int | None
     seconds: float | None
+    writing: float | None = None
 
     def fields(self) -> dict[str, Any]:
         """Return all values for JSON."""
@@ -54,4 +57,6 @@ class Preview:
         yield (
             f"the folder takes at most {size_text(self.folder)} (original {size_text(self.original)}, {share:.2f} times as much)"
         )
+        if self.writing is not None:
+            yield f"before, the network writes its calibration text, which takes about {duration(self.writing)}"
         yield "nothing was written; without --dry-run the run begins"

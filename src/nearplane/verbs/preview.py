@@ -10,10 +10,13 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from nearplane.calibration.self_written import LENGTH
+from nearplane.calibration.text_files import is_self_written
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.errors import RecipeError
+from nearplane.planning.estimate import writing
 from nearplane.planning.folder_size import check_disk, forecast_bytes, layer_bytes
-from nearplane.planning.forecast import forecast
+from nearplane.planning.forecast import forecast, seconds_of_a_multiplication
 from nearplane.planning.plan import allocates
 from nearplane.planning.request import open_resolved, say_types
 from nearplane.planning.run import Options, bytes_of_tensors, container_for
@@ -50,16 +53,20 @@ def _previewed(folder: str, out: Path, recipe: Recipe, options: Options) -> Prev
     say_types(model, settled)
     remote, like = options.trust_remote_code, options.like
     container = container_for(model, settled, out, overwrite=options.overwrite, trust_remote_code=remote, like=like)
-    windows = calibration_windows(model, settled.recipe, options.given, options.device, options.progress)
+    given, device = options.given, options.device
+    windows = calibration_windows(model, settled.recipe, given, device, options.progress, writes=False)
     check_tokens(model, settled.recipe, windows)
     if settled.recipe.files.one_file:
         check_tokens_in_file(container, model, windows)
     with phase(options.progress, "trying one window in a block of each kind"):
-        expected = forecast(model, settled, windows, options.device, options.limits)
+        expected = forecast(model, settled, windows, device, options.limits)
     weights = {layer.name: math.prod(layer.shape) for layer in model.layers}
     schemes = {name: settled.layers[name].scheme for name in weights}
     size = sum(layer_bytes(settled.recipe, layer.shape, schemes[layer.name], model.dtype) for layer in model.layers)
-    limit = settled.recipe.scheme.limit
+    limit, written = settled.recipe.scheme.limit, None
+    if given is None and is_self_written(settled.recipe.calibration.calibration) and device.on_cpu:
+        tokens = (windows.count + windows.extra_count) * windows.seqlen
+        written = writing(model, tokens, min(windows.seqlen, LENGTH)) * seconds_of_a_multiplication()
     return Preview(
         formats={name: scheme.number_format.name for name, scheme in schemes.items()},
         measured=allocates(model, settled),
@@ -70,4 +77,5 @@ def _previewed(folder: str, out: Path, recipe: Recipe, options: Options) -> Prev
         tokens=windows.count * windows.seqlen,
         memory=expected.bytes,
         seconds=expected.seconds,
+        writing=written,
     )

@@ -27,6 +27,7 @@ from nearplane.recipe.scheme import (
     CacheNumbers,
     Order,
     Solver,
+    check_apart,
     check_group,
 )
 from nearplane.recipe.schemes import GridScheme, Scale
@@ -143,7 +144,7 @@ class QuantizeRequest:
         correct: Whether each target compensates the loss of the layers before it. Default: true.
         tune: After the solve, train steps, norms and codes against the original's predictions (network).
             Takes five to eleven times as long. See nearplane tune. Default: none.
-        scale, minimum, two_sided: See `GridScheme`.
+        scale, minimum: See `GridScheme`.
         rows: See `RateScheme`.
         sweep_damp: Damping of the sweep, see `GridScheme`.
         seed, positions, true_sequential: See `Calibration`.
@@ -207,7 +208,6 @@ class QuantizeRequest:
     tune: Tune = OPEN
     scale: Scale = OPEN
     minimum: bool = OPEN
-    two_sided: bool = OPEN
     rows: Rows = OPEN
     sweep_damp: float | None = OPEN
     seed: int = OPEN
@@ -255,6 +255,8 @@ class QuantizeRequest:
             check_writable(Path(self.plan_file).absolute().parent)
             if recipe.mix is None:
                 raise RecipeError("--plan-file keeps what was measured for a mix. Use --mix, or leave it out.")
+        for scheme in recipe.schemes:
+            check_apart(scheme)
         _check_number_formats(recipe)
         _check_groups(recipe, path_in(self.model))
         if recipe.like is not None:

@@ -30,5 +30,3 @@ def test_a_solve_keeps_steps_equal_within_tiles_and_rows_that_no_tile_divides_ar
     assert matrix.grid.scale.view(2, 128).unique(dim=1).shape == (2, 1)
     with pytest.raises(RecipeError, match="matrix: 200 outputs are not a multiple of the 128 rows that share steps"):
         quantize_matrix(W[:200], X.T @ X / 200, GridScheme(grid="fp8-block"))
-    with pytest.raises(RecipeError, match="two_sided solves rows apart, but those of --grid fp8-block share steps"):
-        GridScheme(grid="fp8-block", two_sided=True)

@@ -34,8 +34,6 @@ def test_defaults_follow_from_what_is_given():
     nearest = GridScheme(solver="round-to-nearest")
     assert (nearest.polish, nearest.rounds) == (0, 0)
     assert GridScheme(solver="k-best").beam == 8
-    assert not any(GridScheme(grid=name).rows_compensate for name in ("nvfp4", "mxfp4", "fp8", "int4-g128"))
-    assert GridScheme(grid="nvfp4", two_sided=True).rows_compensate
 
 
 @pytest.mark.parametrize(
@@ -80,7 +78,6 @@ def test_defaults_follow_from_what_is_given():
         ({"solver": "round-to-nearest", "sweep_damp": 0.1}, "sweep_damp needs calibration"),
         ({"solver": "round-to-nearest", "polish": 1}, "polish needs calibration"),
         ({"solver": "round-to-nearest", "rounds": 1}, "rounds needs calibration"),
-        ({"solver": "round-to-nearest", "two_sided": True}, "two_sided needs calibration"),
         ({"two_sided": 1}, "two_sided is 1; expected true or false"),
         ({"order": "reversed"}, "order is 'reversed'; expected one of"),
     ],
