@@ -38,7 +38,7 @@ from nearplane.calibration.second_moments import shared_inputs
 from nearplane.calibration.texts import Frame, read_windows
 from nearplane.evaluation.predictions import log_probabilities
 from nearplane.lattice.bounds import quadratic
-from nearplane.lattice.scale import Steps
+from nearplane.lattice.scale import Steps, StepStorage
 from nearplane.lattice.solvers import nearest_plane
 from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.on_grid import solve
@@ -112,7 +112,7 @@ def on_layers(chosen: Case, bits: int, names: list[str]) -> dict[str, Sums]:
                     bits=bits, group_size=chosen.group_size, symmetric=False, correct=False, **VARIANTS[name]
                 )
                 target, _, *_ = corrected(W, inputs, scheme)
-                seconds, matrix = timed(lambda: solve(target, inputs, scheme, torch.float16).matrix)  # noqa: B023
+                seconds, matrix = timed(lambda: solve(target, inputs, scheme, StepStorage(torch.float16)).matrix)  # noqa: B023
                 E = (W - matrix.decode()).double()
                 damped = inputs.damped(inputs.factor(scheme.order, scheme.damp), torch.float64)
                 losses = float(quadratic(E, inputs.moments.H).mean()), float(quadratic(E, damped).mean())
@@ -217,7 +217,7 @@ def large(n: int, bits: int, names: list[str]) -> None:
     print("|---|---|---|---|---|---|---|")
     first: tuple[float, float, float] | None = None
     for name, scheme in schemes.items():
-        seconds, matrix = timed(lambda: solve(W, inputs, scheme, torch.float16).matrix)  # noqa: B023
+        seconds, matrix = timed(lambda: solve(W, inputs, scheme, StepStorage(torch.float16)).matrix)  # noqa: B023
         loss = float(quadratic((W - matrix.decode()).double(), inputs.moments.H).mean())
         whole, _ = timed(lambda: quantize_matrix(W, inputs, scheme))  # noqa: B023
         whole += factor + parts["eigenvalues for the certificate"]  # which `inputs` has kept

@@ -15,7 +15,7 @@ from model_types import save_type
 from nearplane import RecipeError
 from nearplane.demo import CALIBRATION
 from nearplane.formats.stored import read_matrices
-from nearplane.planning import format_mix
+from nearplane.planning import forecast, format_mix
 from nearplane.planning.cache_size import cache_bytes
 from nearplane.planning.mix_size import constant_of
 from nearplane.planning.request import joined_in, open_original
@@ -226,6 +226,14 @@ def test_a_mix_keeps_within_a_limit_of_memory_and_is_the_same(model, tmp_path, m
     least = re.search(r"--memory 100 KB is too small: .* Use --memory (\S+) or fewer --samples", str(refused.value))
     choose = format_mix.within_limits
     monkeypatch.setattr(format_mix, "within_limits", lambda *args: on_disk(choose(*args)))
+    resident, before = forecast.resident, []
+
+    def grown():
+        """The process is larger once something was measured."""
+        before.append(resident())
+        return before[0] + (len(before) - 1) * 2**30
+
+    monkeypatch.setattr(forecast, "resident", grown)
     limited = nearplane.quantize(model, tmp_path / "out", memory=least[1], **asked)
     assert [layer.checksum for layer in limited.layers] == [layer.checksum for layer in free.layers]
     assert limited.mix == free.mix

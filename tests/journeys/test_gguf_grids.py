@@ -136,7 +136,7 @@ def test_embeddings_head_and_single_layers_have_the_types_that_are_asked_for(
 def test_mxfp4_has_the_values_of_compressed_tensors_and_transformers_reads_them(
     model_of: Callable[..., str], text: str, tmp_path: Path
 ) -> None:
-    """Rows compensate each other's errors in both files."""
+    """Of the same codes."""
     model, ours = model_of(tie_word_embeddings=False, num_hidden_layers=1, **NARROW), tmp_path / "ours"
     nearplane.quantize(model, ours, grid="mxfp4", format="gguf", embeddings="f32", calibration=text, **TOKENS)
     nearplane.quantize(model, tmp_path / "theirs", grid="mxfp4", calibration=text, **TOKENS)

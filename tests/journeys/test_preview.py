@@ -7,7 +7,7 @@ import pytest
 
 import nearplane
 from checkpoints import save_part_of_the_demo
-from nearplane.calibration import windows
+from nearplane.calibration import self_written
 from nearplane.cli.app import app
 from nearplane.demo import CALIBRATION
 from nearplane.errors import CalibrationError, NearplaneError, RecipeError
@@ -62,12 +62,18 @@ def test_the_text_that_a_network_writes_is_not_written_but_its_time_is_told(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It took twenty minutes on SmolLM2, as long as a part of the run."""
-    monkeypatch.setattr(windows, "self_written", None)
-    found = nearplane.preview(model, tmp_path / "out", calibration="self", samples=8, seqlen=64)
-    assert (found.tokens, found.memory is None) == (8 * 64, False)
-    assert found.writing > 0
-    assert any("the network writes its calibration text, which takes about" in line for line in found.lines())
+    monkeypatch.setattr(self_written, "_whole", None)
+    for text in ("self", f"self:3,{CALIBRATION}:1"):
+        found = nearplane.preview(model, tmp_path / "out", calibration=text, samples=8, seqlen=64)
+        assert (found.tokens, found.memory is None) == (8 * 64, False)
+        assert found.writing > 0
+        assert any("the network writes its calibration text, which takes about" in line for line in found.lines())
     assert nearplane.preview(model, tmp_path / "out", **TEXT).writing is None
+    nearest = nearplane.preview(model, tmp_path / "out", calibration="self", solver="round-to-nearest")
+    assert nearest.writing is None
+    monkeypatch.setattr(self_written, "continues_text", lambda network: False)
+    with pytest.raises(CalibrationError, match="--calibration self needs a network that continues text"):
+        nearplane.preview(model, tmp_path / "out", calibration="self", samples=8, seqlen=64)
 
 
 def test_it_refuses_what_the_run_refuses(model: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ WAYS = {
     "rate, embeddings and head": dict(rate=3.0, include_embeddings=True, include_head=True),
     "experts": GRID,
     "size": dict(size="258kB"),
-    "widths by slope, two sides": dict(bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2"),
+    "widths by slope": dict(bits=3, group_size=16, allocate="slope", symmetric=False, format="gptq_v2"),
     "blocks of llama.cpp": dict(grid="q4_0"),
     "a mix of formats": dict(mix="int3,int4,int8,bf16", bits_per_weight=7, group_size=16),
     "inputs in 8 bits, scales of the cache": dict(grid="int8", activations="int8", kv_cache="fp8"),

@@ -92,6 +92,7 @@ def self_written(
     device: Device,
     progress: Progress,
     first_token: FirstToken = "auto",
+    unwritten: list[int] | None = None,
 ) -> Tensor:
     """Return windows of text that the original network writes, or those that it has written for the same call before.
 
@@ -102,6 +103,7 @@ def self_written(
         device: Device to compute on; another device draws other tokens.
         progress: Display that wraps the iterator over tokens.
         first_token: How each window begins: as the tokenizer begins a text, or without that; texts always begin so.
+        unwritten: For a rehearsal: the number of tokens to write is added here, and random tokens stand for them.
 
     Returns:
         (samples, seqlen) int64.
@@ -129,6 +131,12 @@ def self_written(
     batches = batches_of_texts(samples * (seqlen - len(beginning)), each)
     dtype = device.compute_dtype(model.dtype)
     _check_room(model, dtype, device)
+    if unwritten is not None:
+        unwritten.append(batches * BATCH * length)
+        known = min(len(tokenizer), len(network.get_input_embeddings().weight))
+        drawn = torch.randint(known, (samples, seqlen), generator=torch.Generator().manual_seed(seed))
+        drawn[:, : len(beginning)] = torch.tensor(beginning, dtype=torch.int64)
+        return drawn
     log.info(f"the network writes {batches * BATCH * length:,} tokens of text (self)")
     ids: list[int] = []
     tracked = Tracked(range(batches * length), "writing text", batches * length)

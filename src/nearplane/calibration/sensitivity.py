@@ -36,7 +36,6 @@ POSITION_TOKENS, POSITION_WINDOWS = 1024, 2
 BATCH_TOKENS, BATCH_WINDOWS = 1024, 8  # largest batch of a forward pass
 LOGITS = 2**24  # in memory at a time, where a network predicts token by token
 CPU = torch.device("cpu")
-LABEL = "measuring which errors matter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +164,7 @@ def sensitivity(
     apart, everything = divided and ranks.world > 1, _Squares()
     sums = [_Squares() if apart else everything for _ in batches]
     total = 2 * len(blocks)
-    tracked = Tracked(range(total), LABEL, total, work=_work(blocks), short=False)
+    tracked = Tracked(range(total), "measuring which errors matter", total, work=_work(blocks), short=False)
     with (
         closing(StatesOnDisk()) as block_inputs,  # of all blocks, batch by batch
         in_steps(progress, tracked) as passed,

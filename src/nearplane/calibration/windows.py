@@ -146,7 +146,7 @@ def calibration_windows(
     device: Device,
     progress: Progress = silent,
     *,
-    writes: bool = True,
+    unwritten: list[int] | None = None,
 ) -> Windows:
     """Read the calibration text: `samples_of` calibration windows, and the extra windows after them, see `extra_windows`.
 
@@ -158,7 +158,7 @@ def calibration_windows(
         recipe: The recipe, which names the text.
         given: Calibration data from Python that replaces the text of the recipe.
         device, progress: Where the network writes a text itself, and how that is shown; see `self_written`.
-        writes: Whether it does; else random tokens stand for that text, of which only their number counts.
+        unwritten: For a rehearsal: see `self_written`.
 
     Raises:
         CalibrationError: The text cannot be read, or --seqlen exceeds the positions of the model.
@@ -181,7 +181,7 @@ def calibration_windows(
         windows, seqlen = given.windows(model, recipe, asked, seqlen)
     following = extra_windows(asked, seqlen)
     if windows is None:
-        read = reader_of(model, options, seqlen, device, progress, writes=writes)
+        read = reader_of(model, options, seqlen, device, progress, unwritten)
         if given is None and (texts := texts_of(options.calibration)):
             mix = Mix.of(texts, asked, following)
             windows = torch.stack(mix.windows(read, mix.samples + mix.extra))
@@ -195,22 +195,24 @@ def calibration_windows(
 
 
 def reader_of(
-    model: Model, options: Calibration, seqlen: int, device: Device, progress: Progress = silent, *, writes: bool = True
+    model: Model,
+    options: Calibration,
+    seqlen: int,
+    device: Device,
+    progress: Progress = silent,
+    unwritten: list[int] | None = None,
 ) -> Callable[..., Tensor]:
     """Return the function that reads windows of a text to calibrate on: `read(text, samples=...)`.
 
-    See `read_windows`, `self_written` for the text that the network writes itself, and `calibration_windows` for `writes`.
+    See `read_windows`, and `self_written` for the text that the network writes itself.
     """
     tokenizer = model.tokenizer()
     say_unlike_its_file(model.folder, tokenizer)
     frame = frame_of(tokenizer, options.first_token, encoder=is_framed(model.network))
 
     def read(text: Any, *, samples: int) -> Tensor:
-        if is_self_written(text) and not writes:
-            vocabulary = len(model.network.get_input_embeddings().weight)
-            return torch.randint(vocabulary, (samples, seqlen), generator=torch.Generator().manual_seed(options.seed))
         if is_self_written(text):
-            return self_written(model, samples, seqlen, options.seed, device, progress, options.first_token)
+            return self_written(model, samples, seqlen, options.seed, device, progress, options.first_token, unwritten)
         text = text_to_calibrate_on(text) or text
         with phase(progress, "reading the calibration text"):
             return read_windows(tokenizer, text, samples=samples, seqlen=seqlen, seed=options.seed, frame=frame)

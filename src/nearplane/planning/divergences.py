@@ -76,7 +76,7 @@ def divergences(
             stream.passed(block)
             del changed
         release()
-    windows = [torch.cat([*states]) for states in ([stream.quantized[place] for place in places], rounded)]
+    windows = [torch.cat([stream.quantized[place] for place in places]), torch.cat([*rounded])]
     counts = [len(tokens) for tokens in unseen]
     texts = zip(unseen, *(states.split(counts) for states in windows), strict=True)
     return _losses(model, stream, [*texts], device, dtype)
@@ -131,9 +131,10 @@ def _parts(text: tuple[Tensor, Tensor, Tensor], tokens: int, *, whole: bool) -> 
         whole: Whether windows stay whole with their last position, as networks need them that do not continue text.
     """
     length = text[0].shape[1]
-    last = length if whole else length - 1
-    windows, step = max(1, tokens // length), last if whole else tokens
-    for some in zip(*(each.split(windows) for each in text), strict=True):
-        for start in range(0, last, step):
-            one, x, x_hat = (each[:, start : min(start + step, last)] for each in some)
+    for one, x, x_hat in zip(*(each.split(max(1, tokens // length)) for each in text), strict=True):
+        if whole:  # states of an encoder stand before those of the decoder
             yield one, x, x_hat
+            continue
+        for start in range(0, length - 1, tokens):
+            here = slice(start, min(start + tokens, length - 1))
+            yield one[:, here], x[:, here], x_hat[:, here]

@@ -58,15 +58,25 @@ def estimated(model: Model, plan: Plan, device: Device) -> Estimate:
     tokens, work, memory = shapes.all_windows * seqlen, multiplications(shapes), most.bytes
     if is_self_written(options.calibration):
         length = min(seqlen, LENGTH)
-        work += writing(model, tokens, length)
-        kept = BATCH * (cache_bytes(model, length) or 0) / 2  # numbers: they have 2 bytes each there
-        memory = max(memory, start + round(number * (_weights(model) + WRITING_MEMORY * kept)))
+        work += WRITING_TIME * batches_of_texts(tokens, length) * length * BATCH * _weights(model)
+        memory = max(memory, start + _memory_of_writing(model, length, number))
     return Estimate(tokens, memory, work * seconds_of_a_multiplication() if device.on_cpu else None)
 
 
-def writing(model: Model, tokens: int, length: int) -> float:
-    """Return the multiplications, in the time of a large product, by which a network writes texts of `length` tokens."""
-    return WRITING_TIME * batches_of_texts(tokens, length) * length * BATCH * _weights(model)
+def writing(model: Model, tokens: int, seqlen: int, device: Device) -> tuple[float | None, int]:
+    """Return about how long a network writes so many tokens for windows of a length, in seconds, None on a GPU, and the bytes.
+
+    The bytes are those of the process or the device.
+    """
+    start = (resident() or 0) if device.on_cpu else 0
+    most = start + _memory_of_writing(model, min(seqlen, LENGTH), device.compute_dtype(model.dtype).itemsize)
+    work = WRITING_TIME * tokens * _weights(model)
+    return work * seconds_of_a_multiplication() if device.on_cpu else None, most
+
+
+def _memory_of_writing(model: Model, length: int, number: int) -> int:
+    kept = BATCH * (cache_bytes(model, length) or 0) / 2  # numbers: they have 2 bytes each there
+    return round(number * (_weights(model) + WRITING_MEMORY * kept))
 
 
 def _weights(model: Model) -> int:

@@ -126,7 +126,7 @@ def forecast(
         device: Device of the computation.
         limits: Memory limits of host and device in bytes.
         batch: Windows per batch of a run that is resumed, which affect the order of sums; None: chosen here.
-        start: Resident bytes at the start; None: those of now.
+        start: Resident bytes at the start, from which limits count; None: those of now.
 
     Raises:
         RecipeError: The most economical settings need more than a limit, or the memory cannot be predicted.
@@ -248,12 +248,13 @@ def within_limits(
     load_libraries(scheme.solver, scheme.beam, entropy_coded=scheme.entropy_coded)
     kernels_of(torch.empty(0, device=device.place))  # refused before the run, not at its first layer
     release_all()
-    usual, start = MemorySetting.usual(windows.seqlen, device, batch), start or resident() or 0
+    usual = MemorySetting.usual(windows.seqlen, device, batch)
+    start = (start if any(limits) else None) or resident() or 0
     allowed = {HOST: limits.host or inf}
     if not device.on_cpu:
         allowed = {
             DEVICE: min(limits.device or inf, device.free() or inf),
-            HOST: limits.host or start + (device.free_on_host() or inf),
+            HOST: limits.host or (resident() or 0) + (device.free_on_host() or inf),
         }
         usual = replace(usual, room=int(min(usual.room, allowed[DEVICE] // PAUSED_DIVISOR)))
 

@@ -4,7 +4,7 @@
 
 A run on a GPU has two bounds: of the GPU's memory, and of the host's, which holds what is read, written and moved aside. On the
 CPU both are one. Live bytes are counted part by part: hidden states, waiting activations and second moments of `calibration/`, the
-solve in `matrix/`, and `estimates.py` before the first layer. Changes there must be made here too;
+solve in `matrix/`, and `estimates.py` and `divergences.py` before the first layer. Changes there must be made here too;
 `benchmarks/speed/memory_bound.py` compares the bound with measured peaks.
 """
 
@@ -103,7 +103,7 @@ class Shapes:
         beam: Candidates per row.
         descents: Number of passes of coordinate descent over the codes of a layer.
         searched: Time of searching steps and codes beside the products, as a number of multiplications for each weight.
-        choosing: Work of choosing bits by measuring before the first layer; None: they are not chosen.
+        choosing: Work of choosing bits or formats by measuring before the first layer; None: they are not chosen.
         backward: Tokens of the backward pass; 0: no backward pass.
         predicted: Tokens of a window that are predicted at once in it.
         placed: Whether rows are scaled by their position, which copies them.
@@ -349,16 +349,17 @@ def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[
         scored = (2 * SINGLE + 2 * DOUBLE) * choosing.scored * outputs
         states, moved = _states_before_a_choice(shapes, choosing, setting)
         read = 0 if on_cpu else READ_BLOCKS * shapes.number * max(kind.weights for kind in shapes.blocks)
-        needed = block + states + rows + running + sums + max(solving, scored)
+        needed = block + states + rows + running + sums
         if not choosing.compared:
-            yield Moment("measuring what errors cost", needed, moved + read)
+            yield Moment("measuring what errors cost", needed + max(solving, scored), moved + read)
             continue
-        # hidden states of the rounded network, and the values of a block's layers, which are written when all are solved
-        compared = width * choosing.compared
-        states += compared * (setting.states == "device")
-        yield Moment("measuring a choice", needed + block + compared * (setting.states == "device"), moved + read)
-        logits = COMPARED_COPIES * SINGLE * min(CHOICE_LOGITS, choosing.compared * shapes.vocabulary)
-        yield Moment("measuring a choice", states + 2 * compared + head + logits, moved)
+        # the rounded network's hidden states, and the values of a block's layers, which are written when all are solved
+        beside, aside = _states_before_a_choice(shapes, choosing._replace(seen=choosing.compared), setting)
+        yield Moment("measuring a choice", needed + solving + block + beside, moved + aside + read)
+        both = width * choosing.compared * (2 if setting.states == "device" else 3)  # joined one after the other
+        logits = max(min(CHOICE_LOGITS, choosing.compared * shapes.vocabulary), shapes.predicted * shapes.vocabulary)
+        compared = COMPARED_COPIES * SINGLE * logits
+        yield Moment("measuring a choice", states + beside + both + head + compared, moved + aside)
 
 
 def _choices(shapes: Shapes) -> Iterator[Extent]:

@@ -61,8 +61,9 @@ class Extent(NamedTuple):
 
     @property
     def of_the_choice(self) -> Extent:
-        """The extent of measuring the network with a choice."""
-        return self._replace(seen=self.seen - self.scored + self.compared, scored=self.compared)
+        """The extent of measuring the network with a choice, on two texts in one pass."""
+        batch = max(self.batch, min(BATCH_TOKENS, self.compared))
+        return self._replace(seen=self.seen - self.scored + self.compared, batch=batch, scored=self.compared)
 
 
 def windows_at_once(tokens: Tensor) -> int:

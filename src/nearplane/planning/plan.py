@@ -135,7 +135,7 @@ def expected_work(model: Model, settled: Plan, tokens: Tensor) -> tuple[Extent |
     pass, or 0.
 
     Args:
-        model, settled: Arguments of `plan`; the recipe may have a mix, of which the choice is made before.
+        model, settled: Arguments of `plan`; with a mix, the choice of formats counts.
         tokens: (windows, seqlen) calibration tokens.
     """
     chooses, backward = allocates(model, settled), 0

@@ -161,10 +161,11 @@ def check_request(model: Model, plan: Plan) -> None:
         RecipeError: The recipe cannot work; the message names the layer and an alternative.
     """
     recipe, layers = plan.recipe, model.layers
+    inputs = [layer.shape[1] for layer in layers]
     _check_network(model, recipe)
     for layer in layers:
         format = plan.layers[layer.name].number_format
-        check_group(format, layer.name, layer.shape[1], [each.shape[1] for each in layers])
+        check_group(format, layer.name, layer.shape[1], inputs)
         if layer.shape[0] % format.rows:
             raise RecipeError(
                 f"{layer.name} has {layer.shape[0]} outputs, not a multiple of the {format.rows} rows that share steps. Use "

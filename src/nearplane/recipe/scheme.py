@@ -218,7 +218,7 @@ def check_apart(scheme: Scheme) -> None:
     if scheme.rows_compensate:
         raise RecipeError(
             "two_sided is true, but rows no longer compensate each other's errors: on published networks it gained nothing. "
-            "Leave it out."
+            "Leave it out; for the recipe of an old record, use dataclasses.replace(scheme, two_sided=False)."
         )
 
 

@@ -42,7 +42,7 @@ def _translated(word: str, value: Any, known: Collection[str]) -> dict[str, Any]
             raise RecipeError(f"{word} is {described(value)}, which has the wrong type for this keyword.") from error
     name = meaning or word
     if name not in known:
-        words = sorted({*known, *SPELLINGS})
+        words = sorted({*known, *SPELLINGS} - {"two_sided"})  # which only records have
         similar = get_close_matches(word, words, n=3)
         offered = f"Did you mean {' or '.join(similar)}?" if similar else f"Expected one of {', '.join(words)}."
         raise RecipeError(f"{word} is not a keyword of quantize(). {offered}")

@@ -25,7 +25,8 @@ class Preview:
         tokens: Number of calibration tokens; 0: none are used.
         memory: Bytes where the run computes, at most; None: it is not known.
         seconds: Seconds of the run, at least, for its multiplications alone; None: not known, as on a GPU.
-        writing: Seconds about in which the network writes its calibration text before; None: it does not, or as `seconds`.
+        writing: Seconds about in which the network writes its calibration text before; None: it does not, or the time is not
+            known, as on a GPU.
     """
 
     formats: dict[str, str]

@@ -1,28 +1,48 @@
-"""Shapes of tensors in a folder of safetensors files, for refusals before torch is loaded. Needs no torch."""
+"""Shapes of the matrices in the blocks of a language model, from its files, for refusals before torch is loaded."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+IN_BLOCKS = re.compile(r"(.*\.)?layers\.\d+\..*")
+# all matrices of the blocks of the usual families; those with experts, GPT-2 and encoders have others
+MATRICES = re.compile(
+    r"(model\.)?(language_model\.)?(model\.)?layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.weight"
+)
 
-def shapes_in(folder: Path, pattern: re.Pattern[str]) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of the tensors whose names match, from the headers of the files.
 
-    A file that cannot be read is left out: whoever reads the tensors says what is wrong with it.
+def matrices_in(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return {name: (out, in)} of all matrices in the blocks of an unquantized model of one of the usual families.
 
-    Args:
-        folder: Folder of the files.
-        pattern: Regular expression for whole names.
+    Empty for other models, and where a file cannot be read: whoever opens the model says what is wrong with it.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        if not isinstance(config, dict) or {"quantization_config", "quantization"} & config.keys():
+            return {}
+        for path in _files(folder):
             with safe_open(path, "np") as file:
-                names = [name for name in file.keys() if pattern.fullmatch(name)]  # noqa: SIM118  it is no mapping
+                names = [name for name in file.keys() if IN_BLOCKS.fullmatch(name)]  # noqa: SIM118  it is no mapping
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
-        except (SafetensorError, OSError):
-            continue
-    return shapes
+    except (SafetensorError, OSError, ValueError, AttributeError, TypeError):
+        return {}
+    found = {name: shape for name, shape in shapes.items() if len(shape) != 1}
+    matrices = {
+        name: (shape[0], shape[1]) for name, shape in found.items() if MATRICES.fullmatch(name) and len(shape) == 2
+    }
+    return matrices if len(matrices) == len(found) else {}
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files that a model is read from."""
+    if (folder / INDEX).is_file():
+        index: Any = json.loads((folder / INDEX).read_bytes())
+        return [folder / name for name in sorted({*index["weight_map"].values()})]
+    return [folder / FILE] if (folder / FILE).is_file() else []

@@ -257,20 +257,25 @@ def _recipe(
         for each in formats.values()
     )
 
-    def storing(scheme: AnyScheme, number_format: NumberFormat) -> AnyScheme:
+    # rows of mxfp4 in a GGUF compensated each other before 0.3, which its recipe cannot say: they have no bound
+    layers_of_record = () if record is None or record.tuning is not None else record.layers
+    unbounded = {each.name for each in layers_of_record if each.worst_case is None}
+
+    def storing(scheme: AnyScheme, number_format: NumberFormat, *, joined: bool) -> AnyScheme:
         """Return the scheme with another number format: one of llama.cpp's, or integers."""
         options = {each.name: getattr(scheme, each.name) for each in fields(Scheme)}
         options |= {name: getattr(scheme, name) for name in ("polish", "rounds")}
         if blocks:
             return BlockScheme(grid=number_format.name, embeddings=cast(Ends, _dtype_of_embeddings(model)), **options)
         if number_format.levels is not None:
-            return GridScheme(grid=number_format.name, two_sided=scheme.rows_compensate, **options)
+            two_sided = scheme.rows_compensate or (joined and scheme.calibrated and isinstance(scheme, BlockScheme))
+            return GridScheme(grid=number_format.name, two_sided=two_sided, **options)
         if isinstance(scheme, GridScheme):
             return replace(scheme, grid=None, **options_of(number_format))
         return GridScheme(**options, **options_of(number_format))
 
-    scheme = storing(base.scheme, Counter(formats.values()).most_common(1)[0][0])
-    others = {name: storing(base.scheme_of(name), each) for name, each in formats.items()}
+    scheme = storing(base.scheme, Counter(formats.values()).most_common(1)[0][0], joined=bool(unbounded))
+    others = {name: storing(base.scheme_of(name), each, joined=name in unbounded) for name, each in formats.items()}
     layers = tuple(
         LayerScheme(pattern=f"^{re.escape(name)}$", scheme=each) for name, each in others.items() if each != scheme
     )

@@ -10,13 +10,11 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from nearplane.calibration.self_written import LENGTH
-from nearplane.calibration.text_files import is_self_written
 from nearplane.calibration.windows import calibration_windows, check_tokens
 from nearplane.errors import RecipeError
 from nearplane.planning.estimate import writing
 from nearplane.planning.folder_size import check_disk, forecast_bytes, layer_bytes
-from nearplane.planning.forecast import forecast, seconds_of_a_multiplication
+from nearplane.planning.forecast import forecast
 from nearplane.planning.plan import allocates
 from nearplane.planning.request import open_resolved, say_types
 from nearplane.planning.run import Options, bytes_of_tensors, container_for
@@ -53,20 +51,20 @@ def _previewed(folder: str, out: Path, recipe: Recipe, options: Options) -> Prev
     say_types(model, settled)
     remote, like = options.trust_remote_code, options.like
     container = container_for(model, settled, out, overwrite=options.overwrite, trust_remote_code=remote, like=like)
-    given, device = options.given, options.device
-    windows = calibration_windows(model, settled.recipe, given, device, options.progress, writes=False)
+    device, unwritten = options.device, list[int]()
+    windows = calibration_windows(model, settled.recipe, options.given, device, options.progress, unwritten=unwritten)
     check_tokens(model, settled.recipe, windows)
-    if settled.recipe.files.one_file:
+    if settled.recipe.files.one_file and not unwritten:
         check_tokens_in_file(container, model, windows)
     with phase(options.progress, "trying one window in a block of each kind"):
         expected = forecast(model, settled, windows, device, options.limits)
     weights = {layer.name: math.prod(layer.shape) for layer in model.layers}
     schemes = {name: settled.layers[name].scheme for name in weights}
     size = sum(layer_bytes(settled.recipe, layer.shape, schemes[layer.name], model.dtype) for layer in model.layers)
-    limit, written = settled.recipe.scheme.limit, None
-    if given is None and is_self_written(settled.recipe.calibration.calibration) and device.on_cpu:
-        tokens = (windows.count + windows.extra_count) * windows.seqlen
-        written = writing(model, tokens, min(windows.seqlen, LENGTH)) * seconds_of_a_multiplication()
+    limit, memory, seconds = settled.recipe.scheme.limit, expected.bytes, None
+    if unwritten:
+        seconds, most = writing(model, sum(unwritten), windows.seqlen, device)
+        memory = None if memory is None else max(memory, most)
     return Preview(
         formats={name: scheme.number_format.name for name, scheme in schemes.items()},
         measured=allocates(model, settled),
@@ -75,7 +73,7 @@ def _previewed(folder: str, out: Path, recipe: Recipe, options: Options) -> Prev
         folder=forecast_bytes(model, settled) if limit is None else limit,
         original=bytes_of_tensors(model),
         tokens=windows.count * windows.seqlen,
-        memory=expected.bytes,
+        memory=memory,
         seconds=expected.seconds,
-        writing=written,
+        writing=seconds,
     )

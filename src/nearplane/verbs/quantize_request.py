@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
@@ -34,7 +33,7 @@ from nearplane.recipe.schemes import GridScheme, Scale
 from nearplane.recipe.spellings import SPELLINGS
 from nearplane.system.arguments import OPEN, ComputeDtype
 from nearplane.system.files import check_writable
-from nearplane.system.header_shapes import shapes_in
+from nearplane.system.header_shapes import matrices_in
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import check_path, folder_named, folders_in, path_in
 from nearplane.system.progress import Progress
@@ -51,12 +50,6 @@ if TYPE_CHECKING:
 else:
     PreTrainedModel = PreTrainedTokenizerBase = Any  # these need torch
     Text = str  # of the command line
-
-
-# matrices of the blocks of a language model, in the files of the usual families
-MATRICES = re.compile(
-    r"(model\.)?(language_model\.)?(model\.)?layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.weight"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +278,9 @@ def _check_groups(recipe: Recipe, model: str | Path | None) -> None:
     folder = None if model is None else folder_named(model)
     if folder is None or not alike or not isinstance(recipe.scheme, GridScheme) or recipe.scheme.group_size == "auto":
         return
-    shapes = shapes_in(folder, MATRICES)
-    inputs = [shape[-1] for shape in shapes.values()]
-    for name, columns in zip(shapes, inputs, strict=True):
-        check_group(recipe.scheme.number_format, name.removesuffix(".weight"), columns, inputs)
+    inputs = {name.removesuffix(".weight"): columns for name, (_, columns) in matrices_in(folder).items()}
+    for name, columns in inputs.items():
+        check_group(recipe.scheme.number_format, name, columns, inputs.values())
 
 
 def _check_number_formats(recipe: Recipe) -> None:

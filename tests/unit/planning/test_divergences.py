@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from families import config_of, random_model
 from nearplane.errors import CalibrationError
@@ -12,6 +12,7 @@ from nearplane.models.divergence import divergence
 from nearplane.models.model import open_model
 from nearplane.planning.divergences import divergences
 from nearplane.planning.roundings import Rounded
+from translating import predicted, save_translating
 
 CPU = torch.device("cpu")
 
@@ -43,6 +44,39 @@ def test_rounded_layers_cost_what_the_whole_network_loses(family, tmp_path):
     for text, original, loss in zip(texts, before, found, strict=True):
         expected = divergence(original, predictions(network, text))
         assert loss == pytest.approx(expected.kl / expected.tokens, rel=1e-6 if dtype == torch.float64 else 1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_predictions_are_compared_some_tokens_at_a_time(family, tmp_path, monkeypatch):
+    random_model(config_of(family)).double().save_pretrained(tmp_path)
+    tokens = torch.randint(3, 96, (5, 12), generator=torch.Generator().manual_seed(1))
+    model = open_model(str(tmp_path))
+    roundings = {layer.name: shaken for layer in model.layers}
+    found = []
+    for logits in (1 << 24, 5 * 96, 2 * 96):
+        monkeypatch.setattr("nearplane.planning.divergences.COMPARED_LOGITS", logits)
+        found += divergences(model, tokens[:2], [tokens[2:]], roundings, {}, device=CPU, dtype=torch.float64)
+    assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-12)
+
+
+def test_of_two_stacks_the_decoder_is_compared(tmp_path):
+    """Their hidden states stand behind those of the encoder."""
+    save_translating(tmp_path / "model", "bart")
+    network = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
+    tokens = torch.randint(3, 96, (5, 12), generator=torch.Generator().manual_seed(1))
+    model = open_model(str(tmp_path / "model"))
+    layers = [layer for block in model.blocks for layer in block.layers]
+    (found,) = divergences(model, tokens[:2], [tokens[2:]], {layer.name: shaken for layer in layers}, {}, device=CPU)
+
+    @torch.no_grad()
+    def decoded():
+        return predicted(network, tokens[2:]).roll(-1, 1)[:, :-1].log_softmax(-1)
+
+    original = decoded()
+    for layer in [layer.under(network, "") for layer in layers]:
+        layer.write(shaken(layer.read().clone(), None, None).values)
+    expected = divergence(original, decoded())
+    assert found == pytest.approx(expected.kl / expected.tokens, rel=1e-3)
 
 
 def predictions(network, tokens):
