@@ -309,7 +309,9 @@ def test_every_field_of_a_certificate_is_measured_again(copy_of, way):
         forgery.sign(folder, record)
 
 
-@pytest.mark.parametrize("words", [{"bits": 3, "group_size": 32}, {"grid": "mxfp4", "format": "gguf"}], ids=str)
+@pytest.mark.parametrize(
+    "words", [{"bits": 3, "group_size": 32}, {"grid": "mxfp4", "format": "gguf", "embeddings": "f32"}], ids=str
+)
 def test_rows_that_an_older_version_solved_together_are_verified(model_of, text, tmp_path, monkeypatch, words):
     """Versions before 0.3 recorded no bounds for them; the recipe of a GGUF does not say why."""
     original, out, names = str(model_of("llama")), tmp_path / "out", ("int3-g32", "mxfp4")

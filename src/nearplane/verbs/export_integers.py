@@ -94,7 +94,7 @@ def move_integers(
     trial = _tried(source, stored, model, format, readers_of(cast(Format, format), runtime), progress)
     model.dtype = trial.dtype  # that of steps, where they have the model's
     recipe = _recipe(record, model, format, trial.formats, runtime)
-    if record is not None and recipe.scheme.rows_compensate != record.recipe.scheme.rows_compensate:
+    if record is not None and record.recipe.scheme.rows_compensate and not recipe.scheme.rows_compensate:
         log.warning(
             "The new folder has no run record: a recipe with blocks of llama.cpp cannot say whether rows compensated "
             "each other."
