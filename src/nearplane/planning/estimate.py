@@ -56,11 +56,12 @@ def estimated(model: Model, plan: Plan, device: Device) -> Estimate:
     start = (resident() or 0) if device.on_cpu else 0
     most = bound(shapes, MemorySetting.usual(seqlen, device), start, "host" if device.on_cpu else "device")
     tokens, work, memory = shapes.all_windows * seqlen, multiplications(shapes), most.bytes
+    seconds = work * seconds_of_a_multiplication() if device.on_cpu else None
     if is_self_written(options.calibration):
         length = min(seqlen, LENGTH)
-        work += WRITING_TIME * batches_of_texts(tokens, length) * length * BATCH * _weights(model)
-        memory = max(memory, start + _memory_of_writing(model, length, number))
-    return Estimate(tokens, memory, work * seconds_of_a_multiplication() if device.on_cpu else None)
+        before, needed = writing(model, batches_of_texts(tokens, length) * length * BATCH, seqlen, device)
+        seconds, memory = None if seconds is None else seconds + (before or 0.0), max(memory, needed)
+    return Estimate(tokens, memory, seconds)
 
 
 def writing(model: Model, tokens: int, seqlen: int, device: Device) -> tuple[float | None, int]:
@@ -68,19 +69,11 @@ def writing(model: Model, tokens: int, seqlen: int, device: Device) -> tuple[flo
 
     The bytes are those of the process or the device.
     """
-    start = (resident() or 0) if device.on_cpu else 0
-    most = start + _memory_of_writing(model, min(seqlen, LENGTH), device.compute_dtype(model.dtype).itemsize)
-    work = WRITING_TIME * tokens * _weights(model)
-    return work * seconds_of_a_multiplication() if device.on_cpu else None, most
-
-
-def _memory_of_writing(model: Model, length: int, number: int) -> int:
+    start, length = (resident() or 0) if device.on_cpu else 0, min(seqlen, LENGTH)
+    weights = sum(parameter.numel() for parameter in model.network.parameters())
     kept = BATCH * (cache_bytes(model, length) or 0) / 2  # numbers: they have 2 bytes each there
-    return round(number * (_weights(model) + WRITING_MEMORY * kept))
-
-
-def _weights(model: Model) -> int:
-    return sum(parameter.numel() for parameter in model.network.parameters())
+    most = start + round(device.compute_dtype(model.dtype).itemsize * (weights + WRITING_MEMORY * kept))
+    return WRITING_TIME * tokens * weights * seconds_of_a_multiplication() if device.on_cpu else None, most
 
 
 def _of(block: Block, seqlen: int, number: int) -> Blocks:

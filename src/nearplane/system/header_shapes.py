@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from nearplane.errors import ModelError, NearplaneError
+from nearplane.system.files import read_object
+
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+UNREAD = "Fetch the folder again"  # of messages that nobody reads here
 IN_BLOCKS = re.compile(r"(.*\.)?layers\.\d+\..*")
 # all matrices of the blocks of the usual families; those with experts, GPT-2 and encoders have others
 MATRICES = re.compile(
@@ -24,14 +26,14 @@ def matrices_in(folder: Path) -> dict[str, tuple[int, int]]:
     """
     shapes: dict[str, tuple[int, ...]] = {}
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-        if not isinstance(config, dict) or {"quantization_config", "quantization"} & config.keys():
+        config = read_object(folder / "config.json", expected=UNREAD, error=ModelError)
+        if {"quantization_config", "quantization"} & config.keys():
             return {}
         for path in _files(folder):
             with safe_open(path, "np") as file:
                 names = [name for name in file.keys() if IN_BLOCKS.fullmatch(name)]  # noqa: SIM118  it is no mapping
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    except (SafetensorError, OSError, ValueError, AttributeError, TypeError):
+    except (SafetensorError, OSError, NearplaneError):
         return {}
     found = {name: shape for name, shape in shapes.items() if len(shape) != 1}
     matrices = {
@@ -41,8 +43,10 @@ def matrices_in(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files that a model is read from."""
+    """Return the files that a model is read from; none if one of them is no file, as a pipe, which would never end."""
+    names = {FILE}
     if (folder / INDEX).is_file():
-        index: Any = json.loads((folder / INDEX).read_bytes())
-        return [folder / name for name in sorted({*index["weight_map"].values()})]
-    return [folder / FILE] if (folder / FILE).is_file() else []
+        shards = read_object(folder / INDEX, expected=UNREAD, error=ModelError).get("weight_map")
+        names = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
+    paths = [folder / name for name in sorted(names)]
+    return paths if all(path.is_file() for path in paths) else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,13 @@ def test_quantized_models_and_what_cannot_be_read_have_none(tmp_path: Path) -> N
         (tmp_path / "config.json").write_text(json.dumps(config | {name: {"bits": 4}}))
         assert matrices_in(tmp_path) == {}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    index = tmp_path / "model.safetensors.index.json"
+    for content in ({}, {"weight_map": 1}, {"weight_map": {"a": "missing.safetensors"}}, {"weight_map": {"a": "pipe"}}):
+        index.write_text(json.dumps(content))
+        assert matrices_in(tmp_path) == {}
+        if not (tmp_path / "pipe").exists():
+            os.mkfifo(tmp_path / "pipe")
+    index.unlink()
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     assert matrices_in(tmp_path) == {}
     save_file({"model.layers.0.mlp.down_proj.weight": torch.zeros(())}, tmp_path / "model.safetensors")
