@@ -52,9 +52,10 @@ from nearplane.matrix import certificate, to_rate
 from nearplane.matrix.inputs import LayerInput, corrected
 from nearplane.matrix.on_grid import joined
 from nearplane.planning.forecast import shapes_of
-from nearplane.planning.memory_bound import bound, multiplications, waits
+from nearplane.planning.memory_bound import bound, waits
 from nearplane.planning.memory_limits import choose, settings
 from nearplane.planning.request import resolved
+from nearplane.planning.shapes import multiplications
 from nearplane.planning.solve_stage import solve_layer
 from nearplane.recipe.layer_plan import LayerPlan
 from nearplane.recipe.recipe import Recipe

@@ -25,8 +25,7 @@ from nearplane.formats.stored import Stored, read_matrices
 from nearplane.record.record_file import parsed_record, read_record
 from nearplane.record.report.page import render
 from nearplane.system.device import Device
-from nearplane.system.paths import CARD, RECORD
-from nearplane.system.safetensors_files import INDEX
+from nearplane.system.paths import CARD, INDEX, RECORD
 from nearplane.tuning.memory import ALLOCATOR_FACTOR, CODE_BYTES, STEP_BYTES, needed
 from nearplane.verbs.verify import verify
 from nightly import daily

@@ -32,8 +32,7 @@ from native_checkpoints import save_tiny
 from nearplane import NearplaneError
 from nearplane.cli.app import app
 from nearplane.demo import CALIBRATION
-from nearplane.system.paths import RECORD
-from nearplane.system.safetensors_files import INDEX
+from nearplane.system.paths import INDEX, RECORD
 
 FILES = ("config.json", RECORD, INDEX, "tokenizer.json", "tokenizer_config.json")
 DEEP = 200_000

@@ -29,8 +29,8 @@ from nearplane.recipe.scheme import Order
 from nearplane.record.record import LayerRecord, RunRecord, digest_of, one_line
 from nearplane.record.record_file import read_record
 from nearplane.system.files import sha256
-from nearplane.system.paths import CARD, RECORD
-from nearplane.system.safetensors_files import INDEX, checksum, index_text
+from nearplane.system.paths import CARD, INDEX, RECORD
+from nearplane.system.safetensors_files import checksum, index_text
 
 CIRCUMSTANCES = {
     "name",

@@ -35,8 +35,8 @@ from nearplane.system.device import Device
 from nearplane.system.files import HashedFiles, flush, read_object, sha256
 from nearplane.system.matmul_library import processor
 from nearplane.system.output_folder import STATE, readable_errors
-from nearplane.system.paths import JOURNAL, NEEDED, is_listed
-from nearplane.system.safetensors_files import INDEX, read_index
+from nearplane.system.paths import INDEX, JOURNAL, NEEDED, is_listed
+from nearplane.system.safetensors_files import read_index
 from nearplane.system.sizes import size_text
 
 VERSION = 9  # of the journal; journals of other versions are refused

@@ -16,10 +16,12 @@ from torch import Tensor
 from nearplane.errors import NumericalError
 from nearplane.lattice.grid import Codebook, Grid
 from nearplane.lattice.kernels import kernels_of
-from nearplane.number_formats import NumberFormat
+from nearplane.number_formats import E4M3, NumberFormat
 
 Search = Literal["minmax", "mse"]
 SHRINKS = tuple(1 - 0.8 * i / 80 for i in range(80))  # factors by which the search narrows the range
+# the same for eight-bit floats: half a step gives them the same levels in half the range
+OCTAVE = tuple(shrink for shrink in SHRINKS if shrink > 0.5)
 
 
 class StepStorage(NamedTuple):
@@ -83,7 +85,7 @@ class Steps:
         minimum, maximum = weights.amin(-1).clamp(max=0), weights.amax(-1).clamp(min=0)
         if self.search == "minmax":
             return self._from_range(minimum, maximum)
-        shrinks = weights.new_tensor(SHRINKS).view(-1, *[1] * minimum.dim())
+        shrinks = weights.new_tensor(OCTAVE if self.format.levels == E4M3 else SHRINKS).view(-1, *[1] * minimum.dim())
         scales, zeros = self._from_range(minimum * shrinks, maximum * shrinks)  # (candidates, ...)
         flat = weights.reshape(-1, weights.shape[-1]), scales.flatten(1), zeros.flatten(1)
         # (1, ...) index of the candidate with the least error; ties: the first

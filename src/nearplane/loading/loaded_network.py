@@ -23,7 +23,7 @@ from nearplane.models.pretrained import (
     without_bars,
 )
 from nearplane.system.files import read_object
-from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE
+from nearplane.system.paths import INDEX, WEIGHTS_FILE
 
 logger = logging.getLogger(__name__)
 

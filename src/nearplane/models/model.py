@@ -43,7 +43,8 @@ from nearplane.record.fold import Fold
 from nearplane.system.files import read_object
 from nearplane.system.fp8_mxfp4 import WidenedReader, form_of
 from nearplane.system.memory import working_on
-from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE, ShardReader, TensorReader
+from nearplane.system.paths import INDEX, WEIGHTS_FILE
+from nearplane.system.safetensors_files import ShardReader, TensorReader
 from nearplane.system.source_storage import METHODS, method_of, refuse_leftover, section_of, source_reader
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -14,7 +14,8 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.planning.cache_size import cache_bytes
 from nearplane.planning.forecast import seconds_of_a_multiplication, shapes_with
-from nearplane.planning.memory_bound import Blocks, Group, bound, multiplications
+from nearplane.planning.memory_bound import bound
+from nearplane.planning.shapes import Blocks, Group, multiplications
 from nearplane.recipe.layer_plan import Plan
 from nearplane.system.device import Device
 from nearplane.system.memory import resident

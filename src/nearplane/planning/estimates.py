@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ from nearplane.lattice.moments import Moments
 from nearplane.matrix.inputs import LayerInput
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
+from nearplane.number_formats import InputRounding
 from nearplane.planning.parts import windows_at_once
 from nearplane.planning.roundings import Rounded, Rounding, rounded_inputs
 from nearplane.system.memory import release
@@ -93,13 +95,17 @@ def estimated(
     blocks = Tracked(model.in_turn(model.blocks, device), "measuring what errors cost", total, blocks=[1] * total)
     for block in progress(blocks, "measuring what errors cost", total):
         with block.on(device, dtype, original=False):
+            shown: _Shown | None = None
             for layer, first, inputs in inputs_of(block, stream):
+                if shown is None or shown.moments is not inputs.moments:
+                    shown = _Shown(inputs.moments)
                 W, rows = layer.read(), effect.outputs.get(layer.name)
                 rows = (mean.expand(len(W)) if rows is None else rows).to(W.device)
+                errors = _Errors(W, shown, rows, effect.positions.get(layer.name))
                 losses, rates = list[float](), list[float]()
                 for rounding in roundings:
                     tried = rounding(W, inputs, rows)
-                    losses.append(_loss(W, inputs.moments, rows, effect.positions.get(layer.name), tried))
+                    losses.append(errors.loss(tried))
                     rates.append(tried.rate)
                 found[layer.name] = Costs(first, tuple(losses), tuple(rates))
             stream.passed(block)
@@ -124,26 +130,56 @@ def _mean_gradient(model: Model, effect: Sensitivity) -> Tensor:
     return torch.stack(known).mean()
 
 
-def _loss(W: Tensor, moments: Moments, rows: Tensor, positions: PositionWeights | None, tried: Rounded) -> float:
-    """Return the estimate of one layer.
+class _Shown:
+    """The input of some layers, with rows of other windows as formats round them, each made once."""
+
+    def __init__(self, moments: Moments) -> None:
+        self.moments = moments
+        self._rounded: dict[InputRounding | None, Tensor] = {}
+
+    def rows(self, how: InputRounding | None) -> Tensor:
+        """Return (rows, in) the rows of other windows, rounded."""
+        if how not in self._rounded:
+            assert self.moments.extra is not None, "there are rows of other windows"
+            X = self.moments.extra.X_hat
+            self._rounded[how] = X if how is None else rounded_inputs(X, how)
+        return self._rounded[how]
+
+
+class _Errors:
+    """Estimates of one layer.
 
     Args:
         W: (out, in) weights.
-        moments: Of the inputs, with rows of other windows; without them, as of an expert that none of these reaches, errors
-            are measured by the second moments.
+        shown: Its input. Without rows of other windows, as of an expert that none of these reaches, errors are measured by the
+            second moments.
         rows: (out,) mean squared gradients of the outputs.
         positions: Weights of positions, if there are some.
-        tried: The rounded layer.
     """
-    if tried.values is W:
-        return 0.0
-    if moments.extra is None:
-        E = (tried.values - W).float()
-        return float(((E @ moments.H.float()) * E).sum(1).double() @ rows.double()) / 2
-    X, how = moments.extra.X_hat, tried.inputs
-    weights = _row_weights(len(X), moments.positions, positions).to(X.device)
-    errors = X @ (tried.values - W).T if how is None else rounded_inputs(X, how) @ tried.values.T - X @ W.T
-    return float(weights @ (errors.double().square() @ rows.double())) / 2
+
+    def __init__(self, W: Tensor, shown: _Shown, rows: Tensor, positions: PositionWeights | None) -> None:
+        self._W, self._shown, self._rows, self._positions = W, shown, rows, positions
+
+    @cached_property
+    def _outputs(self) -> Tensor:
+        return self._shown.rows(None) @ self._W.T
+
+    @cached_property
+    def _weights(self) -> Tensor:
+        exponents, X = self._shown.moments.positions, self._shown.rows(None)
+        return _row_weights(len(X), exponents, self._positions).to(X.device)
+
+    def loss(self, tried: Rounded) -> float:
+        """Return the estimate of one rounding."""
+        W, values, how = self._W, tried.values, tried.inputs
+        if values is W:
+            return 0.0
+        if self._shown.moments.extra is None:
+            E = (values - W).float()
+            return float(((E @ self._shown.moments.H.float()) * E).sum(1).double() @ self._rows.double()) / 2
+        X = self._shown.rows(how)
+        errors = X @ (values - W).T if how is None else X @ values.T - self._outputs
+        return float(self._weights @ (errors.double().square() @ self._rows.double())) / 2
 
 
 def _row_weights(rows: int, exponents: Sequence[int], weights: PositionWeights | None) -> Tensor:

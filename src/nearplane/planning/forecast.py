@@ -31,10 +31,11 @@ from nearplane.models.experts import by_expert
 from nearplane.models.kinds import InputKind, input_kind
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
-from nearplane.planning.memory_bound import Blocks, Bound, Group, Place, Shapes, bound, multiplications, of_a_block
+from nearplane.planning.memory_bound import Bound, Place, bound
 from nearplane.planning.memory_limits import choose, settings, too_small
 from nearplane.planning.plan import expected_work, weighs_positions
 from nearplane.planning.request import rehearse
+from nearplane.planning.shapes import Blocks, Group, Shapes, multiplications, of_a_block
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import GridScheme

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from nearplane.calibration.one_forward import MemorySetting
-from nearplane.planning.memory_bound import Bound, Place, Shapes, waits
+from nearplane.planning.memory_bound import Bound, Place, waits
+from nearplane.planning.shapes import Shapes
 from nearplane.system.sizes import Limits, enough, size_text
 
 

@@ -35,8 +35,8 @@ from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.model_card import model_card
 from nearplane.record.record import RunRecord
-from nearplane.system.paths import CONFIG, MAX_FILE
-from nearplane.system.safetensors_files import INDEX, Kind, kind_of
+from nearplane.system.paths import CONFIG, INDEX, MAX_FILE
+from nearplane.system.safetensors_files import Kind, kind_of
 from nearplane.system.shard_writer import size_of_files
 
 CACHE_MARGIN = 500  # bytes of the scales of a block's cache, with their names in headers and record

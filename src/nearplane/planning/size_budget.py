@@ -41,8 +41,8 @@ from nearplane.recipe.recipe import Recipe
 from nearplane.record.model_card import model_card
 from nearplane.record.record import RunRecord
 from nearplane.system.matmul_choice import Library
-from nearplane.system.paths import CONFIG
-from nearplane.system.safetensors_files import INDEX, index_text, shard_size
+from nearplane.system.paths import CONFIG, INDEX
+from nearplane.system.safetensors_files import index_text, shard_size
 from nearplane.system.sizes import size_text
 
 SIZE_MARGIN = 0.001  # relative distance between the bytes that a run aims at and the size that was asked for

@@ -9,8 +9,8 @@ from safetensors import SafetensorError, safe_open
 
 from nearplane.errors import ModelError, NearplaneError
 from nearplane.system.files import read_object
+from nearplane.system.paths import INDEX, WEIGHTS_FILE
 
-FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNREAD = "Fetch the folder again"  # of messages that nobody reads here
 IN_BLOCKS = re.compile(r"(.*\.)?layers\.\d+\..*")
 # all matrices of the blocks of the usual families; those with experts, GPT-2 and encoders have others
@@ -44,7 +44,7 @@ def matrices_in(folder: Path) -> dict[str, tuple[int, int]]:
 
 def _files(folder: Path) -> list[Path]:
     """Return the files that a model is read from; none if one of them is no file, as a pipe, which would never end."""
-    names = {FILE}
+    names = {WEIGHTS_FILE}
     if (folder / INDEX).is_file():
         shards = read_object(folder / INDEX, expected=UNREAD, error=ModelError).get("weight_map")
         names = {str(name) for name in shards.values()} if isinstance(shards, dict) else set()

@@ -24,6 +24,7 @@ JOURNAL = "journal"  # name of the folder in it from which a stopped run is resu
 ADAPTER_CONFIG = "adapter_config.json"  # by which transformers adds an adapter of peft to the model of the same folder
 ADAPTERS = (ADAPTER_CONFIG, "adapter_model.")  # beginnings of the names of the files of an adapter
 MAX_FILE = 5 * 10**9  # bytes of tensors in a safetensors file that is written, unless one tensor is larger
+WEIGHTS_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GPTQ_CONFIG = "config.json", "quantize_config.json"
 TIED = "tie_word_embeddings"  # field of config.json that tensors may contradict, see `models/config_checks.py`
 WEIGHTS = re.compile(

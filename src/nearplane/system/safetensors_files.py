@@ -25,10 +25,8 @@ from torch import Tensor
 from nearplane.errors import FormatError, ModelError
 from nearplane.system.files import read_object
 from nearplane.system.memory import is_refused, system_limit
-from nearplane.system.paths import refuse_unfinished
+from nearplane.system.paths import INDEX, WEIGHTS_FILE, refuse_unfinished
 
-INDEX = "model.safetensors.index.json"
-WEIGHTS_FILE = "model.safetensors"
 DTYPE_NAMES = {  # names of dtypes in safetensors
     torch.float64: "F64",
     torch.float32: "F32",

@@ -26,10 +26,8 @@ from torch import Tensor
 
 from nearplane.errors import FormatError, ModelError
 from nearplane.system.files import flush, flush_all, size_and_date
-from nearplane.system.paths import INCOMPLETE, MARK, MAX_FILE
+from nearplane.system.paths import INCOMPLETE, INDEX, MARK, MAX_FILE, WEIGHTS_FILE
 from nearplane.system.safetensors_files import (
-    INDEX,
-    WEIGHTS_FILE,
     Kind,
     checksum,
     file_order,

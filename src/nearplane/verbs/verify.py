@@ -44,10 +44,9 @@ from nearplane.system.device import Device, without_number
 from nearplane.system.files import sha256
 from nearplane.system.matmul_library import recorded_library
 from nearplane.system.memory import return_large_blocks
-from nearplane.system.paths import CONFIG, GPTQ_CONFIG, RECORD, TIED
+from nearplane.system.paths import CONFIG, GPTQ_CONFIG, INDEX, RECORD, TIED
 from nearplane.system.progress import Progress
 from nearplane.system.ranks import Ranks
-from nearplane.system.safetensors_files import INDEX
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.verbs.checkpoint_requests import VerifyRequest
 from nearplane.verbs.follow import Follower, on_all_ranks, run_on_rank_0

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nearplane.errors import NumericalError
+from nearplane.lattice import scale as scale_module
 from nearplane.lattice.kernels_torch import NORM
-from nearplane.lattice.scale import Search, Steps, stored
-from nearplane.number_formats import integers
+from nearplane.lattice.scale import SHRINKS, Search, Steps, stored
+from nearplane.number_formats import FP8, integers
 from oracles import same
 from strategies import groups
 
@@ -170,3 +171,15 @@ def test_steps_scale_with_the_weights(weights: Tensor, bits: int, exponent: int,
     some = (weights != 0).any(-1)
     assert torch.equal(other[some], factor * scale[some])
     assert torch.equal(other_zero, zero)
+
+
+@pytest.mark.parametrize("power", [1, 3])
+def test_eight_bit_floats_need_no_step_of_less_than_half_the_range(
+    power: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    W = torch.randn(64, 256, generator=generator) ** power
+    steps = Steps(format=FP8, search="mse", storage=torch.bfloat16)
+    scale, _ = steps.fit(W)
+    monkeypatch.setattr(scale_module, "OCTAVE", SHRINKS)
+    assert torch.equal(scale, steps.fit(W)[0])
+    assert scale.unique().numel() > 20  # each row has a step of its own

@@ -33,7 +33,8 @@ from nearplane.formats.stored import read_dense
 from nearplane.loading.coded_linear import CodedLinear
 from nearplane.loading.dense_network import stored_transposed
 from nearplane.loading.product_cpu import BLOCK
-from nearplane.system.safetensors_files import INDEX, checksum
+from nearplane.system.paths import INDEX
+from nearplane.system.safetensors_files import checksum
 from nearplane.verbs.evaluate import load_dense
 from nightly import daily
 

@@ -12,18 +12,10 @@ from hypothesis import strategies as st
 from nearplane.calibration.activations import Dealt
 from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.windows import extra_batch
-from nearplane.planning.memory_bound import (
-    ALLOCATOR_FACTOR,
-    Blocks,
-    Bound,
-    Group,
-    Shapes,
-    bound,
-    multiplications,
-    waits,
-)
+from nearplane.planning.memory_bound import ALLOCATOR_FACTOR, Bound, bound, waits
 from nearplane.planning.memory_limits import choose, settings
 from nearplane.planning.parts import Extent
+from nearplane.planning.shapes import Blocks, Group, Shapes, multiplications
 from nearplane.system.device import Device
 from nearplane.system.ranks import Ranks
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from nearplane.errors import FormatError, ModelError
-from nearplane.system.paths import INCOMPLETE
-from nearplane.system.safetensors_files import INDEX, ShardReader, checksum, kind_of, shard_size
+from nearplane.system.paths import INCOMPLETE, INDEX
+from nearplane.system.safetensors_files import ShardReader, checksum, kind_of, shard_size
 from nearplane.system.shard_writer import ShardWriter
 
 SHARDS = [{"a": torch.arange(6).view(2, 3), "b.c": torch.randn(4)}, {"d": torch.randn(3).to(torch.bfloat16)}]

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save
 
 from nearplane.errors import FormatError
 from nearplane.system import shard_writer
-from nearplane.system.safetensors_files import INDEX, WEIGHTS_FILE, ShardReader
+from nearplane.system.paths import INDEX, WEIGHTS_FILE
+from nearplane.system.safetensors_files import ShardReader
 from nearplane.system.shard_writer import ShardWriter, file_names
 
 DTYPES = "int64 float64 float32 int32 bfloat16 float16 int16 float8_e4m3fn float8_e5m2 int8 uint8 bool uint16 uint32"
