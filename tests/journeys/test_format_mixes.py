@@ -185,11 +185,15 @@ def test_bytes_of_a_token_are_those_of_the_written_file(experts, tmp_path):
     assert record.mix.spent <= record.mix.limit
 
 
-@pytest.mark.parametrize("size", [120_000, 150_000])
-def test_a_folder_is_at_most_as_large_as_asked_for(model, tmp_path, size):
-    smallest = nearplane.quantize(model, tmp_path / "least", mix="int2,int3", bits_per_weight=3.1, **FAST).folder
+@pytest.mark.parametrize(
+    ("size", "asked"),
+    [(120_000, {}), (150_000, {}), (180_000, {"format": "mlx", "group_size": 32, "include_head": True})],
+)
+def test_a_folder_is_at_most_as_large_as_asked_for(model, tmp_path, size, asked):
+    asked = FAST | asked
+    smallest = nearplane.quantize(model, tmp_path / "least", mix="int2,int3", bits_per_weight=4.1, **asked).folder
     record = nearplane.quantize(
-        model, tmp_path / "out", mix="int2,int3,int4,int5,int6,int8", size=str(smallest + size // 10), **FAST
+        model, tmp_path / "out", mix="int2,int3,int4,int5,int6,int8", size=str(smallest + size // 10), **asked
     )
     assert record.folder == sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert record.folder <= smallest + size // 10

@@ -233,14 +233,18 @@ class LayerFormat(ABC):
 
 
 class GridFormat(LayerFormat):
-    """A format of fixed grids that transformers reads; the shapes of its tensors are known before the solve.
+    """A format of fixed grids; the shapes of its tensors are known before the solve.
 
-    Therefore a run can load an empty copy first, see `planning/rehearsal.py`; other formats have no rehearsal.
+    So the bytes of a folder are, and a run can load an empty copy in transformers first, see `planning/rehearsal.py`.
     """
 
     @abstractmethod
     def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer as `pack` makes them, on the meta device; `dtype` is the model's."""
+
+    def in_files(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of the layers of a block as the files hold them; by default as `pack` makes them."""
+        return tensors
 
 
 def check_kind(name: str, kind: str, kinds: Collection[str], stores: str) -> None:

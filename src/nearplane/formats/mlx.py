@@ -24,9 +24,9 @@ from nearplane.formats.compressed_tensors.packing import SCALES
 from nearplane.formats.container import Format
 from nearplane.formats.integers import consecutive, expect, group_size_of, object_of
 from nearplane.formats.layer_format import MLX as METHOD
-from nearplane.formats.layer_format import Held, LayerFormat, Quantized, check_groups, check_kind
-from nearplane.formats.mlx_experts import MLXFolder, MLXReader, stack_of
-from nearplane.formats.mlx_floats import MODES, pack_floats, unpack_floats
+from nearplane.formats.layer_format import GridFormat, Held, Quantized, check_groups, check_kind
+from nearplane.formats.mlx_experts import MLXFolder, MLXReader, stack_of, stacked
+from nearplane.formats.mlx_floats import MODES, empty_floats, pack_floats, unpack_floats
 from nearplane.lattice.grid import QuantizedMatrix
 from nearplane.lattice.superblock import SuperGrid
 from nearplane.number_formats import NumberFormat, integers
@@ -41,7 +41,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of MLX, for fields that the entry of 
 
 
 @dataclass(frozen=True, slots=True)
-class MLX(LayerFormat):
+class MLX(GridFormat):
     """The tensors of a layer.
 
     Args:
@@ -71,7 +71,7 @@ class MLX(LayerFormat):
 
     def held(self, matrix: QuantizedMatrix[Any], format: NumberFormat) -> Held:
         """Return integers with whole zero points as integers with a minimum: the step times the distance to the zero point."""
-        matrix, format = LayerFormat.held(self, matrix, format)
+        matrix, format = GridFormat.held(self, matrix, format)
         if format.levels is not None:
             return Held(matrix, format)
         grid, out = matrix.grid, len(matrix.codes)
@@ -99,6 +99,21 @@ class MLX(LayerFormat):
             if not bool((torch.isfinite(rounded) & (rounded == exact)).all()):
                 raise FormatError(f"{part}: a number is not exact in {dtype}, the dtype in the file.")
         return {f"{name}.weight": pack(matrix.codes, bits).view(torch.uint32)} | stored
+
+    def empty(self, name: str, shape: tuple[int, int], format: NumberFormat, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of one layer without contents."""
+        if format.levels is not None:
+            return empty_floats(name, shape, format)
+        (out, columns), groups, steps = shape, format.groups(shape[1]), self.scale_dtype(dtype)
+        return {
+            f"{name}.weight": torch.empty(out, words_of(columns, format.bits), dtype=torch.uint32, device="meta"),
+            f"{name}.scales": torch.empty(out, groups, dtype=steps, device="meta"),
+            f"{name}.biases": torch.empty(out, groups, dtype=steps, device="meta"),
+        }
+
+    def in_files(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors of the layers of a block with experts stacked."""
+        return stacked(tensors)
 
     def shape_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """Return (out, in) from the shape of scales and the group size."""

@@ -39,21 +39,24 @@ def stack_of(name: str, module: str = USUAL_MODULE) -> str:
     return name if expert is None else f"{expert[1]}.{module}.{WORDS[expert[3]]}"
 
 
+def stacked(tensors: Mapping[str, Tensor], module: str = USUAL_MODULE) -> dict[str, Tensor]:
+    """Return the tensors of a block with one for each matrix of all quantized experts."""
+    quantized = {name.removesuffix(".scales") for name in tensors if name.endswith(".scales")}
+    others, stacks = dict(tensors), defaultdict[str, dict[int, Tensor]](dict)
+    for name in tensors:
+        layer, _, part = name.rpartition(".")
+        if layer in quantized and (expert := EXPERT.fullmatch(layer)) is not None:
+            stacks[f"{stack_of(layer, module)}.{part}"][int(expert[2])] = others.pop(name)
+    return others | {name: torch.stack([each[i] for i in sorted(each)]) for name, each in stacks.items()}
+
+
 class MLXFolder(Folder):
     """A folder for MLX: quantized experts are stacked when their block is written."""
 
     def write(self, tensors: Mapping[str, Tensor]) -> int:
         """Write one part."""
         module = MODULES.get(str(read_config(self.place.source).get("model_type")), USUAL_MODULE)
-        quantized = {name.removesuffix(".scales") for name in tensors if name.endswith(".scales")}
-        shard, stacks = dict(tensors), defaultdict[str, dict[int, Tensor]](dict)
-        for name in tensors:
-            layer, _, part = name.rpartition(".")
-            if layer in quantized and (expert := EXPERT.fullmatch(layer)) is not None:
-                stacks[f"{stack_of(layer, module)}.{part}"][int(expert[2])] = shard.pop(name)
-        return super().write(
-            shard | {name: torch.stack([each[i] for i in sorted(each)]) for name, each in stacks.items()}
-        )
+        return super().write(stacked(tensors, module))
 
 
 class MLXReader(ShardReader):

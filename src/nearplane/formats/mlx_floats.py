@@ -38,6 +38,15 @@ def pack_floats(name: str, matrix: QuantizedMatrix[Any], dtype: torch.dtype) -> 
     return {f"{name}.weight": words.view(torch.uint8).view(torch.uint32), f"{name}.scales": scale.view(torch.uint8)}
 
 
+def empty_floats(name: str, shape: tuple[int, int], format: NumberFormat) -> dict[str, Tensor]:
+    """Return the tensors of one layer without contents; see `GridFormat.empty`."""
+    out, columns = shape
+    return {
+        f"{name}.weight": torch.empty(out, columns * format.bits // 32, dtype=torch.uint32, device="meta"),
+        f"{name}.scales": torch.empty(out, format.groups(columns), dtype=torch.uint8, device="meta"),
+    }
+
+
 def unpack_floats(name: str, tensors: Mapping[str, Tensor], format: NumberFormat) -> QuantizedMatrix:
     """Return the matrix of one layer; see `LayerFormat.unpack`."""
     scales = expect(name, tensors, "scales", (None, None), {torch.uint8})

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from nearplane.errors import RecipeError
 from nearplane.formats.beside import origin_of
 from nearplane.formats.gguf.gguf_header import nbytes
@@ -149,16 +151,21 @@ def folder_bytes(model: Model, plan: Plan, record: RunRecord) -> int:
         return forecast_bytes(model, plan)
     reader = model.reader
     parts, sizes = list[dict[str, Kind]](), dict[str, int]()
-    for index, block in [*enumerate(model.blocks), (None, None)]:
-        tensors: dict[str, Kind] = {}
-        for layer in [] if block is None else block.layers:
+    ends = [() if end is None else end.layers for end in (model.embeddings, model.head)]
+    written = [*(block.layers for block in model.blocks), ends[1]]  # part by part
+    written[0] = (*ends[0], *written[0])
+    for index, layers in enumerate(written):
+        packed: dict[str, Tensor] = {}
+        for layer in layers:
             name = layer.written(model.weights)
             made = files.empty(name, layer.shape, plan.layers[layer.name].number_format, model.dtype)
             sizes[layer.name] = sum(tensor.nbytes for tensor in made.values())
-            tensors |= {
-                each: (kind_of(tensor).split()[0], tuple(tensor.shape), tensor.nbytes) for each, tensor in made.items()
-            }
-        names = model.unquantized(index)
+            packed |= made
+        tensors: dict[str, Kind] = {
+            name: (kind_of(tensor).split()[0], tuple(tensor.shape), tensor.nbytes)
+            for name, tensor in files.in_files(packed).items()
+        }
+        names = model.unquantized(index if index < len(model.blocks) else None)
         tensors |= {each: (reader.dtype(each), reader.shape(each), reader.nbytes(each)) for each in names}
         parts.append(tensors)
     routed = {layer.name for layer in model.layers if layer.routed}

@@ -46,6 +46,10 @@ def test_all_numbers_are_read_back(bits, storage, generator):
             "a.scales": ((24, 128 // group), storage),
             "a.biases": ((24, 128 // group), storage),
         }
+        empty = FORMAT.layers.empty("a", (24, 128), format, storage)
+        assert {name: (t.shape, t.dtype) for name, t in tensors.items()} == {
+            n: (t.shape, t.dtype) for n, t in empty.items()
+        }
         assert FORMAT.layers.unpack("a", tensors, format).same_as(matrix)
         layers = FORMAT.layers.configured({"bits": bits, "group_size": 32, "a": {"bits": bits, "group_size": group}})
         assert layers.shape_of("a", tensors) == (24, 128)

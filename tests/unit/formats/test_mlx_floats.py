@@ -68,6 +68,10 @@ def test_all_numbers_are_read_back(mode: str, generator: torch.Generator) -> Non
         "a.weight": ((24, 4 * format.bits), torch.uint32),
         "a.scales": ((24, format.groups(128)), torch.uint8),
     }
+    empty = FORMAT.layers.empty("a", (24, 128), format, torch.float16)
+    assert {name: (t.shape, t.dtype) for name, t in tensors.items()} == {
+        n: (t.shape, t.dtype) for n, t in empty.items()
+    }
     layers = FORMAT.layers.configured({"bits": 4, "group_size": 64, "a": {"mode": mode}})
     assert layers.shape_of("a", tensors) == (24, 128)
     assert layers.unpack("a", tensors, layers.grid_of(layers.config, "a")).same_as(matrix)
