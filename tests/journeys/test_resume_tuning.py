@@ -119,6 +119,26 @@ def test_no_step_is_taken_twice(made, model, text, tmp_path, monkeypatch, caplog
     assert contents(tmp_path / "out") == contents(tuned)
 
 
+@pytest.mark.parametrize("behind", [8, 11])
+def test_training_that_ends_by_itself_goes_on_in_a_fall_as_elsewhere(made, model, text, tmp_path, monkeypatch, behind):
+    for name, value in (("FIRST", 6), ("SHORTEST", 8)):
+        monkeypatch.setattr(f"nearplane.tuning.schedule.{name}", value)
+    for where in ("verbs.tune", "planning.tuning_cost"):
+        monkeypatch.setattr(f"nearplane.{where}.SHORTEST", 8)
+    monkeypatch.setattr("nearplane.tuning.schedule.FALL", 0.5)
+    monkeypatch.setattr("nearplane.tuning.schedule.LEAST_GAIN", -1.0)
+    monkeypatch.setattr("nearplane.planning.tuning_cost.TuningCost.steps", lambda *_: 27)  # falls after 6 and 15
+    solved, _ = made("codes")
+
+    def run(out):
+        return nearplane.tune(solved, out, against=model, calibration=text, budget=3)
+
+    assert [point.step for point in run(tmp_path / "whole").tuning.curve] == [0, 9, 21]
+    stopped_behind(behind, monkeypatch, lambda: run(tmp_path / "out"))
+    run(tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 @pytest.mark.nightly
 def test_tuning_that_is_told_something_else_does_not_go_on(made, model, text, tmp_path, monkeypatch):
     solved, tuned = made("codes")

@@ -1,5 +1,6 @@
 """Quantizing and tuning in one run: the two verbs one after the other, and OUT.untuned between them an ordinary checkpoint."""
 
+import re
 import shutil
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from nearplane import RecipeError
 from nearplane.demo import CALIBRATION
 from nearplane.record.record_file import read_record
 from nearplane.system.output_folder import Unfinished
+from nearplane.tuning.schedule import SHORTEST
 
 WORDS = dict(bits=4, group_size=16, samples=12, seqlen=32, device="cpu", tune="network")
 
@@ -179,3 +181,26 @@ def test_an_output_that_holds_the_model_or_lies_in_it_is_refused_before_the_solv
         with pytest.raises(RecipeError, match=r"overlaps with|did not write it"):
             again(source, out=place / out, overwrite=True, progress=stopped, tune=tune)
     assert names(within) == names(unfinished) == names(model)
+
+
+def test_tuning_that_gets_too_little_time_does_not_begin_and_says_what_would_do(model, text, tmp_path, caplog):
+    asked = WORDS | {"calibration": str(text)}
+    record = nearplane.quantize(model, tmp_path / "plain", **asked | {"tune": "auto=2"})
+    assert record.tuning is None
+    said = re.search(
+        r"--tune auto=2 allows too little time, so that nothing is tuned: .* Use --tune auto=([\d.]+)\.", caplog.text
+    )
+    with pytest.raises(RecipeError, match=rf"--budget 2 is too small: .* Use --budget {said[1]}, or --steps"):
+        nearplane.tune(tmp_path / "plain", tmp_path / "tuned", against=model, budget=2)
+    record = nearplane.quantize(model, tmp_path / "out", **asked | {"tune": f"auto={said[1]}"})
+    assert (record.tuning.steps, record.tuning.budget) == (SHORTEST, float(said[1]))
+    assert [point.step for point in record.tuning.curve] == [0, SHORTEST]
+    assert record.tuning.held_out < record.tuning.start
+    assert nearplane.verify(tmp_path / "out", against=model).faults == ()
+    assert names(tmp_path) == ["out", "plain"]
+
+
+@pytest.mark.parametrize("tune", ["auto=", "auto=0", "auto=nan", "auto=1e9", "often", "network=3"])
+def test_times_that_are_none_are_refused(model, tmp_path, tune):
+    with pytest.raises(RecipeError, match=r"expected none, network, auto, or auto=FACTOR"):
+        nearplane.quantize(model, tmp_path / "out", tune=tune)

@@ -15,7 +15,7 @@ from nearplane.models.model import Block, Model
 from nearplane.planning.cache_size import cache_bytes
 from nearplane.planning.forecast import seconds_of_a_multiplication, shapes_with
 from nearplane.planning.memory_bound import bound
-from nearplane.planning.shapes import Blocks, Group, multiplications
+from nearplane.planning.shapes import Blocks, Group, Shapes, multiplications
 from nearplane.recipe.layer_plan import Plan
 from nearplane.system.device import Device
 from nearplane.system.memory import resident
@@ -50,10 +50,7 @@ def estimated(model: Model, plan: Plan, device: Device) -> Estimate:
     """
     options = plan.recipe.calibration
     seqlen, count = default_seqlen(model, options), samples_of(model, options)
-    fitted, extra = (torch.zeros(number, seqlen, dtype=torch.int64) for number in (count, extra_windows(count, seqlen)))
-    number = device.compute_dtype(model.dtype).itemsize
-    blocks = [_of(block, seqlen, number) for block in model.blocks]
-    shapes = shapes_with(model, plan, Windows(seqlen=seqlen, fitted=fitted, extra=extra), blocks, device)
+    shapes = shapes_about(model, plan, device, windows=count, extra=extra_windows(count, seqlen), seqlen=seqlen)
     start = (resident() or 0) if device.on_cpu else 0
     most = bound(shapes, MemorySetting.usual(seqlen, device), start, "host" if device.on_cpu else "device")
     tokens, work, memory = shapes.all_windows * seqlen, multiplications(shapes), most.bytes
@@ -63,6 +60,19 @@ def estimated(model: Model, plan: Plan, device: Device) -> Estimate:
         before, needed = writing(model, batches_of_texts(tokens, length) * length * BATCH, seqlen, device)
         seconds, memory = None if seconds is None else seconds + (before or 0.0), max(memory, needed)
     return Estimate(tokens, memory, seconds)
+
+
+def shapes_about(model: Model, plan: Plan, device: Device, *, windows: int, extra: int, seqlen: int) -> Shapes:
+    """Return about the shapes that determine time and memory of a calibrated run, without running any block.
+
+    Args:
+        model, plan, device: See `estimated`.
+        windows, extra, seqlen: Numbers of fitted and of extra windows, and tokens per window.
+    """
+    fitted, more = (torch.zeros(number, seqlen, dtype=torch.int64) for number in (windows, extra))
+    number = device.compute_dtype(model.dtype).itemsize
+    blocks = [_of(block, seqlen, number) for block in model.blocks]
+    return shapes_with(model, plan, Windows(seqlen=seqlen, fitted=fitted, extra=more), blocks, device)
 
 
 def writing(model: Model, tokens: int, seqlen: int, device: Device) -> tuple[float | None, int]:

@@ -126,7 +126,7 @@ class Shapes:
 
 def multiplications(shapes: Shapes) -> float:
     """Return the number of multiplications in matrix products of a run, with each forward pass of a block run once."""
-    per_token = sum(kind.count * _forward(shapes, kind) for kind in shapes.blocks)
+    per_token = sum(kind.count * forward_work(shapes, kind) for kind in shapes.blocks)
     total = sum(kind.count * of_a_block(shapes, kind) for kind in shapes.blocks)
     head = shapes.hidden * shapes.vocabulary
     total += shapes.backward * (4 * per_token + 3 * head)
@@ -143,7 +143,7 @@ def multiplications(shapes: Shapes) -> float:
 def of_a_block(shapes: Shapes, kind: Blocks) -> float:
     """Return the number of multiplications for one block of a kind, after what is measured before the first layer."""
     tokens, split = shapes.all_windows * shapes.seqlen, shapes.streams - 1
-    total = tokens * shapes.streams * _forward(shapes, kind)
+    total = tokens * shapes.streams * forward_work(shapes, kind)
     for group in kind.groups:
         n = group.inputs
         total += tokens * n * n * (0.5 + split)  # moments
@@ -152,6 +152,6 @@ def of_a_block(shapes: Shapes, kind: Blocks) -> float:
     return total
 
 
-def _forward(shapes: Shapes, kind: Blocks) -> float:
+def forward_work(shapes: Shapes, kind: Blocks) -> float:
     """Return the multiplications of a token in one block, which counts one expert, so that it is a lower bound."""
     return sum(group.weights for group in kind.groups) + 2 * shapes.seqlen * shapes.hidden

@@ -20,7 +20,7 @@ from nearplane.recipe.format_mix import MIX_OPTIONS, FormatMix, mix_of
 from nearplane.recipe.layer_scheme import LayerScheme, check_pattern, layer_schemes
 from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.readers import Readers, readers_of, usual_format
-from nearplane.recipe.refusals import check_activations, check_kv_cache, check_like
+from nearplane.recipe.refusals import budget_of, check_activations, check_kv_cache, check_like
 from nearplane.recipe.runtimes import MLX_FLOATS, Runtime
 from nearplane.recipe.scheme import Activations, Allocation, CacheNumbers, names_of
 from nearplane.recipe.schemes import AnyScheme, GridScheme, scheme_of
@@ -32,7 +32,6 @@ Rare = Literal["mean", "error"]
 FirstToken = Literal["auto", "none"]
 Positions = Literal["sensitivity", "equal"]
 Way = Literal["rtn-mse", "gptq-mse", "rtn-huffman", "gptq-huffman", "nearplane-grid", "nearplane"]  # see compare.py
-Tune = Literal["none", "network"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +98,7 @@ class Recipe:
     ignore: tuple[str, ...] = ()
     allocate: Allocation | None = None
     max_loss: float | None = None
-    tune: Tune = "none"
+    tune: str = "none"
     pre: str | None = None
     like: str | None = None
     mix: FormatMix | None = None
@@ -117,6 +116,7 @@ class Recipe:
             elsewhere = f" and leave out --runtime {self.runtime}" if self.runtime is not None else ""
             raise RecipeError(f"{self.scheme.unfit(str(self.format)).removesuffix('.')}{elsewhere}.")
         readers_of(self.format, self.runtime)  # refused if the runtime does not read it
+        budget_of(self.tune)
         for each in self.layers:
             each.check(self.scheme)
         self._check_minima()

@@ -5,11 +5,34 @@ Needs no torch. Contradictions between other options are refused by the schemes 
 
 from __future__ import annotations
 
+import math
+
 from nearplane.errors import RecipeError
 from nearplane.number_formats import FLOATS
 from nearplane.recipe.file_formats import FILE_FORMATS, FileFormat, Format
 from nearplane.recipe.scheme import Activations
 from nearplane.recipe.schemes import AnyScheme
+
+DEFAULT_BUDGET = 3.0  # of tuning, as a multiple of the time of the quantization
+MAX_BUDGET = 1000.0
+
+
+def budget_of(tune: str) -> float | None:
+    """Return the time that --tune auto or --tune auto=FACTOR allows as a multiple of the quantization's; None for others.
+
+    Raises:
+        RecipeError: It is no known word, or no such factor.
+    """
+    word, given, factor = tune.partition("=")
+    if tune in ("none", "network"):
+        return None
+    try:
+        budget = float(factor) if given else DEFAULT_BUDGET
+    except ValueError:
+        budget = math.nan
+    if word != "auto" or not 0 < budget <= MAX_BUDGET:
+        raise RecipeError(f"tune is {tune!r}; expected none, network, auto, or auto=FACTOR with a factor as 3.")
+    return budget
 
 
 def check_like(like: str, format: Format | None, pre: str | None, tune: str) -> None:

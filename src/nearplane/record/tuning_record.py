@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from nearplane.errors import FormatError
-from nearplane.recipe.recipe import Tune
 from nearplane.system.sizes import counted, size_text
 
 KL_TOLERANCE = 1e-5  # relative tolerance of the held-out KL from files: float32 sums in another order
@@ -70,9 +70,10 @@ class Tuning:
         norms: SHA-256 over name, dtype, shape and content of the norms that were changed, by tensor name.
         solved: Losses before tuning, which `nearplane verify` cannot measure again.
         seconds: Time of tuning, including all repeated measurements.
+        budget: The time that was allowed, as a multiple of the quantization's by multiplications; None: steps were given.
     """
 
-    mode: Tune = "network"
+    mode: Literal["network"] = "network"
     calibration: str
     samples: int
     windows: int
@@ -91,6 +92,7 @@ class Tuning:
     norms: dict[str, str] = field(default_factory=dict)
     solved: tuple[Solved, ...] = ()
     seconds: float = 0.0
+    budget: float | None = None
 
     def __post_init__(self) -> None:
         if not self.curve or self.curve[0].step:

@@ -35,6 +35,7 @@ from nearplane.tuning.levels import TunedLevels
 from nearplane.tuning.memory import bytes_of, fits, trains_codes
 from nearplane.tuning.network import norms_of
 from nearplane.tuning.parameters import TunedBlocks, TunedLadders, TunedLayer, TunedMatrix, TunedVector
+from nearplane.tuning.schedule import Open, Schedule
 from nearplane.tuning.settings import SAMPLES_FACTOR, split
 
 
@@ -185,7 +186,13 @@ def check_layers(model: Model, called: str) -> None:
 
 
 def check_tunable(
-    model: Model, plan: Plan, given: Given | None, record: RunRecord, device: Device, limits: Limits
+    model: Model,
+    plan: Plan,
+    given: Given | None,
+    record: RunRecord,
+    device: Device,
+    limits: Limits,
+    schedule: Schedule | None = None,
 ) -> None:
     """Refuse before a solve what `tune` would refuse after it.
 
@@ -195,6 +202,7 @@ def check_tunable(
         record: The record of the starting run, with its windows.
         device: Device of the computation.
         limits: Limits of memory.
+        schedule: Steps; None: those that follow from the text.
 
     Raises:
         CalibrationError: The text has too few windows.
@@ -202,11 +210,15 @@ def check_tunable(
     """
     samples = samples_to_tune_on(model, record)
     cut = split(
-        lambda count, length: windows_of(model, plan.recipe, given, device, count, length), record, samples=samples
+        lambda count, length: windows_of(model, plan.recipe, given, device, count, length),
+        record,
+        samples=samples,
+        schedule=schedule,
     )
     layers = [layer for block in model.blocks for layer in block.layers]
     planned = ((plan.layers[layer.name], layer.shape) for layer in layers)
-    fits(model, cut, bytes_of(planned, all_trained=plan.recipe.allocate == "slope"), device, limits)
+    trained = bytes_of(planned, all_trained=plan.recipe.allocate == "slope", returns=isinstance(schedule, Open))
+    fits(model, cut, trained, device, limits)
 
 
 def check_model(model: Model, record: RunRecord, stored: Stored) -> None:

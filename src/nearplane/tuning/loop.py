@@ -1,4 +1,4 @@
-"""Training loop of tuning, with held-out windows that decide which state is kept, possibly the first.
+"""Training loop of tuning, with held-out windows that decide which state is kept, possibly the first, and perhaps when it ends.
 
 The state of training is kept on disk, so that the same command resumes after a crash:
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -31,12 +31,12 @@ from nearplane.system.progress import Progress, Tracked, duration, silent
 from nearplane.tuning.code_steps import CodeSteps
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders
+from nearplane.tuning.schedule import gains_little
 from nearplane.tuning.settings import Split
 
 logger = logging.getLogger("nearplane")
 
 BETAS = (0.9, 0.95)  # of Adam
-WARMUP = 0.1  # fraction of the steps in which the learning rates rise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +155,10 @@ def train(
 
 def _steps(run: _Run, cut: Split, training: Sequence[int], kept: TrainingJournal | None, progress: Progress) -> None:
     """Take all steps that are left, and measure on the way."""
-    total = cut.steps
-    looks = {round(total * (look + 1) / cut.looks) for look in range(cut.looks)}
+    schedule, total = cut.schedule, cut.schedule.steps
     for step in progress(Tracked(range(1, total + 1), "tuning", total, there=run.done), "tuning", total):
+        if run.ends:
+            break
         if step <= run.done:
             continue
         try:
@@ -167,10 +168,12 @@ def _steps(run: _Run, cut: Split, training: Sequence[int], kept: TrainingJournal
                 raise
             logger.warning("%s Tuning stops after %d of %d steps.", error, run.done, total)
             break
-        if step in looks:
+        if schedule.looks(step):
             run.look()
+        if schedule.falls(step):
+            run.fall()
         if kept is not None:
-            kept.passed(run.standing, done=step == total)
+            kept.passed(run.standing, done=run.ends or step == total)
 
 
 class _Run:
@@ -181,6 +184,7 @@ class _Run:
         curve: Measurements so far.
         best: Step of the best state.
         states: The best state of each tuned tensor.
+        ends: Whether twice as many steps gained little, so that training ends.
     """
 
     def __init__(
@@ -191,29 +195,27 @@ class _Run:
         pressed: Callable[[float], Pressure | None],
     ) -> None:
         self._network, self._tuned, self._held, self._pressed = network, tuned, cut.batches()[1], pressed
+        self._schedule, self._rates = cut.schedule, cut.rates
         leaves: dict[str, list[torch.Tensor]] = {}
         for each in tuned:
             for kind, leaf in each.trained().items():
                 leaves.setdefault(kind, []).append(leaf)
-        warm, steps = WARMUP * cut.steps, cut.steps
-
-        def rate(step: int) -> float:
-            return min(1.0, (step + 1) / (warm + 1)) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
-
         with_codes = [each for each in tuned if "codes" in each.trained()]
 
         def press(number: int) -> None:
             if self._price is not None and isinstance(each := with_codes[number], TunedLadders):
                 each.press(self._price)
 
-        self._codes = CodeSteps(leaves.pop("codes", []), lambda: cut.rates["codes"] * rate(self.done), press)
-        groups = [{"params": params, "lr": cut.rates[kind]} for kind, params in leaves.items()]
+        self._codes = CodeSteps(leaves.pop("codes", []), lambda: self._rate("codes"), press)
+        groups = [{"params": params, "kind": kind} for kind, params in leaves.items()]
         self._optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True)
-        self._falling = torch.optim.lr_scheduler.LambdaLR(self._optimizer, rate)
         self._pressure: Pressure | None = None
         self._price: float | None = None  # of a bit in this step
         self._since = Divergence()  # since the last measurement
-        self.done, self.best = 0, 0
+        self._before: dict[str, Any] | None = None  # the state from which rates fall, to which training returns
+        self._compared: list[float] = []  # KL of each held-out batch when rates had fallen the last time
+        self._rose = False  # whether it was higher then than before
+        self.done, self.best, self.ends = 0, 0, False
         self.curve: list[Point] = []
         self.states: list[dict[str, Any]] = []
 
@@ -223,7 +225,7 @@ class _Run:
 
     def begin(self) -> None:
         """Measure the start."""
-        start = mean_kl(self._network, self._held)
+        start = mean_kl(self._network.divergences(self._held))
         if not math.isfinite(start):
             raise CalibrationError(
                 "The quantized network predicts NaN or Inf on the held-out windows, so it cannot be tuned."
@@ -236,15 +238,42 @@ class _Run:
         """Take one optimizer step on a batch: of codes within the backward pass, of all else after it."""
         self._price = None if self._pressure is None else self._pressure.next_price()
         self._since += self._network.backward(batch)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate(group["kind"])
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._falling.step()
         self.done += 1
 
+    def _rate(self, kind: str) -> float:
+        return self._rates[kind] * self._schedule.rate(self.done)
+
+    def fall(self) -> None:
+        """Keep the state to which training returns after the next measurement."""
+        self._before = _copied(self._moving())
+
     def look(self) -> None:
-        """Measure on the held-out windows; keep the state if it is the best one that is small enough."""
-        held_out, training = mean_kl(self._network, self._held), self._since.kl / self._since.tokens
+        """Measure on the held-out windows; keep the state if it is the best one that is small enough.
+
+        Where rates had fallen, return to the state before, and compare with the last such measurement.
+        """
+        compared = self._network.divergences(self._held)
+        self._keep(mean_kl(compared), self._since.kl / self._since.tokens)
         self._since = Divergence()
+        if self._before is not None:
+            self._move(self._before)
+            self._before = None
+            self._compare([mean_kl([parts]) for parts in compared])
+
+    def _compare(self, now: list[float]) -> None:
+        """End training where twice as many steps gained little, but not where the KL rose for the first time."""
+        if self._compared and gains_little(self._compared, now):
+            rose = sum(now) > sum(self._compared)
+            self.ends = not rose or self._rose
+            self._rose = rose
+        self._compared = now
+
+    def _keep(self, held_out: float, training: float) -> None:
+        """Add a measurement to the curve, and keep the state if it is the best one that is small enough."""
         if not (math.isfinite(held_out) and math.isfinite(training)):
             return
         size, best = self._size(), next(point.held_out for point in self.curve if point.step == self.best)
@@ -263,29 +292,43 @@ class _Run:
             "tokens": self._since.tokens,
             "curve": [asdict(point) for point in self.curve],
             "states": self.states,
+            "before": self._before,
+            "compared": self._compared,
+            "rose": self._rose,
+            "ends": self.ends,
+            **self._moving(),
+        }
+
+    def _moving(self) -> dict[str, Any]:
+        """Return the part of the state that steps change."""
+        return {
             "leaves": [dict(each.trained()) for each in self._tuned],
             "optimizer": self._optimizer.state_dict(),
             "codes": self._codes.state(),
-            "falling": self._falling.state_dict(),
             "pressure": None if self._pressure is None else self._pressure.standing(),
         }
 
-    @torch.no_grad()
     def restore(self, standing: Mapping[str, Any]) -> None:
         """Restore the state that `standing` returned."""
         self.done, self.best = standing["done"], standing["best"]
         self._since = Divergence(kl=standing["sum"], tokens=standing["tokens"])
         self.curve = [Point(**point) for point in standing["curve"]]
         self.states = [_beside(each, state) for each, state in zip(self._tuned, standing["states"], strict=True)]
-        for each, leaves in zip(self._tuned, standing["leaves"], strict=True):
+        self._before, self._compared = standing["before"], standing["compared"]
+        self._rose, self.ends = standing["rose"], standing["ends"]
+        self._pressure = self._pressed(self.curve[0].held_out)
+        self._move(standing)
+
+    @torch.no_grad()
+    def _move(self, state: Mapping[str, Any]) -> None:
+        """Restore what `_moving` returned."""
+        for each, leaves in zip(self._tuned, state["leaves"], strict=True):
             for kind, leaf in each.trained().items():
                 leaf.copy_(leaves[kind])
-        self._optimizer.load_state_dict(standing["optimizer"])
-        self._codes.restore(standing["codes"])
-        self._falling.load_state_dict(standing["falling"])
-        self._pressure = self._pressed(self.curve[0].held_out)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._codes.restore(state["codes"])
         if self._pressure is not None:
-            self._pressure.restore(standing["pressure"])
+            self._pressure.restore(state["pressure"])
 
     def _size(self) -> int | None:
         return None if self._pressure is None else self._pressure.measure()
@@ -296,7 +339,16 @@ def _beside(tuned: Tuned, state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: part.to(tuned.device) if isinstance(part, torch.Tensor) else part for name, part in state.items()}
 
 
-def mean_kl(network: TunedNetwork, batches: Sequence[int]) -> float:
-    """Return the mean KL per token over batches."""
-    total = network.divergence(batches)
+def _copied(state: Any) -> Any:
+    """Return a state in memory of its own."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, Mapping):
+        return {name: _copied(part) for name, part in state.items()}
+    return [_copied(part) for part in state] if isinstance(state, list | tuple) else state
+
+
+def mean_kl(batches: Iterable[Iterable[Divergence]]) -> float:
+    """Return the mean KL per token over the parts of batches."""
+    total = sum((part for parts in batches for part in parts), Divergence())
     return total.kl / total.tokens

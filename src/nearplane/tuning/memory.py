@@ -38,6 +38,7 @@ CODE_BYTES = 1  # of a code that is not trained
 TRAINED_BYTES = 6  # of one that is: the code, its position, the best one so far
 CODED_BYTES = 8  # of one without limits, whose code and best one take two bytes each
 STEP_BYTES = 32  # of a step: as read, with its zero, exact and as stored, its gradient, two averages and the best one
+KEPT_BYTES, KEPT_STEP_BYTES = 4, 12  # of a trained code and of a step, in a state that training returns to
 BLOCK_BYTES = 20  # of a weight in the block that is trained: its value, rounded code, both gradients, and temporaries
 LOGIT_BYTES = 24  # of a logit: of both networks, probabilities, differences and gradients
 END_BYTES = 16  # of a weight of quantized embeddings or head while they are decoded and written
@@ -49,20 +50,28 @@ def trains_codes(layer: LayerRecord | LayerPlan) -> bool:
     return format.bits <= CODE_BITS or (format.levels is not None and format.bits == 4)
 
 
-def bytes_of(layers: Iterable[tuple[LayerRecord | LayerPlan, tuple[int, int]]], *, all_trained: bool = False) -> int:
+def bytes_of(
+    layers: Iterable[tuple[LayerRecord | LayerPlan, tuple[int, int]]],
+    *,
+    all_trained: bool = False,
+    returns: bool = False,
+) -> int:
     """Return the bytes of codes and steps of layers, each with the shape (out, in) of its matrix.
 
     Args:
         layers: The layers.
         all_trained: Whether codes of all of them may come to be trained.
+        returns: Whether training returns to an earlier state, which is kept until then.
     """
     total = 0
     for layer, (out, columns) in layers:
         format = layer.number_format
         each = CODE_BYTES if not (all_trained or trains_codes(layer)) else TRAINED_BYTES if format.bits else CODED_BYTES
+        each += KEPT_BYTES * returns * (each != CODE_BYTES)
         with_offsets = format.minimum or bool(getattr(format, "m", 0))
         steps = format.groups(columns) if format.bits else 0
-        total += out * (columns * each + steps * STEP_BYTES * (2 if with_offsets else 1))
+        of_step = STEP_BYTES + KEPT_STEP_BYTES * returns
+        total += out * (columns * each + steps * of_step * (2 if with_offsets else 1))
     return total
 
 

@@ -94,20 +94,24 @@ class TunedNetwork:
         self._logits = None
 
     @torch.no_grad()
-    def divergence(self, batches: Iterable[int]) -> Divergence:
-        """Return the divergence of the quantized network's predictions from the original model's."""
+    def divergences(self, batches: Iterable[int]) -> list[list[Divergence]]:
+        """Return how far the quantized network's predictions are from the original model's: of each batch, part by part."""
         numbers = list(batches)
         hidden = self._keep(self._entering[i] for i in numbers)
         for block in self._blocks:
             tensors = block.tensors()
             for at, i in enumerate(numbers):
                 hidden[at] = self.forward(block, tensors, i, hidden[at])
-        after, total = self._values_after(), Divergence()
+        after, found = self._values_after(), list[list[Divergence]]()
         for i, x in zip(numbers, hidden, strict=True):
             original = self._original[i]
-            for part in self._parts(i):
-                total += divergence(self._predicted(i, part, original[part]), self._predicted(i, part, x[part], after))
-        return total
+            found.append(
+                [
+                    divergence(self._predicted(i, part, original[part]), self._predicted(i, part, x[part], after))
+                    for part in self._parts(i)
+                ]
+            )
+        return found
 
     def backward(self, batch: int) -> Divergence:
         """Add the gradient of the mean KL over a batch's tokens to the trained tensors; return the divergence.

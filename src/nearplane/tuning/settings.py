@@ -12,6 +12,7 @@ from torch import Tensor
 from nearplane.errors import CalibrationError
 from nearplane.record.record import RunRecord
 from nearplane.system.sizes import counted
+from nearplane.tuning.schedule import Known, Schedule
 
 SAMPLES_FACTOR = 5  # windows for tuning by default, relative to the default of calibration; a fifth of them is held out
 WINDOWS_PER_HELD_OUT = 5  # one window of so many is held out
@@ -32,9 +33,8 @@ class Split:
         batch: Windows per batch.
         samples: Number of windows that was asked for.
         found: Number of windows that the text gave.
-        steps: Number of optimizer steps: AdamW without weight decay, with warmup and then half a cosine down to 0.
-        rates: First learning rate of each kind of trained tensor, see `TunedLayer.trained`.
-        looks: Number of evenly spaced measurements on held-out windows, the last one at the end.
+        schedule: Optimizer steps, of AdamW without weight decay, and measurements on held-out windows.
+        rates: Largest learning rate of each kind of trained tensor, see `TunedLayer.trained`.
     """
 
     windows: Tensor
@@ -42,9 +42,8 @@ class Split:
     batch: int
     samples: int
     found: int
-    steps: int
+    schedule: Schedule
     rates: Mapping[str, float] = field(default_factory=lambda: RATES)
-    looks: int = 2
 
     @property
     def held(self) -> int:
@@ -63,7 +62,7 @@ def split(
     *,
     samples: int,
     seqlen: int | None = None,
-    steps: int | None = None,
+    schedule: Schedule | None = None,
 ) -> Split:
     """Read the text and split its windows into training windows and held-out windows, the last fifth.
 
@@ -72,7 +71,8 @@ def split(
     Args:
         read: Function (samples, seqlen) -> (windows, seqlen) tokens of the text; fewer windows if the text is shorter.
         record: The run record of the checkpoint.
-        samples, seqlen, steps: Arguments of `tune`.
+        samples, seqlen: Arguments of `tune`.
+        schedule: Steps; None: each training window is used once, or several times in a short text.
 
     Raises:
         CalibrationError: The text has fewer than two windows.
@@ -87,23 +87,28 @@ def split(
             f"The text has {counted(len(windows), 'window')} of {length} tokens, without the extra windows of the run. Tuning "
             f"needs at least 2, one of them held out. Pass a longer text with --calibration, or use shorter windows with --seqlen."
         )
-    held = _held(len(windows), length)
-    batch = max(1, min(BATCH // length, held, len(windows) - held))
+    held = held_windows(len(windows), length)
+    batch = max(1, min(windows_per_step(length), held, len(windows) - held))
     held -= held % batch
     fitted = windows[: len(windows) - held]
     order = torch.randperm(len(fitted), generator=torch.Generator().manual_seed(record.recipe.calibration.seed))
-    steps = steps or max(1, (samples - _held(samples, length)) // batch)
-    fitted = fitted[order[: min(len(fitted) // batch, steps) * batch]]  # without windows that no step reaches
+    schedule = schedule or Known(max(1, (samples - held_windows(samples, length)) // batch))
+    fitted = fitted[order[: min(len(fitted) // batch, schedule.steps) * batch]]  # without windows that no step reaches
     return Split(
         windows=torch.cat([fitted, windows[len(windows) - held :]]),
         training=len(fitted),
         batch=batch,
         samples=samples,
         found=count,
-        steps=steps,
+        schedule=schedule,
     )
 
 
-def _held(windows: int, seqlen: int) -> int:
+def windows_per_step(seqlen: int) -> int:
+    """Return the number of windows of a step, unless there are fewer."""
+    return max(1, BATCH // seqlen)
+
+
+def held_windows(windows: int, seqlen: int) -> int:
     """Return the number of windows to hold out of so many."""
     return max(1, min(windows // WINDOWS_PER_HELD_OUT, math.ceil(MAX_HELD_OUT_TOKENS / seqlen)))

@@ -138,6 +138,8 @@ class TuneRequest:
             fewer if the text is shorter.
         seqlen: Tokens per window. Default: as in calibration.
         steps: Number of optimizer steps. Default: each training window is used once, or several times in a short text.
+        budget: In place of steps: time of tuning at most, as a multiple of that of the quantization, both counted in
+            multiplications. Training ends earlier where twice as many steps gain little.
         device: Device to compute on: auto (the GPU if there is one), cpu, cuda, or one of several GPUs as cuda:1.
         compute_dtype: Dtype in which losses are measured after the training, as in quantize. Training is in float32.
         memory: Memory limit of the run, for example 12GB. Hidden states then lie in a file if they must. Default: no limit.
@@ -156,6 +158,7 @@ class TuneRequest:
     samples: int | None = None
     seqlen: int | None = None
     steps: int | None = None
+    budget: float | None = None
     device: str = "auto"
     compute_dtype: ComputeDtype = "auto"
     memory: str | int | None = None
@@ -170,6 +173,10 @@ class TuneRequest:
         whole("samples", self.samples, 2)
         whole("seqlen", self.seqlen, 2)
         whole("steps", self.steps, 1)
+        budget, good = self.budget, self.budget is None or (isinstance(self.budget, int | float) and self.budget > 0)
+        within("budget", budget, good, "a number above 0, as 3")
+        if budget is not None and self.steps is not None:
+            raise RecipeError("--budget is in place of --steps. Leave out one of them.")
         check_path("checkpoint", self.source)
         source, out = Path(self.source), Path(self.out)
         record = read_record(source)

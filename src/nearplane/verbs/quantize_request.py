@@ -17,7 +17,7 @@ from nearplane.recipe.file_formats import Format
 from nearplane.recipe.format_mix import Cost, Weigh
 from nearplane.recipe.rate_scheme import Rows
 from nearplane.recipe.readers import Weights
-from nearplane.recipe.recipe import FirstToken, Positions, Rare, Recipe, Tune
+from nearplane.recipe.recipe import FirstToken, Positions, Rare, Recipe
 from nearplane.recipe.runtimes import Runtime
 from nearplane.recipe.scheme import (
     DEFAULT_GROUP_SIZES,
@@ -135,8 +135,10 @@ class QuantizeRequest:
         damp: Damping of the Hessian relative to the mean of its diagonal. auto: the smallest of 1e-4, 1e-3, ... with which the
             Hessian can be factored. Raise the damping if a Hessian is not positive definite. Default: 0.01.
         correct: Whether each target compensates the loss of the layers before it. Default: true.
-        tune: After the solve, train steps, norms and codes against the original's predictions (network).
-            Takes five to eleven times as long. See nearplane tune. Default: none.
+        tune: After the solve, train steps, norms and codes against the original's predictions. auto: for at most three times
+            the time of the solve, auto=5 for five times; it ends where twice as many steps gain little, and does not begin
+            where that time is too short to gain. network: as nearplane tune does by default, which takes five to eleven times
+            as long as the solve. Default: none.
         scale, minimum: See `GridScheme`.
         rows: See `RateScheme`.
         sweep_damp: Damping of the sweep, see `GridScheme`.
@@ -198,7 +200,7 @@ class QuantizeRequest:
     order: Order = OPEN
     damp: float | Literal["auto"] = OPEN
     correct: bool = OPEN
-    tune: Tune = OPEN
+    tune: str = OPEN
     scale: Scale = OPEN
     minimum: bool = OPEN
     rows: Rows = OPEN

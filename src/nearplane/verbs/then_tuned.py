@@ -18,12 +18,15 @@ from nearplane.models.pretrained import find_folder
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.request import open_resolved
 from nearplane.planning.run import Job, Options
+from nearplane.planning.tuning_cost import too_short, tuning_cost
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.refusals import budget_of
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import read_record
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import refuse_unfinished
-from nearplane.tuning.checkpoint import check_layers, check_tunable
+from nearplane.tuning.checkpoint import check_layers, check_tunable, samples_to_tune_on
+from nearplane.tuning.schedule import SHORTEST, Open
 from nearplane.verbs.checkpoint_requests import check_recipe
 from nearplane.verbs.tune import tune
 
@@ -57,7 +60,8 @@ def then_tuned(
     )  # raises now what tuning would raise after the solve
     if not solved.is_symlink() and (not solved.exists() or (solved.is_dir() and not any(solved.iterdir()))):
         place.refuse_stopped()  # not of this command, whose tuning begins later
-        _check_tunable(folder, out, recipe, options)
+        if not _begins(folder, out, recipe, options):
+            return quantizes(folder, out, recipe, options)
         quantizes(folder, solved, recipe, options)
     elif difference := _differing(solved, recipe, options):
         raise RecipeError(
@@ -75,6 +79,7 @@ def then_tuned(
             calibration=None if given is None else given.tokens if given.texts is None else given.texts,
             device=str(options.device),
             compute_dtype=options.device.asked_dtype,
+            budget=budget_of(recipe.tune),
             memory=options.limits.host,
             device_memory=options.limits.device,
             overwrite=options.overwrite,
@@ -93,15 +98,29 @@ def then_tuned(
     return record
 
 
-def _check_tunable(folder: str, out: Path, recipe: Recipe, options: Options) -> None:
-    """Raise before the solve the errors that `tune` would raise after it."""
+def _begins(folder: str, out: Path, recipe: Recipe, options: Options) -> bool:
+    """Return whether tuning begins in the time that is allowed; raise before the solve the errors that it would raise after it."""
     model, settled = open_resolved(folder, recipe, trust_remote_code=options.trust_remote_code)
     check_recipe(settled.recipe, "This run")
     check_disk(out, model, settled, copies=2)  # OUT.untuned is kept until OUT is complete
     check_layers(model, "This run")
     windows = calibration_windows(model, settled.recipe, options.given, options.device, options.progress)
     job = Job(model=model, asked=recipe, plan=settled, windows=windows, options=options)
-    check_tunable(model, settled, options.given, job.record(), options.device, options.limits)
+    record, schedule = job.record(), None
+    if (budget := budget_of(recipe.tune)) is not None:
+        samples = samples_to_tune_on(model, record)
+        cost = tuning_cost(model, settled, record, options.device, samples=samples, seqlen=record.seqlen)
+        if (most := cost.steps(budget)) < SHORTEST:
+            log.warning(
+                "--tune auto=%g allows too little time, so that nothing is tuned: %s. Use --tune auto=%g.",
+                budget,
+                too_short(cost),
+                cost.enough,
+            )
+            return False
+        schedule = Open(most)
+    check_tunable(model, settled, options.given, record, options.device, options.limits, schedule)
+    return True
 
 
 def _differing(solved: Path, recipe: Recipe, options: Options) -> str:

@@ -7,6 +7,7 @@ windows. The new folder is written as by `quantize`, read back, and the certific
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from nearplane.calibration.given import Given
 from nearplane.calibration.hub_texts import DEFAULT_DATASET
 from nearplane.calibration.walk import Stage
 from nearplane.calibration.windows import Windows, calibration_windows, digest_of
-from nearplane.errors import CalibrationError, FormatError, first_few
+from nearplane.errors import CalibrationError, FormatError, RecipeError, first_few
 from nearplane.formats.compressed_tensors.fp4_packed import apart
 from nearplane.formats.container import Container, written
 from nearplane.formats.find_record import sound_record
@@ -36,6 +37,7 @@ from nearplane.planning.folder_size import max_record_bytes
 from nearplane.planning.request import open_recorded, recorded
 from nearplane.planning.run import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
+from nearplane.planning.tuning_cost import too_short, tuning_cost
 from nearplane.record.record import LayerRecord, RunRecord, versions
 from nearplane.record.tuning_record import Solved, Tuning
 from nearplane.system.arguments import takes
@@ -53,9 +55,12 @@ from nearplane.tuning.loop import Outcome, TrainingJournal, train
 from nearplane.tuning.memory import Room, bytes_of, fits, trains_codes
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
+from nearplane.tuning.schedule import SHORTEST, Known, Open, Schedule
 from nearplane.tuning.settings import Split, split
 from nearplane.verbs.checkpoint_requests import TuneRequest
 from nearplane.verbs.verify_losses import along_both_networks, remeasured, setting_of, tuned_norms
+
+log = logging.getLogger("nearplane")
 
 
 @takes(TuneRequest)
@@ -93,19 +98,24 @@ def tune(request: TuneRequest) -> RunRecord:
     windows = _windows_of_the_run(solved, request.progress)
     check_tokens_in_file(container, model, windows)
     samples = request.samples or samples_to_tune_on(model, record, request.seqlen)
-    cut = split(solved.windows, record, samples=samples, seqlen=request.seqlen, steps=request.steps)
+    schedule = _schedule(request, solved, samples)
+    cut = split(solved.windows, record, samples=samples, seqlen=request.seqlen, schedule=schedule)
     setting = replace(setting_of(solved, windows, request.limits()), folder=container.folder)
     shapes = ((layer, (layer.out_features, layer.in_features)) for layer in solved.of_blocks())
-    room = fits(model, cut, bytes_of(shapes), where, request.limits(), container.folder)
+    room = fits(
+        model, cut, bytes_of(shapes, returns=isinstance(schedule, Open)), where, request.limits(), container.folder
+    )
     matrices = solved.matrices(codes=True)
     with container, recorded_library(record.products, where) as products:
-        settings = {"recipe": asdict(record.recipe), "--samples": cut.samples, "--steps": cut.steps}
+        steps = {"--steps": cut.schedule.steps, "--budget": request.budget}
+        settings = {"recipe": asdict(record.recipe), "--samples": cut.samples, **steps}
         files, text = {"original": model.folder, "checkpoint": folder}, digest_of(cut.windows)
         kept = TrainingJournal(container, run_inputs(settings, files, text, versions(), where), began)
         if (sealed := kept.completed()) is not None:  # all layers were written
             return sealed
         trained = Trained(solved, cut, matrices, solved.vectors(matrices))
         tuning, layers = _tuned(trained, container, room, kept=kept, progress=request.progress)
+        tuning = replace(tuning, budget=request.budget)
         del matrices, trained  # what follows takes as much memory
         release_all()
         read = Stored(container.folder, unfinished=container.config)
@@ -121,6 +131,26 @@ def tune(request: TuneRequest) -> RunRecord:
             products=products,
         )
         return kept.seal(replace(record, device=where.model(), compute_dtype=where.recorded_dtype(model.dtype)))
+
+
+def _schedule(request: TuneRequest, solved: Checkpoint, samples: int) -> Schedule | None:
+    """Return the steps that were asked for; None: those that follow from the text.
+
+    Raises:
+        RecipeError: The budget is too small.
+    """
+    if request.steps is not None:
+        return Known(request.steps)
+    if request.budget is None:
+        return None
+    seqlen = request.seqlen or solved.record.seqlen
+    cost = tuning_cost(solved.model, solved.plan, solved.record, solved.device, samples=samples, seqlen=seqlen)
+    if (most := cost.steps(request.budget)) < SHORTEST:
+        raise RecipeError(
+            f"--budget {request.budget:g} is too small: {too_short(cost)}. Use --budget {cost.enough:g}, or --steps."
+        )
+    log.info("training takes at most %d steps", Open(most).steps)
+    return Open(most)
 
 
 def _windows_of_the_run(solved: Checkpoint, progress: Progress) -> Windows:
