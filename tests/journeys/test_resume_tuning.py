@@ -119,16 +119,18 @@ def test_no_step_is_taken_twice(made, model, text, tmp_path, monkeypatch, caplog
     assert contents(tmp_path / "out") == contents(tuned)
 
 
-@pytest.mark.parametrize("behind", [8, 11])
-def test_training_that_ends_by_itself_goes_on_in_a_fall_as_elsewhere(made, model, text, tmp_path, monkeypatch, behind):
-    for name, value in (("FIRST", 6), ("SHORTEST", 8)):
+@pytest.mark.parametrize(("way", "behind"), [("codes", 8), ("entropy-coded", 11)])
+def test_training_that_ends_by_itself_goes_on_in_a_fall_as_elsewhere(
+    made, model, text, tmp_path, monkeypatch, way, behind
+):
+    for name, value in (("FIRST_STEPS", 6), ("SHORTEST_STEPS", 8)):
         monkeypatch.setattr(f"nearplane.tuning.schedule.{name}", value)
     for where in ("verbs.tune", "planning.tuning_cost"):
-        monkeypatch.setattr(f"nearplane.{where}.SHORTEST", 8)
-    monkeypatch.setattr("nearplane.tuning.schedule.FALL", 0.5)
+        monkeypatch.setattr(f"nearplane.{where}.SHORTEST_STEPS", 8)
+    monkeypatch.setattr("nearplane.tuning.schedule.FALL_SHARE", 0.5)
     monkeypatch.setattr("nearplane.tuning.schedule.LEAST_GAIN", -1.0)
     monkeypatch.setattr("nearplane.planning.tuning_cost.TuningCost.steps", lambda *_: 27)  # falls after 6 and 15
-    solved, _ = made("codes")
+    solved, _ = made(way)
 
     def run(out):
         return nearplane.tune(solved, out, against=model, calibration=text, budget=3)

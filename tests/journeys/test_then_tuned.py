@@ -13,7 +13,7 @@ from nearplane import RecipeError
 from nearplane.demo import CALIBRATION
 from nearplane.record.record_file import read_record
 from nearplane.system.output_folder import Unfinished
-from nearplane.tuning.schedule import SHORTEST
+from nearplane.tuning.schedule import SHORTEST_STEPS
 
 WORDS = dict(bits=4, group_size=16, samples=12, seqlen=32, device="cpu", tune="network")
 
@@ -130,19 +130,19 @@ def test_another_recipe_is_refused(solved, again):
         again(bits=3, group_size=32)
 
 
+def until_the_second_block(items, label, total):
+    for number, item in enumerate(items):
+        if number > total // 2:
+            raise StoppedError
+        yield item
+
+
 @pytest.mark.nightly
 def test_overwrite_begins_a_solve_anew_that_was_stopped(place, solved, again, tmp_path, monkeypatch):
     """The sentence that refuses it names --overwrite."""
     source = save_model(tmp_path / "model", blocks=2)
     shutil.rmtree(solved)
     monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", float("inf"))
-
-    def until_the_second_block(items, label, total):
-        for number, item in enumerate(items):
-            if number > total // 2:
-                raise StoppedError
-            yield item
-
     with pytest.raises(StoppedError):
         again(source, bits=3, progress=until_the_second_block)
     assert names(place) == ["out.untuned.unfinished"]
@@ -193,11 +193,22 @@ def test_tuning_that_gets_too_little_time_does_not_begin_and_says_what_would_do(
     with pytest.raises(RecipeError, match=rf"--budget 2 is too small: .* Use --budget {said[1]}, or --steps"):
         nearplane.tune(tmp_path / "plain", tmp_path / "tuned", against=model, budget=2)
     record = nearplane.quantize(model, tmp_path / "out", **asked | {"tune": f"auto={said[1]}"})
-    assert (record.tuning.steps, record.tuning.budget) == (SHORTEST, float(said[1]))
-    assert [point.step for point in record.tuning.curve] == [0, SHORTEST]
+    assert record.tuning.steps == SHORTEST_STEPS
+    assert [point.step for point in record.tuning.curve] == [0, SHORTEST_STEPS]
     assert record.tuning.held_out < record.tuning.start
     assert nearplane.verify(tmp_path / "out", against=model).faults == ()
     assert names(tmp_path) == ["out", "plain"]
+
+
+def test_a_stopped_run_whose_tuning_does_not_begin_is_resumed(text, tmp_path, monkeypatch, caplog):
+    source, asked = save_model(tmp_path / "model", blocks=2), WORDS | {"calibration": str(text), "tune": "auto=0.1"}
+    monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", float("inf"))
+    with pytest.raises(StoppedError):
+        nearplane.quantize(source, tmp_path / "out", progress=until_the_second_block, **asked)
+    assert names(tmp_path) == ["model", "out.unfinished"]
+    with caplog.at_level("INFO", "nearplane"):
+        assert nearplane.quantize(source, tmp_path / "out", **asked).tuning is None
+    assert "resuming" in caplog.text
 
 
 @pytest.mark.parametrize("tune", ["auto=", "auto=0", "auto=nan", "auto=1e9", "often", "network=3"])

@@ -50,7 +50,7 @@ def estimated(model: Model, plan: Plan, device: Device) -> Estimate:
     """
     options = plan.recipe.calibration
     seqlen, count = default_seqlen(model, options), samples_of(model, options)
-    shapes = shapes_about(model, plan, device, windows=count, extra=extra_windows(count, seqlen), seqlen=seqlen)
+    shapes = estimated_shapes(model, plan, device, windows=count, extra=extra_windows(count, seqlen), seqlen=seqlen)
     start = (resident() or 0) if device.on_cpu else 0
     most = bound(shapes, MemorySetting.usual(seqlen, device), start, "host" if device.on_cpu else "device")
     tokens, work, memory = shapes.all_windows * seqlen, multiplications(shapes), most.bytes
@@ -62,7 +62,7 @@ def estimated(model: Model, plan: Plan, device: Device) -> Estimate:
     return Estimate(tokens, memory, seconds)
 
 
-def shapes_about(model: Model, plan: Plan, device: Device, *, windows: int, extra: int, seqlen: int) -> Shapes:
+def estimated_shapes(model: Model, plan: Plan, device: Device, *, windows: int, extra: int, seqlen: int) -> Shapes:
     """Return about the shapes that determine time and memory of a calibrated run, without running any block.
 
     Args:

@@ -95,13 +95,13 @@ def estimated(
     blocks = Tracked(model.in_turn(model.blocks, device), "measuring what errors cost", total, blocks=[1] * total)
     for block in progress(blocks, "measuring what errors cost", total):
         with block.on(device, dtype, original=False):
-            shown: _Shown | None = None
+            shown: _RoundedRows | None = None
             for layer, first, inputs in inputs_of(block, stream):
                 if shown is None or shown.moments is not inputs.moments:
-                    shown = _Shown(inputs.moments)
+                    shown = _RoundedRows(inputs.moments)
                 W, rows = layer.read(), effect.outputs.get(layer.name)
                 rows = (mean.expand(len(W)) if rows is None else rows).to(W.device)
-                errors = _Errors(W, shown, rows, effect.positions.get(layer.name))
+                errors = _LayerErrors(W, shown, rows, effect.positions.get(layer.name))
                 losses, rates = list[float](), list[float]()
                 for rounding in roundings:
                     tried = rounding(W, inputs, rows)
@@ -130,7 +130,7 @@ def _mean_gradient(model: Model, effect: Sensitivity) -> Tensor:
     return torch.stack(known).mean()
 
 
-class _Shown:
+class _RoundedRows:
     """The input of some layers, with rows of other windows as formats round them, each made once."""
 
     def __init__(self, moments: Moments) -> None:
@@ -146,7 +146,7 @@ class _Shown:
         return self._rounded[how]
 
 
-class _Errors:
+class _LayerErrors:
     """Estimates of one layer.
 
     Args:
@@ -157,7 +157,7 @@ class _Errors:
         positions: Weights of positions, if there are some.
     """
 
-    def __init__(self, W: Tensor, shown: _Shown, rows: Tensor, positions: PositionWeights | None) -> None:
+    def __init__(self, W: Tensor, shown: _RoundedRows, rows: Tensor, positions: PositionWeights | None) -> None:
         self._W, self._shown, self._rows, self._positions = W, shown, rows, positions
 
     @cached_property

@@ -35,7 +35,6 @@ LOGITS_COPIES = 6  # of the logits of a backward pass: logits, probabilities, gr
 COMPARED_COPIES = 5  # of logits when predictions are compared: both log-probabilities, exp, difference, product
 PART_COPIES = 3  # of the input of a layer on a GPU: three parts in 16 bits of its difference, and what is left of it
 ROUNDING_COPIES = 5  # of the input of a layer, while it is rounded
-ROUNDED_KINDS = 3  # ways to round the inputs of a layer that are tried at most
 READ_BLOCKS = 2  # blocks in memory of a GPU's host: the one that is sent, and the next one
 PACKED_BYTES = 16  # per weight of a layer, while its codes are packed and compared on a GPU's host
 SENT_STATES = 2  # batches of each network's hidden states on a GPU while the others lie on its host: one used, one sent
@@ -200,7 +199,7 @@ def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[
         running = round(alive * choosing.batch * SINGLE / shapes.number) + SINGLE * choosing.batch * inputs
         rows = SINGLE * choosing.scored * inputs  # of all layers of a block, on which errors are measured
         rows += choosing.seen // window * max(max(group.routed) for group in groups)
-        rows += shapes.rounded * ROUNDED_KINDS * SINGLE * choosing.scored * max(group.inputs for group in groups)
+        rows += shapes.rounded * choosing.points * SINGLE * choosing.scored * max(group.inputs for group in groups)
         scored = (3 * SINGLE + 2 * DOUBLE) * choosing.scored * outputs
         states, moved = _states_before_a_choice(shapes, choosing, setting)
         read = 0 if on_cpu else READ_BLOCKS * shapes.number * max(kind.weights for kind in shapes.blocks)

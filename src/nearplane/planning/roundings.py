@@ -27,7 +27,7 @@ from nearplane.recipe.rate_scheme import RateScheme
 from nearplane.recipe.scheme import Solver
 from nearplane.recipe.schemes import GridScheme
 
-UNSEARCHED = 8  # bits of codes from which steps are not searched, which would gain at most 2 % of a small loss
+UNSEARCHED_BITS = 8  # bits of codes from which steps are not searched, which would gain at most 2 % of a small loss
 COUNTED_COLUMNS = 256  # columns whose codes are counted at a time
 
 
@@ -83,7 +83,7 @@ def _offered(offer: Offer, storage: torch.dtype, W: Tensor, inputs: LayerInput, 
     if isinstance(scheme, BlockScheme):
         scheme = scheme.stored_in(fitting(scheme.number_format.name, columns))
     plain: GridScheme | BlockScheme = replace(scheme, polish=0, rounds=0)
-    if isinstance(plain, GridScheme) and plain.number_format.bits >= UNSEARCHED:
+    if isinstance(plain, GridScheme) and plain.number_format.bits >= UNSEARCHED_BITS:
         plain = replace(plain, scale="minmax")
     dead = inputs.factor(plain.order, plain.damp).dead
     return Rounded(solve(W.masked_fill(dead, 0), inputs, plain, StepStorage(storage)).matrix.decode(), inputs=how)

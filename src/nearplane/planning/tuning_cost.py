@@ -1,5 +1,6 @@
-"""Time of tuning beside that of the quantization before it. Both are counted in multiplications: no clock decides how many steps
-are made, so that a run that is repeated or resumed makes the same.
+"""Work of tuning as a multiple of that of the quantization before it, both in multiplications.
+
+No clock decides how many steps are made, so that a run which is repeated or resumed makes the same.
 """
 
 from __future__ import annotations
@@ -9,47 +10,48 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from nearplane.models.model import Model
-from nearplane.planning.estimate import shapes_about
+from nearplane.planning.estimate import estimated_shapes
 from nearplane.planning.shapes import forward_work, multiplications
 from nearplane.recipe.layer_plan import Plan
 from nearplane.record.record import RunRecord
 from nearplane.system.device import Device
-from nearplane.tuning.schedule import SHORTEST
+from nearplane.tuning.schedule import SHORTEST_STEPS
 from nearplane.tuning.settings import held_windows, windows_per_step
 
-# work beside matrix products, in multiplications for each weight, measured on SmolLM2: of a solve, of measuring a solved layer
-# again, and of decoding and stepping codes
-SOLVED, MEASURED, STEPPED = 25e3, 8e3, 600
-LOOKS = 4  # measurements on held-out windows, the first before any step
+# work beside matrix products, in multiplications for each weight, measured on SmolLM2: of solving a layer, of measuring a solved
+# one, and of decoding and stepping codes
+SOLVE_WORK, MEASURE_WORK, STEP_WORK = 25e3, 8e3, 600
+MEASUREMENTS = 4  # on held-out windows, as of 540 steps; of fewer one less, of twice as many one more
 
 
 class TuningCost(NamedTuple):
     """Work of tuning, in multiplications.
 
     Args:
-        solve: Of the quantization.
+        quantization: Of the run before.
         around: Of tuning without its steps: the original's predictions, held-out windows, and losses that are measured again.
         step: Of a step.
     """
 
-    solve: float
+    quantization: float
     around: float
     step: float
 
     def steps(self, budget: float) -> int:
         """Return how many steps a multiple of the quantization's work allows."""
-        return max(0, int((budget * self.solve - self.around) / self.step))
+        return max(0, int((budget * self.quantization - self.around) / self.step))
 
     @property
     def enough(self) -> float:
-        """A multiple with which training begins, at most a tenth more than the smallest."""
-        return math.ceil(10 * (self.around + SHORTEST * self.step) / self.solve) / 10
+        """The smallest multiple with one decimal with which training begins."""
+        return math.ceil(10 * (self.around + SHORTEST_STEPS * self.step) / self.quantization) / 10
 
-
-def too_short(cost: TuningCost) -> str:
-    """Return what tuning takes at least, as a sentence without a full stop."""
-    around = f"what surrounds the steps takes about {cost.around / cost.solve:.1f} times as long as the quantization"
-    return f"{around}, and with {SHORTEST} steps, with fewer of which little is gained, it is {cost.enough:.1f} times"
+    def least(self) -> str:
+        """Return what tuning takes at least, as a sentence without a full stop."""
+        return (
+            f"what surrounds the steps takes about {self.around / self.quantization:.1f} times as long as the quantization, "
+            f"with {SHORTEST_STEPS} steps about {self.enough:.1f} times, and fewer steps gain little"
+        )
 
 
 def tuning_cost(
@@ -64,13 +66,17 @@ def tuning_cost(
         device: Device of the computation.
         samples, seqlen: Windows to tune on, and their tokens.
     """
-    shapes = shapes_about(model, plan, device, windows=record.windows, extra=record.extra_windows, seqlen=record.seqlen)
-    weights = sum(kind.count * kind.weights for kind in shapes.blocks)
+    shapes = estimated_shapes(
+        model, plan, device, windows=record.windows, extra=record.extra_windows, seqlen=record.seqlen
+    )
+    weights = sum(kind.count * group.experts * group.weights for kind in shapes.blocks for group in kind.groups)
     forward = sum(kind.count * forward_work(shapes, kind) for kind in shapes.blocks)
     head = shapes.hidden * shapes.vocabulary
     again = multiplications(replace(shapes, choosing=None, backward=0, beam=0, descents=0, searched=0.0))
+    again += MEASURE_WORK * weights
     held = held_windows(samples, seqlen) * seqlen
-    around = again + MEASURED * weights + held * (forward + LOOKS * (forward + 2 * head))
+    around = again + held * (forward + MEASUREMENTS * (forward + 2 * head))
     # a step runs blocks forward twice and once backward, and the original network once
-    step = windows_per_step(seqlen) * seqlen * (5 * forward + 4 * head) + STEPPED * weights
-    return TuningCost(multiplications(shapes) + SOLVED * weights, around, step)
+    step = windows_per_step(seqlen) * seqlen * (5 * forward + 4 * head) + STEP_WORK * weights
+    solved = multiplications(shapes) + SOLVE_WORK * weights
+    return TuningCost(solved if plan.recipe.scheme.calibrated else again, around, step)

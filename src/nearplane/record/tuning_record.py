@@ -70,7 +70,6 @@ class Tuning:
         norms: SHA-256 over name, dtype, shape and content of the norms that were changed, by tensor name.
         solved: Losses before tuning, which `nearplane verify` cannot measure again.
         seconds: Time of tuning, including all repeated measurements.
-        budget: The time that was allowed, as a multiple of the quantization's by multiplications; None: steps were given.
     """
 
     mode: Literal["network"] = "network"
@@ -92,7 +91,6 @@ class Tuning:
     norms: dict[str, str] = field(default_factory=dict)
     solved: tuple[Solved, ...] = ()
     seconds: float = 0.0
-    budget: float | None = None
 
     def __post_init__(self) -> None:
         if not self.curve or self.curve[0].step:
@@ -125,11 +123,12 @@ class Tuning:
 
     def windows_sentence(self) -> str:
         """Return the windows for training and measurement in words."""
-        passes = self.steps * self.batch / self.windows
+        used = self.steps * self.batch
+        passes = used / self.windows
+        each = f"{'once' if round(passes, 1) == 1 else f'{passes:.2g} times'} each" if passes >= 1 else f"{used:,} used"
         text = (
             f"{counted(self.steps, 'step')} of {counted(self.batch * self.seqlen, 'token')}, "
-            f"{counted(self.windows, 'window')} for training, "
-            f"{'once' if round(passes, 1) == 1 else f'{passes:.2g} times'} each, {self.held_windows} held out"
+            f"{counted(self.windows, 'window')} for training, {each}, {self.held_windows} held out"
         )
         if unused := self.found - self.windows - self.held_windows:
             text += f"; {unused} more are extra windows, on which losses are measured, or unused"

@@ -35,7 +35,7 @@ from nearplane.tuning.levels import TunedLevels
 from nearplane.tuning.memory import bytes_of, fits, trains_codes
 from nearplane.tuning.network import norms_of
 from nearplane.tuning.parameters import TunedBlocks, TunedLadders, TunedLayer, TunedMatrix, TunedVector
-from nearplane.tuning.schedule import Open, Schedule
+from nearplane.tuning.schedule import OpenEnded, Schedule
 from nearplane.tuning.settings import SAMPLES_FACTOR, split
 
 
@@ -217,7 +217,7 @@ def check_tunable(
     )
     layers = [layer for block in model.blocks for layer in block.layers]
     planned = ((plan.layers[layer.name], layer.shape) for layer in layers)
-    trained = bytes_of(planned, all_trained=plan.recipe.allocate == "slope", returns=isinstance(schedule, Open))
+    trained = bytes_of(planned, all_trained=plan.recipe.allocate == "slope", returns=isinstance(schedule, OpenEnded))
     fits(model, cut, trained, device, limits)
 
 

@@ -214,7 +214,7 @@ class _Run:
         self._since = Divergence()  # since the last measurement
         self._before: dict[str, Any] | None = None  # the state from which rates fall, to which training returns
         self._compared: list[float] = []  # KL of each held-out batch when rates had fallen the last time
-        self._rose = False  # whether it was higher then than before
+        self._rose = False  # whether it has risen once
         self.done, self.best, self.ends = 0, 0, False
         self.curve: list[Point] = []
         self.states: list[dict[str, Any]] = []
@@ -260,16 +260,21 @@ class _Run:
         self._keep(mean_kl(compared), self._since.kl / self._since.tokens)
         self._since = Divergence()
         if self._before is not None:
+            measured = None if self._pressure is None else self._pressure.standing()
             self._move(self._before)
             self._before = None
+            if self._pressure is not None and measured is not None:
+                self._pressure.restore(self._pressure.standing() | {"allowed": measured["allowed"]})
             self._compare([mean_kl([parts]) for parts in compared])
 
     def _compare(self, now: list[float]) -> None:
         """End training where twice as many steps gained little, but not where the KL rose for the first time."""
         if self._compared and gains_little(self._compared, now):
-            rose = sum(now) > sum(self._compared)
-            self.ends = not rose or self._rose
-            self._rose = rose
+            rises = sum(now) > sum(self._compared)
+            self.ends = self._rose or not rises
+            self._rose = True
+            if self.ends:
+                logger.info("training ends after %d steps, as the last half of them gained little", self.done)
         self._compared = now
 
     def _keep(self, held_out: float, training: float) -> None:

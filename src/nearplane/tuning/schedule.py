@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 WARMUP = 0.1  # fraction of the steps in which the learning rates rise
-FIRST = (
-    100  # steps before the first measurement where training ends by itself; each later one comes after twice as many
-)
-FALL = 0.2  # steps in which rates fall, as a fraction of those before them
-LAST = 1.25  # least multiple of the steps before that a last measurement is made for
+# where training ends by itself: steps before the first measurement, each later one of which comes after twice as many, and the
+# last one of all after at least `LEAST_GROWTH` times as many; and steps in which rates fall, as a fraction of those before
+FIRST_STEPS, LEAST_GROWTH, FALL_SHARE = 100, 1.25, 0.2
 LEAST_GAIN = 0.02  # of held-out KL by twice as many steps, with its standard error; with less, training ends
-SHORTEST = FIRST + round(FALL * FIRST)  # steps up to the first measurement, with which training begins
+SHORTEST_STEPS = FIRST_STEPS + round(FALL_SHARE * FIRST_STEPS)  # with fewer, training does not begin
 
 
 class Schedule(Protocol):
@@ -40,7 +38,7 @@ class Schedule(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class FixedSteps:
     """A number of steps, and of evenly spaced measurements, the last one at the end."""
 
     steps: int
@@ -61,8 +59,8 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
-    """At most so many steps, at least `SHORTEST`, of which those count in which rates fall, too."""
+class OpenEnded:
+    """At most so many steps, at least `SHORTEST_STEPS`, of which those count in which rates fall, too."""
 
     most: int
 
@@ -71,10 +69,10 @@ class Open:
         """(steps with constant rates, steps in which they fall) up to each measurement."""
         parts, kept, used = list[tuple[int, int]](), 0, 0
         while True:
-            more = min(kept or FIRST, math.floor((self.most - used - FALL * kept) / (1 + FALL)))
-            if parts and kept + more < LAST * kept:
+            more = min(kept or FIRST_STEPS, math.floor((self.most - used - FALL_SHARE * kept) / (1 + FALL_SHARE)))
+            if parts and kept + more < LEAST_GROWTH * kept:
                 return parts
-            fall = max(1, min(round(FALL * (kept + more)), self.most - used - more))
+            fall = max(1, min(round(FALL_SHARE * (kept + more)), self.most - used - more))
             parts.append((more, fall))
             kept, used = kept + more, used + more + fall
 
@@ -83,36 +81,35 @@ class Open:
         """Largest number of steps."""
         return sum(map(sum, self.parts))
 
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(steps after which rates begin to fall, steps after which the network is measured) of each measurement."""
+        places, before = list[tuple[int, int]](), 0
+        for constant, fall in self.parts:
+            places.append((before + constant, before + constant + fall))
+            before += constant + fall
+        return places
+
     def rate(self, done: int) -> float:
         """Return the learning rate after so many steps."""
-        before = 0
-        for constant, fall in self.parts:
-            if done < before + constant:
-                return min(1.0, (done + 1) / (WARMUP * FIRST + 1))
-            if done < before + constant + fall:
-                return 1 - (done - before - constant + 1) / (fall + 1)
-            before += constant + fall
+        for falls, measured in self.places:
+            if done < falls:
+                return min(1.0, (done + 1) / (WARMUP * FIRST_STEPS + 1))
+            if done < measured:
+                return (measured - done) / (measured - falls + 1)
         return 0.0
 
     def looks(self, done: int) -> bool:
         """Return whether the network is measured after so many steps."""
-        return done in self._places(1)
+        return any(done == measured for _, measured in self.places)
 
     def falls(self, done: int) -> bool:
         """Return whether rates begin to fall after so many steps."""
-        return done in self._places(0)
-
-    def _places(self, end: int) -> list[int]:
-        """Return the steps after which rates begin to fall (0), or the network is measured (1)."""
-        places, before = list[int](), 0
-        for constant, fall in self.parts:
-            places.append(before + constant + end * fall)
-            before += constant + fall
-        return places
+        return any(done == falls for falls, _ in self.places)
 
 
 def gains_little(before: Sequence[float], now: Sequence[float]) -> bool:
-    """Return whether the KL of held-out batches fell by less than `LEAST_GAIN`, at most by that with its standard error.
+    """Return whether the KL of held-out batches fell by less than `LEAST_GAIN` with its standard error, or is no number.
 
     Args:
         before, now: KL of each batch at two measurements.
@@ -120,4 +117,4 @@ def gains_little(before: Sequence[float], now: Sequence[float]) -> bool:
     gains, count = [a - b for a, b in zip(before, now, strict=True)], len(now)
     mean = sum(gains) / count
     spread = sum((each - mean) ** 2 for each in gains) / max(1, count - 1)
-    return mean + math.sqrt(spread / count) < LEAST_GAIN * sum(before) / count
+    return not mean + math.sqrt(spread / count) >= LEAST_GAIN * sum(before) / count

@@ -12,7 +12,7 @@ from torch import Tensor
 from nearplane.errors import CalibrationError
 from nearplane.record.record import RunRecord
 from nearplane.system.sizes import counted
-from nearplane.tuning.schedule import Known, Schedule
+from nearplane.tuning.schedule import FixedSteps, Schedule
 
 SAMPLES_FACTOR = 5  # windows for tuning by default, relative to the default of calibration; a fifth of them is held out
 WINDOWS_PER_HELD_OUT = 5  # one window of so many is held out
@@ -92,7 +92,7 @@ def split(
     held -= held % batch
     fitted = windows[: len(windows) - held]
     order = torch.randperm(len(fitted), generator=torch.Generator().manual_seed(record.recipe.calibration.seed))
-    schedule = schedule or Known(max(1, (samples - held_windows(samples, length)) // batch))
+    schedule = schedule or FixedSteps(max(1, (samples - held_windows(samples, length)) // batch))
     fitted = fitted[order[: min(len(fitted) // batch, schedule.steps) * batch]]  # without windows that no step reaches
     return Split(
         windows=torch.cat([fitted, windows[len(windows) - held :]]),

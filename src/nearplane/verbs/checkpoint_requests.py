@@ -12,6 +12,7 @@ from nearplane.errors import ModelError, RecipeError
 from nearplane.recipe.file_formats import FILE_FORMATS, Format
 from nearplane.recipe.readers import readers_of
 from nearplane.recipe.recipe import Recipe
+from nearplane.recipe.refusals import MAX_BUDGET
 from nearplane.recipe.runtimes import Runtime
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import read_record
@@ -173,8 +174,8 @@ class TuneRequest:
         whole("samples", self.samples, 2)
         whole("seqlen", self.seqlen, 2)
         whole("steps", self.steps, 1)
-        budget, good = self.budget, self.budget is None or (isinstance(self.budget, int | float) and self.budget > 0)
-        within("budget", budget, good, "a number above 0, as 3")
+        budget, good = self.budget, self.budget is None or 0 < self.budget <= MAX_BUDGET
+        within("budget", budget, good, f"a number above 0, as 3, at most {MAX_BUDGET:g}")
         if budget is not None and self.steps is not None:
             raise RecipeError("--budget is in place of --steps. Leave out one of them.")
         check_path("checkpoint", self.source)

@@ -173,7 +173,7 @@ def on_folder(request: QuantizeRequest, ranks: Ranks, verb: Callable[[str, Path,
         recipe = recipe if given is None else given.recorded(recipe)
         if recipe.tune != "none" and ranks.world > 1:
             raise RecipeError(
-                "--tune network trains in one process: a step needs the one before. Quantize with several processes, then run "
+                "--tune trains in one process: a step needs the one before. Quantize with several processes, then run "
                 "nearplane tune with one."
             )
         if recipe.like is not None:

@@ -135,10 +135,10 @@ class QuantizeRequest:
         damp: Damping of the Hessian relative to the mean of its diagonal. auto: the smallest of 1e-4, 1e-3, ... with which the
             Hessian can be factored. Raise the damping if a Hessian is not positive definite. Default: 0.01.
         correct: Whether each target compensates the loss of the layers before it. Default: true.
-        tune: After the solve, train steps, norms and codes against the original's predictions. auto: for at most three times
-            the time of the solve, auto=5 for five times; it ends where twice as many steps gain little, and does not begin
-            where that time is too short to gain. network: as nearplane tune does by default, which takes five to eleven times
-            as long as the solve. Default: none.
+        tune: After the quantization, train steps, norms and codes against the original's predictions. auto: for at most three
+            times as long as that took, auto=5 for five times; training ends where twice as many steps gain little, and does
+            not begin where the time is too short to gain. network: as nearplane tune does by default, which takes five to
+            eleven times as long. Default: none.
         scale, minimum: See `GridScheme`.
         rows: See `RateScheme`.
         sweep_damp: Damping of the sweep, see `GridScheme`.

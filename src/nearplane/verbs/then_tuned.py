@@ -18,7 +18,7 @@ from nearplane.models.pretrained import find_folder
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.request import open_resolved
 from nearplane.planning.run import Job, Options
-from nearplane.planning.tuning_cost import too_short, tuning_cost
+from nearplane.planning.tuning_cost import tuning_cost
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.refusals import budget_of
 from nearplane.record.record import RunRecord
@@ -26,7 +26,7 @@ from nearplane.record.record_file import read_record
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import refuse_unfinished
 from nearplane.tuning.checkpoint import check_layers, check_tunable, samples_to_tune_on
-from nearplane.tuning.schedule import SHORTEST, Open
+from nearplane.tuning.schedule import SHORTEST_STEPS, OpenEnded
 from nearplane.verbs.checkpoint_requests import check_recipe
 from nearplane.verbs.tune import tune
 
@@ -59,9 +59,9 @@ def then_tuned(
         out, overwrite=options.overwrite, sources=[model]
     )  # raises now what tuning would raise after the solve
     if not solved.is_symlink() and (not solved.exists() or (solved.is_dir() and not any(solved.iterdir()))):
-        place.refuse_stopped()  # not of this command, whose tuning begins later
-        if not _begins(folder, out, recipe, options):
+        if not _has_time(folder, out, recipe, options):
             return quantizes(folder, out, recipe, options)
+        place.refuse_stopped()  # not of this command, whose tuning begins later
         quantizes(folder, solved, recipe, options)
     elif difference := _differing(solved, recipe, options):
         raise RecipeError(
@@ -98,8 +98,8 @@ def then_tuned(
     return record
 
 
-def _begins(folder: str, out: Path, recipe: Recipe, options: Options) -> bool:
-    """Return whether tuning begins in the time that is allowed; raise before the solve the errors that it would raise after it."""
+def _has_time(folder: str, out: Path, recipe: Recipe, options: Options) -> bool:
+    """Return whether the time that is allowed suffices for tuning; raise before the solve what tuning would raise after it."""
     model, settled = open_resolved(folder, recipe, trust_remote_code=options.trust_remote_code)
     check_recipe(settled.recipe, "This run")
     check_disk(out, model, settled, copies=2)  # OUT.untuned is kept until OUT is complete
@@ -110,15 +110,15 @@ def _begins(folder: str, out: Path, recipe: Recipe, options: Options) -> bool:
     if (budget := budget_of(recipe.tune)) is not None:
         samples = samples_to_tune_on(model, record)
         cost = tuning_cost(model, settled, record, options.device, samples=samples, seqlen=record.seqlen)
-        if (most := cost.steps(budget)) < SHORTEST:
+        if (most := cost.steps(budget)) < SHORTEST_STEPS:
             log.warning(
                 "--tune auto=%g allows too little time, so that nothing is tuned: %s. Use --tune auto=%g.",
                 budget,
-                too_short(cost),
+                cost.least(),
                 cost.enough,
             )
             return False
-        schedule = Open(most)
+        schedule = OpenEnded(most)
     check_tunable(model, settled, options.given, record, options.device, options.limits, schedule)
     return True
 

@@ -37,7 +37,7 @@ from nearplane.planning.folder_size import max_record_bytes
 from nearplane.planning.request import open_recorded, recorded
 from nearplane.planning.run import container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
-from nearplane.planning.tuning_cost import too_short, tuning_cost
+from nearplane.planning.tuning_cost import tuning_cost
 from nearplane.record.record import LayerRecord, RunRecord, versions
 from nearplane.record.tuning_record import Solved, Tuning
 from nearplane.system.arguments import takes
@@ -55,7 +55,7 @@ from nearplane.tuning.loop import Outcome, TrainingJournal, train
 from nearplane.tuning.memory import Room, bytes_of, fits, trains_codes
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
-from nearplane.tuning.schedule import SHORTEST, Known, Open, Schedule
+from nearplane.tuning.schedule import SHORTEST_STEPS, FixedSteps, OpenEnded, Schedule
 from nearplane.tuning.settings import Split, split
 from nearplane.verbs.checkpoint_requests import TuneRequest
 from nearplane.verbs.verify_losses import along_both_networks, remeasured, setting_of, tuned_norms
@@ -103,7 +103,7 @@ def tune(request: TuneRequest) -> RunRecord:
     setting = replace(setting_of(solved, windows, request.limits()), folder=container.folder)
     shapes = ((layer, (layer.out_features, layer.in_features)) for layer in solved.of_blocks())
     room = fits(
-        model, cut, bytes_of(shapes, returns=isinstance(schedule, Open)), where, request.limits(), container.folder
+        model, cut, bytes_of(shapes, returns=isinstance(schedule, OpenEnded)), where, request.limits(), container.folder
     )
     matrices = solved.matrices(codes=True)
     with container, recorded_library(record.products, where) as products:
@@ -115,7 +115,6 @@ def tune(request: TuneRequest) -> RunRecord:
             return sealed
         trained = Trained(solved, cut, matrices, solved.vectors(matrices))
         tuning, layers = _tuned(trained, container, room, kept=kept, progress=request.progress)
-        tuning = replace(tuning, budget=request.budget)
         del matrices, trained  # what follows takes as much memory
         release_all()
         read = Stored(container.folder, unfinished=container.config)
@@ -140,17 +139,18 @@ def _schedule(request: TuneRequest, solved: Checkpoint, samples: int) -> Schedul
         RecipeError: The budget is too small.
     """
     if request.steps is not None:
-        return Known(request.steps)
+        return FixedSteps(request.steps)
     if request.budget is None:
         return None
     seqlen = request.seqlen or solved.record.seqlen
     cost = tuning_cost(solved.model, solved.plan, solved.record, solved.device, samples=samples, seqlen=seqlen)
-    if (most := cost.steps(request.budget)) < SHORTEST:
+    if (most := cost.steps(request.budget)) < SHORTEST_STEPS:
         raise RecipeError(
-            f"--budget {request.budget:g} is too small: {too_short(cost)}. Use --budget {cost.enough:g}, or --steps."
+            f"--budget {request.budget:g} is too small: {cost.least()}. Use --budget {cost.enough:g}, or --steps."
         )
-    log.info("training takes at most %d steps", Open(most).steps)
-    return Open(most)
+    schedule = OpenEnded(most)
+    log.info("training takes at most %d steps", schedule.steps)
+    return schedule
 
 
 def _windows_of_the_run(solved: Checkpoint, progress: Progress) -> Windows:

@@ -38,7 +38,7 @@ from nearplane.system.sizes import NO_LIMITS, Limits
 from nearplane.tuning.checkpoint import Checkpoint, norms_stored
 from nearplane.tuning.loop import mean_kl
 from nearplane.tuning.network import TunedNetwork
-from nearplane.tuning.schedule import Known
+from nearplane.tuning.schedule import FixedSteps
 from nearplane.tuning.settings import split
 from nearplane.verbs.verify_files import Fault
 
@@ -303,7 +303,7 @@ def _held_out_again(saved: Checkpoint, tolerance: float) -> Iterator[Fault]:
     where, model.tuned = f"{RECORD}, tuning", {}  # the walk is over: its blocks are those of the original again
     try:
         steps = max(tuning.steps, tuning.windows // tuning.batch)  # splits the text as the requested number did
-        cut = split(saved.windows, record, samples=tuning.samples, seqlen=tuning.seqlen, schedule=Known(steps))
+        cut = split(saved.windows, record, samples=tuning.samples, seqlen=tuning.seqlen, schedule=FixedSteps(steps))
         if (digest_of(cut.windows), cut.training, cut.held) != (tuning.text, tuning.windows, tuning.held_windows):
             yield Fault(where, "the text does not give the windows of the tuning")
             return

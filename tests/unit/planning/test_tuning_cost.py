@@ -8,10 +8,10 @@ import torch
 from families import config_of, random_model
 from nearplane.models.model import open_model
 from nearplane.planning.request import resolved
-from nearplane.planning.tuning_cost import too_short, tuning_cost
+from nearplane.planning.tuning_cost import tuning_cost
 from nearplane.recipe.recipe import Recipe
 from nearplane.system.device import Device
-from nearplane.tuning.schedule import SHORTEST
+from nearplane.tuning.schedule import SHORTEST_STEPS
 
 
 @pytest.fixture
@@ -38,5 +38,5 @@ def test_a_longer_run_allows_more_steps_and_a_multiple_of_it_more_than_one(cost_
 
 def test_the_least_that_is_named_suffices_and_a_tenth_less_does_not(cost_of):
     cost = cost_of()
-    assert cost.steps(cost.enough) >= SHORTEST > cost.steps(cost.enough - 0.1)
-    assert too_short(cost).endswith(f"it is {cost.enough:.1f} times")
+    assert cost.steps(cost.enough) >= SHORTEST_STEPS > cost.steps(cost.enough - 0.1)
+    assert f"with {SHORTEST_STEPS} steps about {cost.enough:.1f} times" in cost.least()

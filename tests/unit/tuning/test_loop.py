@@ -7,7 +7,7 @@ from nearplane import CalibrationError
 from nearplane.models.divergence import Divergence
 from nearplane.record.tuning_record import Point
 from nearplane.tuning.loop import train
-from nearplane.tuning.schedule import Known, Open
+from nearplane.tuning.schedule import FixedSteps, OpenEnded
 from nearplane.tuning.settings import Split
 
 
@@ -47,7 +47,7 @@ def trained(held, rate=0.1, steps=40, schedule=None):
     network = Quadratic(it.leaf, [1.0, 1.0, held])
     windows, rates = torch.zeros(3, 2), {"steps": rate}
     cut = Split(
-        windows=windows, training=2, batch=1, samples=3, found=3, schedule=schedule or Known(steps, 8), rates=rates
+        windows=windows, training=2, batch=1, samples=3, found=3, schedule=schedule or FixedSteps(steps, 8), rates=rates
     )
     found = train(network, [it], cut)
     return float(it.leaf.detach()), found
@@ -146,7 +146,7 @@ class Steep(Quadratic):
 )
 def test_training_ends_where_twice_as_many_steps_gain_little_but_not_at_a_first_rise(shares, looks):
     it = Leaf()
-    network, schedule = Steep(it.leaf, shares), Open(540)
+    network, schedule = Steep(it.leaf, shares), OpenEnded(540)
     cut = Split(
         windows=torch.zeros(3, 2), training=2, batch=1, samples=3, found=3, schedule=schedule, rates={"steps": 1e-4}
     )
@@ -168,7 +168,13 @@ def test_training_returns_to_where_rates_began_to_fall():
     it = Watched()
     network = Steep(it.leaf, (0.5, 0.5, 0.5))
     cut = Split(
-        windows=torch.zeros(3, 2), training=2, batch=1, samples=3, found=3, schedule=Open(540), rates={"steps": 1e-4}
+        windows=torch.zeros(3, 2),
+        training=2,
+        batch=1,
+        samples=3,
+        found=3,
+        schedule=OpenEnded(540),
+        rates={"steps": 1e-4},
     )
     train(network, [it], cut)
     start, *after = values

@@ -21,11 +21,11 @@ from nearplane.system.device import Device
 from nearplane.system.sizes import Limits
 from nearplane.tuning.memory import ALLOCATOR_FACTOR, bytes_of, fits, needed
 from nearplane.tuning.parameters import TunedBlocks, TunedMatrix
-from nearplane.tuning.schedule import Known
+from nearplane.tuning.schedule import FixedSteps
 from nearplane.tuning.settings import Split
 
 WINDOWS = torch.ones(60, 40, dtype=torch.int64)
-CUT = Split(windows=WINDOWS, training=48, batch=6, samples=60, found=60, schedule=Known(1))
+CUT = Split(windows=WINDOWS, training=48, batch=6, samples=60, found=60, schedule=FixedSteps(1))
 NOTHING = 0
 START = 10**9  # resident bytes
 
@@ -114,7 +114,7 @@ def test_a_limit_moves_hidden_states_to_a_file_and_the_smallest_that_suffices_is
     machine, model, caplog, tmp_path
 ):
     windows = WINDOWS.repeat(200, 1)
-    cut = Split(windows=windows, training=11994, batch=6, samples=12000, found=12000, schedule=Known(1))
+    cut = Split(windows=windows, training=11994, batch=6, samples=12000, found=12000, schedule=FixedSteps(1))
     needs, cpu = needed(model, windows, batch=6, trained=NOTHING), Device(torch.device("cpu"))
     assert needs.states > needs.streamed
     machine(2**40)

@@ -17,7 +17,7 @@ from nearplane.models.model import open_model
 from nearplane.number_formats import INT8_TOKEN, integers
 from nearplane.tuning.network import TunedNetwork, norms_of
 from nearplane.tuning.parameters import TunedMatrix, TunedVector
-from nearplane.tuning.schedule import Known
+from nearplane.tuning.schedule import FixedSteps
 from nearplane.tuning.settings import Split
 from nightly import daily
 from pretended import pretended
@@ -63,7 +63,7 @@ def leaves(matrices, vectors):
 
 def test_divergence_and_gradients_are_those_of_whole_networks(case, generator):
     model, dense, matrices, vectors, windows = case
-    cut = Split(windows=windows, training=4, batch=2, samples=6, found=6, schedule=Known(1))
+    cut = Split(windows=windows, training=4, batch=2, samples=6, found=6, schedule=FixedSteps(1))
     networks = [TunedNetwork(model, matrices, vectors, cut, hold=hold) for hold in (False, True)]
     with torch.no_grad():
         for leaf in leaves(matrices, vectors):
@@ -89,7 +89,7 @@ def test_divergence_and_gradients_are_those_of_whole_networks(case, generator):
 
 def test_inputs_are_rounded_in_the_quantized_network_alone_and_gradients_pass_through(case):
     model, dense, matrices, vectors, windows = case
-    cut = Split(windows=windows, training=4, batch=4, samples=6, found=6, schedule=Known(1))
+    cut = Split(windows=windows, training=4, batch=4, samples=6, found=6, schedule=FixedSteps(1))
     change = {layer.name: partial(rounded, how=INT8_TOKEN) for layer in model.layers}
     network = TunedNetwork(model, matrices, vectors, cut, inputs=change)
     with network.ready():
@@ -133,7 +133,7 @@ def test_a_gpu_adds_in_a_fixed_order_and_is_waited_for_once_a_step_for_gradients
                     matrix = QuantizedMatrix(codes=grid.round(W)[0].int(), grid=grid)
                     matrices[layer.name] = TunedMatrix(layer.name, matrix, torch.float16, codes=True)
         windows = torch.randint(3, 96, (4, 12), generator=generator)
-        cut = Split(windows=windows, training=4, batch=2, samples=4, found=4, schedule=Known(1))
+        cut = Split(windows=windows, training=4, batch=2, samples=4, found=4, schedule=FixedSteps(1))
         network = TunedNetwork(model, matrices, {}, cut, hold=hold)
         gradients = []
         with network.ready():

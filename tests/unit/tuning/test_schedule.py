@@ -2,11 +2,11 @@
 
 import pytest
 
-from nearplane.tuning.schedule import FALL, FIRST, SHORTEST, Known, Open, gains_little
+from nearplane.tuning.schedule import FALL_SHARE, FIRST_STEPS, SHORTEST_STEPS, FixedSteps, OpenEnded, gains_little
 
 
 def test_a_given_number_of_steps_rises_and_falls_to_nothing():
-    known = Known(100)
+    known = FixedSteps(100)
     rates = [known.rate(done) for done in range(100)]
     assert rates.index(max(rates)) == 10
     assert rates[0] < 0.1
@@ -15,16 +15,16 @@ def test_a_given_number_of_steps_rises_and_falls_to_nothing():
     assert not any(known.falls(done) for done in range(101))
 
 
-@pytest.mark.parametrize("most", [SHORTEST, 200, 260, 1000, 4321])
+@pytest.mark.parametrize("most", [SHORTEST_STEPS, 200, 260, 1000, 4321])
 def test_each_measurement_comes_after_twice_as_many_steps_and_a_fall(most):
-    schedule = Open(most)
-    assert 0.75 * most <= schedule.steps <= most or most < 2 * SHORTEST
+    schedule = OpenEnded(most)
+    assert 0.75 * most <= schedule.steps <= most or most < 2 * SHORTEST_STEPS
     kept, before = 0, 0
     for number, (constant, fall) in enumerate(schedule.parts):
         last = number == len(schedule.parts) - 1
-        assert constant == (kept or FIRST) or (last and constant < kept)
+        assert constant == (kept or FIRST_STEPS) or (last and constant < kept)
         kept += constant
-        assert fall == pytest.approx(FALL * kept, abs=1)
+        assert fall == pytest.approx(FALL_SHARE * kept, abs=1)
         falling = [schedule.rate(before + constant + step) for step in range(fall)]
         assert falling == sorted(falling, reverse=True)
         assert 0 < falling[-1] < 2 / fall
