@@ -16,6 +16,7 @@ WARMUP = 0.1  # fraction of the steps in which the learning rates rise
 # where training ends by itself: steps before the first measurement, each later one of which comes after twice as many, and the
 # last one of all after at least `LEAST_GROWTH` times as many; and steps in which rates fall, as a fraction of those before
 FIRST_STEPS, LEAST_GROWTH, FALL_SHARE = 100, 1.25, 0.2
+CONSTANT_RATE = 0.5  # of the largest learning rate, the mean of a cosine: all of it gained less (docs/log.md)
 LEAST_GAIN = 0.02  # of held-out KL by twice as many steps, with its standard error; with less, training ends
 SHORTEST_STEPS = FIRST_STEPS + round(FALL_SHARE * FIRST_STEPS)  # with fewer, training does not begin
 
@@ -94,9 +95,9 @@ class OpenEnded:
         """Return the learning rate after so many steps."""
         for falls, measured in self.places:
             if done < falls:
-                return min(1.0, (done + 1) / (WARMUP * FIRST_STEPS + 1))
+                return CONSTANT_RATE * min(1.0, (done + 1) / (WARMUP * FIRST_STEPS + 1))
             if done < measured:
-                return (measured - done) / (measured - falls + 1)
+                return CONSTANT_RATE * (measured - done) / (measured - falls + 1)
         return 0.0
 
     def looks(self, done: int) -> bool:

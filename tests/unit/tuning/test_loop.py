@@ -179,4 +179,4 @@ def test_training_returns_to_where_rates_began_to_fall():
     train(network, [it], cut)
     start, *after = values
     steps = [value - start for value in after]  # Adam's steps are as large as the rate, as the aim is far
-    assert steps == pytest.approx([1e-4 * each for each in (95 + 10, 195 + 20, 395 + 40)], rel=0.01)
+    assert steps == pytest.approx([5e-5 * each for each in (95 + 10, 195 + 20, 395 + 40)], rel=0.01)

@@ -2,7 +2,15 @@
 
 import pytest
 
-from nearplane.tuning.schedule import FALL_SHARE, FIRST_STEPS, SHORTEST_STEPS, FixedSteps, OpenEnded, gains_little
+from nearplane.tuning.schedule import (
+    CONSTANT_RATE,
+    FALL_SHARE,
+    FIRST_STEPS,
+    SHORTEST_STEPS,
+    FixedSteps,
+    OpenEnded,
+    gains_little,
+)
 
 
 def test_a_given_number_of_steps_rises_and_falls_to_nothing():
@@ -27,9 +35,9 @@ def test_each_measurement_comes_after_twice_as_many_steps_and_a_fall(most):
         assert fall == pytest.approx(FALL_SHARE * kept, abs=1)
         falling = [schedule.rate(before + constant + step) for step in range(fall)]
         assert falling == sorted(falling, reverse=True)
-        assert 0 < falling[-1] < 2 / fall
+        assert 0 < falling[-1] < 1 / fall
         assert schedule.falls(before + constant)
-        assert schedule.rate(before + constant - 1) == 1
+        assert schedule.rate(before + constant - 1) == CONSTANT_RATE
         before += constant + fall
         assert schedule.looks(before)
     assert before == schedule.steps
