@@ -21,6 +21,7 @@ from nearplane.tuning.settings import held_windows, windows_per_step
 # work beside matrix products, in multiplications for each weight, measured on SmolLM2: of solving a layer, of measuring a solved
 # one, and of decoding and stepping codes
 SOLVE_WORK, MEASURE_WORK, STEP_WORK = 25e3, 8e3, 600
+ALONG_LAYERS = 1.3  # time of a multiplication where layers are observed, over that in a step
 MEASUREMENTS = 4  # on held-out windows, as of 540 steps; of fewer one less, of twice as many one more
 
 
@@ -72,11 +73,11 @@ def tuning_cost(
     weights = sum(kind.count * group.experts * group.weights for kind in shapes.blocks for group in kind.groups)
     forward = sum(kind.count * forward_work(shapes, kind) for kind in shapes.blocks)
     head = shapes.hidden * shapes.vocabulary
-    again = multiplications(replace(shapes, choosing=None, backward=0, beam=0, descents=0, searched=0.0))
-    again += MEASURE_WORK * weights
+    measuring = multiplications(replace(shapes, choosing=None, backward=0, beam=0, descents=0, searched=0.0))
+    again = ALONG_LAYERS * measuring + MEASURE_WORK * weights
     held = held_windows(samples, seqlen) * seqlen
     around = again + held * (forward + MEASUREMENTS * (forward + 2 * head))
     # a step runs blocks forward twice and once backward, and the original network once
     step = windows_per_step(seqlen) * seqlen * (5 * forward + 4 * head) + STEP_WORK * weights
-    solved = multiplications(shapes) + SOLVE_WORK * weights
+    solved = ALONG_LAYERS * multiplications(shapes) + SOLVE_WORK * weights
     return TuningCost(solved if plan.recipe.scheme.calibrated else again, around, step)
