@@ -222,6 +222,7 @@ def inputs_of(block: Block, stream: Stream) -> Iterator[tuple[Layer, str, LayerI
         for observed in sum_moments([group], ([rows[index]] for rows in shown), stream):
             inputs = LayerInput.of(observed.moments[observed.layers[0].name])
             yield from ((layer, group[0].name, inputs) for layer in observed.layers)
-    for observed in dense:
+    while dense:
+        observed = dense.pop(0)  # whose moments are dropped before others are used
         inputs = LayerInput.of(observed.moments[observed.layers[0].name])
         yield from ((layer, observed.layers[0].name, inputs) for layer in observed.layers)

@@ -191,25 +191,30 @@ def _before_the_first_layer(shapes: Shapes, setting: MemorySetting) -> Iterator[
     for choosing in _choices(shapes):
         groups = [group for kind in shapes.blocks for group in kind.groups]
         solved = costs.solved if shapes.beam == 1 else CPU.solved  # no steps are searched for entropy-coded weights
-        squares = [[n * (n + min(span, n)) for n in [group.inputs for group in kind.groups]] for kind in shapes.blocks]
-        sums = DOUBLE * max(map(sum, squares))
-        solving = max(2 * DOUBLE * group.inputs**2 + solved * _largest(group) for group in groups)
-        inputs = max(sum(group.inputs for group in kind.groups) for kind in shapes.blocks)  # of all layers of a block
         outputs = max(out for group in groups for out, _ in group.layers)
+        scored = (3 * SINGLE + 2 * DOUBLE) * choosing.scored * outputs
+        sums = solving = 0
+        for kind in shapes.blocks:
+            left = 0  # sums of the groups that are not solved yet, the last of which is solved last
+            for group in reversed(kind.groups):
+                left += DOUBLE * group.inputs * (group.inputs + min(span, group.inputs))
+                solve = 2 * DOUBLE * group.inputs**2 + solved * _largest(group)
+                solving = max(solving, left + max(solve, scored))
+            sums = max(sums, left)
+        inputs = max(sum(group.inputs for group in kind.groups) for kind in shapes.blocks)  # of all layers of a block
         running = round(alive * choosing.batch * SINGLE / shapes.number) + SINGLE * choosing.batch * inputs
         rows = SINGLE * choosing.scored * inputs  # of all layers of a block, on which errors are measured
         rows += choosing.seen // window * max(max(group.routed) for group in groups)
         rows += shapes.rounded * choosing.points * SINGLE * choosing.scored * max(group.inputs for group in groups)
-        scored = (3 * SINGLE + 2 * DOUBLE) * choosing.scored * outputs
         states, moved = _states_before_a_choice(shapes, choosing, setting)
         read = 0 if on_cpu else READ_BLOCKS * shapes.number * max(kind.weights for kind in shapes.blocks)
-        needed = block + states + rows + running + sums
+        needed = block + states + rows + max(running + sums, solving)
         if not choosing.compared:
-            yield Moment("measuring what errors cost", needed + max(solving, scored), moved + read)
+            yield Moment("measuring what errors cost", needed, moved + read)
             continue
         # the rounded network's hidden states, and the values of a block's layers, which are written when all are solved
         beside, aside = _states_before_a_choice(shapes, choosing._replace(seen=choosing.compared), setting)
-        yield Moment("measuring a choice", needed + solving + block + beside, moved + aside + read)
+        yield Moment("measuring a choice", needed + block + beside, moved + aside + read)
         both = width * choosing.compared * (2 if setting.states == "device" else 3)  # joined one after the other
         logits = max(min(CHOICE_LOGITS, choosing.compared * shapes.vocabulary), shapes.predicted * shapes.vocabulary)
         compared = COMPARED_COPIES * SINGLE * logits
