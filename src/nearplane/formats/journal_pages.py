@@ -39,7 +39,7 @@ from nearplane.system.paths import INDEX, JOURNAL, NEEDED, is_listed
 from nearplane.system.safetensors_files import read_index
 from nearplane.system.sizes import size_text
 
-VERSION = 9  # of the journal; journals of other versions are refused
+VERSION = 10  # of the journal; journals of other versions are refused
 # suffixes of a model's files that are run inputs
 HASHED_SUFFIXES = {".safetensors", ".gguf", ".json", ".model", ".txt", ".jinja", ".py"}
 MAX_JOURNAL_SHARE = 0.05  # fraction of a run's time for writing pages; after quick blocks none is written

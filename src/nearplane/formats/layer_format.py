@@ -235,7 +235,7 @@ class LayerFormat(ABC):
 class GridFormat(LayerFormat):
     """A format of fixed grids; the shapes of its tensors are known before the solve.
 
-    So the bytes of a folder are, and a run can load an empty copy in transformers first, see `planning/rehearsal.py`.
+    So are the bytes of a folder. What transformers reads is first loaded without contents, see `planning/rehearsal.py`.
     """
 
     @abstractmethod

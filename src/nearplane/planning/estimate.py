@@ -63,7 +63,7 @@ def estimated(model: Model, plan: Plan, device: Device) -> Estimate:
 
 
 def estimated_shapes(model: Model, plan: Plan, device: Device, *, windows: int, extra: int, seqlen: int) -> Shapes:
-    """Return about the shapes that determine time and memory of a calibrated run, without running any block.
+    """Return the shapes that determine time and memory of a calibrated run, those of blocks estimated without running any.
 
     Args:
         model, plan, device: See `estimated`.

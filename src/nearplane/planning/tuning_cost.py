@@ -18,10 +18,10 @@ from nearplane.system.device import Device
 from nearplane.tuning.schedule import SHORTEST_STEPS
 from nearplane.tuning.settings import held_windows, windows_per_step
 
-# work beside matrix products, in multiplications for each weight, measured on SmolLM2: of solving a layer, of measuring a solved
-# one, and of decoding and stepping codes
+# work beside matrix products, in multiplications for each weight: of solving a layer and of decoding and stepping codes, both by
+# times on SmolLM2, and of measuring a solved layer, assumed to be a third of the first
 SOLVE_WORK, MEASURE_WORK, STEP_WORK = 25e3, 8e3, 600
-ALONG_LAYERS = 1.3  # time of a multiplication where layers are observed, over that in a step
+ALONG_LAYERS = 1.3  # time of a multiplication where layers are observed, over that in a step; on babyllama105
 MEASUREMENTS = 4  # on held-out windows, as of 540 steps; of fewer one less, of twice as many one more
 
 
