@@ -37,7 +37,7 @@ little about other models.
 Figures are means over calibrations of {SAMPLES} windows of 512 tokens of C4, whose number is in parentheses, with the
 standard error of the mean. KL is in nats per token, mean and, after the semicolon, its 99.9 % quantile over tokens.
 `-` means not measured. *nearest* is nearplane with `--solver round-to-nearest`, *mse* the search for steps that the
-tool offers."""
+tool offers. CPU seconds in a row are of different days and machines: divide them nowhere, [speed](speed.md) has pairs."""
 
 
 def title(model: str, setting: str) -> str:

@@ -38,7 +38,8 @@ class EvaluateFlags(EvaluateRequest):
 
     Args:
         model: Folder or hub id of a transformers checkpoint, or of one that nearplane wrote, or a .gguf file.
-        text: Texts to measure on, each with figures of its own: a .txt or .jsonl file, a folder of them, wikitext2 or c4.
+        text: Texts to measure on, each with figures of its own: a .txt or .jsonl file, a folder of them, wikitext2,
+            c4, or self: text that the original writes (needs --against).
     """
 
     model: str

@@ -42,7 +42,7 @@ class GridScheme(Scheme):
         bits, group_size, symmetric, polish, rounds, include_head, include_embeddings: See `quantize`.
         minimum: Whether every group has a real-valued minimum in place of a zero point, as MLX stores it.
         scale: Choice of the steps: minmax uses the range of the weights; mse searches the step with the smallest p-norm error.
-        two_sided: Of checkpoints that were written before 0.3: whether rows compensated each other's errors. Runs refuse it.
+        two_sided: Of checkpoints that were written before 2026-11-30: whether rows compensated each other's errors. Runs refuse it.
     """
 
     grid: str | None = None

@@ -79,8 +79,9 @@ class ExportRequest:
         source: Folder of a checkpoint that nearplane, GPTQModel or llm-compressor wrote.
         out: New or empty folder to write.
         format: safetensors decodes all weights, for any program. Others hold the same integers: compressed-tensors and gptq if
-            symmetric, gptq_v2, awq at 4 bits, mlx, gguf at 4, 5 and 8 symmetric bits in groups that are multiples of 32, and at
-            4 asymmetric bits in multiples of 256. Floats move between mlx and compressed-tensors.
+            symmetric, gptq_v2, awq at 4 bits, mlx, gguf at 4, 5 and 8 symmetric bits in groups that are multiples of 32, and
+            at 2 and 4 asymmetric and 3 and 6 symmetric bits in multiples of 256. Floats move between mlx and compressed-tensors, and
+            nvfp4 also to gguf.
         runtime: Program that must load the result, as quantize takes it: with vllm, compressed-tensors holds zero points, too.
             Default: the rules of transformers, GPTQModel (gptq), llama.cpp (gguf) or mlx_lm (mlx).
         dtype: Dtype of all weights, only with safetensors. Default: bfloat16 for decoded weights, and every other tensor keeps
@@ -130,7 +131,7 @@ class TuneRequest:
 
     Args:
         source: Folder of a checkpoint that nearplane quantize wrote with --bits, --grid or --rate.
-            Checkpoints with --size, --include-embeddings or --include-head are refused.
+            Checkpoints with --size, --kv-cache, --like, or at a rate with --include-embeddings or --include-head are refused.
         out: Folder to write.
         against: The original model, as a local folder or hub id.
         calibration: The calibration text of the checkpoint, as quantize takes it, of which tuning uses more.
