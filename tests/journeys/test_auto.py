@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import nearplane
 from checkpoints import save_part_of_the_demo
-from families import config_of
+from families import TEXT_VOCABULARY, add_tokenizer, config_of
 from killing import contents
+from model_types import save_type
 from nearplane.cli.app import app
 from nearplane.demo import CALIBRATION, HELD_OUT
 from nearplane.errors import ModelError, RecipeError
@@ -83,6 +85,17 @@ def test_the_way_suits_what_is_asked(asked: dict[str, Any], options: dict[str, A
     assert str(choice.out) == folder
     assert choice.text == "self"
     assert len(choice.lines) == 5
+
+
+@pytest.mark.parametrize("memory", ["1GB", "900KB"])
+def test_experts_get_a_way_that_names_its_program_where_it_needs_one(memory: str, tmp_path: Path) -> None:
+    """Where nothing else is asked, and the type has no GGUF."""
+    save_type(tmp_path / "experts", "phimoe", torch.bfloat16, vocab_size=TEXT_VOCABULARY, hidden_size=128)
+    add_tokenizer(tmp_path / "experts")
+    found = nearplane.suggest(tmp_path / "experts", memory)
+    assert any("--runtime vllm" in row.options for row in found.rows)
+    choice = choose(AutoRequest(tmp_path / "experts", memory=memory, **FEW))
+    assert f"way: {found.fitting[0].options}," in choice.lines[0]
 
 
 def test_from_a_model_to_a_measured_checkpoint(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from nearplane.demo import CALIBRATION
 from nearplane.formats.stored import read_matrices
 from nearplane.planning import forecast, format_mix
 from nearplane.planning.cache_size import cache_bytes
-from nearplane.planning.mix_size import constant_of
+from nearplane.planning.mix_size import cache_of, constant_of
 from nearplane.planning.request import joined_in, open_original
 from nearplane.recipe.recipe import Recipe
 from nearplane.system.safetensors_files import ShardReader
@@ -25,6 +25,7 @@ from nearplane.verbs.evaluate import load_dense
 
 FAST = {"calibration": str(CALIBRATION), "samples": 16, "seqlen": 48, "group_size": 16}
 CPU = torch.device("cpu")
+ENDS = dict(format="mlx", group_size=32, include_embeddings=True, ignore=["layers"])
 
 
 def saved(folder, family, **fields):
@@ -210,6 +211,11 @@ def test_a_memory_holds_weights_and_cache(model, tmp_path):
     ).mix
     assert 0.9 * limit < found.spent <= limit
     assert found.context == 32
+    half = replace(recipe, kv_cache="fp8")
+    assert cache_of(mine, recipe) == 2 * cache_of(mine, half)
+    assert constant_of(mine, half, half.mix, {}, {}) == constant_of(mine, recipe, recipe.mix, {}, {}) - cache_of(
+        mine, half
+    )
 
 
 def on_disk(planned):
@@ -267,6 +273,12 @@ def test_what_cannot_be_chosen_is_refused_with_what_can(model, tmp_path, options
     [
         ("arcee", dict(format="mlx", group_size=32), "mlx_lm was not tried with models of type arcee"),
         ("falcon", {}, "transformers would not load this falcon"),
+        ("olmo2", dict(mix="q4_0,q8_0", format="gguf", group_size=None), "nearplane writes a GGUF of llama, "),
+        (
+            "llama",
+            ENDS,
+            "Bits are chosen for layers in blocks, by measuring, but --ignore leaves out all",
+        ),
         ("llama", dict(format="gptq", runtime="transformers"), "Layers would have different grids"),
     ],
 )
@@ -308,6 +320,18 @@ def test_layers_that_are_fixed_are_quantized_where_the_limit_has_room_for_the_or
     )
     assert {layer.name.rpartition(".")[2] for layer in record.layers} == {"down_proj"}
     assert "size" not in limit or record.folder <= record.mix.spent <= 1.01 * record.folder
+
+
+def test_layers_of_a_gguf_that_stay_as_they_are_count_as_its_file_holds_them(tmp_path):
+    """With 16 bits, also where the original has 32."""
+    save_type(tmp_path / "model", "llama", torch.float32, vocab_size=TEXT_VOCABULARY)
+    add_tokenizer(tmp_path / "model")
+    words = dict(mix="q4_0,bf16", format="gguf", bits_per_weight=17)
+    fixed = {"down_proj": {"grid": "q8_0"}}
+    record = nearplane.quantize(
+        tmp_path / "model", tmp_path / "out", layers=fixed, **FAST | words | {"group_size": None}
+    )
+    assert record.mix.spent == 16
 
 
 def read_of_gguf(out):

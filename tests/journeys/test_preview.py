@@ -82,6 +82,10 @@ def test_it_refuses_what_the_run_refuses(model: Path, tmp_path: Path) -> None:
         (dict(TEXT, group_size=100), RecipeError),
         (dict(TEXT, calibration=str(tmp_path / "short.txt")), CalibrationError),
         (dict(TEXT, memory="10MB"), RecipeError),
+        (dict(TEXT, bits=4, tune="network", kv_cache="fp8"), RecipeError),
+        (dict(TEXT, bits=4, tune="network", samples=1), CalibrationError),
+        (dict(TEXT, grid="4.5", format="gguf", ignore=["layers"]), RecipeError),
+        (dict(TEXT, bits=3.5, format="mlx", group_size=32, include_embeddings=True, ignore=["layers"]), RecipeError),
     ):
         messages = []
         for verb in (nearplane.preview, nearplane.quantize):

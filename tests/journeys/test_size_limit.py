@@ -10,9 +10,11 @@ import nearplane
 from families import TEXT_VOCABULARY, add_tokenizer, config_of, random_model
 from nearplane import Recipe, RecipeError
 from nearplane.demo import CALIBRATION
+from nearplane.formats.beside import origin_of
 from nearplane.models.model import open_model
-from nearplane.planning.size_budget import predict_overhead
+from nearplane.planning.size_budget import RESERVED_BYTES, completed_record, predict_overhead
 from nearplane.planning.solve_stage import solve_layer
+from nearplane.record.model_card import model_card
 from nearplane.record.remarks import missed
 from nightly import daily
 
@@ -55,6 +57,17 @@ def test_a_folder_is_at_most_as_large_as_asked_for_and_hardly_smaller(tiny, tmp_
     assert 0.99 * asked <= record.folder <= asked
     assert missed(record) is None
     assert nearplane.verify(tmp_path / "out").faults == ()
+
+
+def test_what_is_written_last_is_reserved_while_layers_are_solved(tiny, tmp_path):
+    """What predictions lost, and the peak of memory, which are known at the end."""
+    record = nearplane.quantize(tiny, tmp_path / "out", size="155000", **FAST)
+    assert record.extra_kl is not None
+    before = replace(record, extra_kl=None, peak_memory=0, seconds=0.0)
+    reserved = completed_record(before, open_model(str(tiny)), record.folder)
+    assert len(record.to_json()) <= len(reserved.to_json())
+    cards = [len(model_card(each, origin_of(tiny))) for each in (record, reserved)]
+    assert cards[0] <= cards[1] + RESERVED_BYTES
 
 
 @pytest.mark.nightly

@@ -442,6 +442,19 @@ def test_what_cannot_be_tuned_is_refused_in_a_sentence(tuned_of, model_of, text,
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "new").exists()
+    ends = tmp_path / "ends"
+    nearplane.quantize(original, ends, bits=4, format="mlx", group_size=32, include_embeddings=True, ignore=["layers"],
+                       calibration=str(text), **TEXT)  # fmt: skip
+    with pytest.raises(RecipeError, match="no layer in its blocks is quantized"):
+        nearplane.tune(ends, tmp_path / "new", against=original)
+    shutil.rmtree(ends)
+    limited = nearplane.quantize(
+        original, ends, mix="int4,int8", size="300KB", group_size=16, calibration=str(text), **TEXT
+    )
+    assert limited.mix.option == "size"
+    with pytest.raises(RecipeError, match="makes the run record longer"):
+        nearplane.tune(ends, tmp_path / "new", against=original)
+    shutil.rmtree(ends)
     words = dict(calibration=str(text), tune="network", **TEXT)
     for asked, said in (
         ({"rate": 2.0, "include_head": True}, "embeddings or head are entropy-coded"),

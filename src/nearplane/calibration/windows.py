@@ -235,9 +235,7 @@ def samples_of(model: Model, options: Calibration) -> int:
         return options.samples
     multiplied = [layer for layer in model.layers if layer.kind != "Embedding"]  # rows are looked up, not multiplied
     tokens = max((DEFAULT_TOKENS_PER_INPUT * layer.shape[1] for layer in multiplied if not layer.routed), default=0)
-    # experts per token, also of a text model inside; 1, for more tokens, where no config says it
-    counts = [getattr(config, "num_experts_per_tok", None) for config in model.configs()]
-    reached = min((count for count in counts if count), default=1)
+    reached = model.reached_experts or 1  # for more tokens where it is not known
     for block in model.blocks:
         routed = by_expert([layer for layer in block.layers if layer.routed])
         widest = max((layer.shape[1] for layers in routed.values() for layer in layers), default=0)

@@ -203,6 +203,16 @@ class Model:
         return [layer for part in parts if part is not None for layer in part.layers]
 
     @property
+    def block_layers(self) -> list[Layer]:
+        """The matrices in blocks."""
+        return [layer for block in self.blocks for layer in block.layers]
+
+    @property
+    def end_layers(self) -> list[Layer]:
+        """The matrices outside the blocks: embeddings and head, if they are quantized."""
+        return [layer for part in (self.embeddings, self.head) if part is not None for layer in part.layers]
+
+    @property
     def layers_by_block(self) -> list[int]:
         """Number of quantized matrices by block; embeddings count in the first and the head in the last."""
         counts = [len(block.layers) for block in self.blocks]
@@ -276,6 +286,12 @@ class Model:
     def configs(self) -> list[Any]:
         """Return the config and the configs nested in it, which copies of the network and of blocks share."""
         return [self.config, *(value for value in vars(self.config).values() if isinstance(value, PreTrainedConfig))]
+
+    @property
+    def reached_experts(self) -> int | None:
+        """Number of experts of a block that a token reaches; None where no config says it."""
+        counts = [getattr(config, "num_experts_per_tok", None) for config in self.configs()]
+        return min((count for count in counts if count), default=None)
 
     def matrices(self) -> set[str]:
         """Return the names of all modules that are or inherit from Linear, Conv1D or Conv2d, in blocks or not."""

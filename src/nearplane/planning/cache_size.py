@@ -2,7 +2,7 @@
 
 Read off the layers of a block: keys and values of all heads that have their own (`k_proj`, `v_proj`, or one matrix for
 queries, keys and values), of latent attention one vector per token, of a sliding window at most its tokens, and of linear
-attention a state of constant size. Numbers have 16 bits, which is the default of runtimes; states have 32.
+attention a state of constant size. Numbers have 16 bits, which is the default of runtimes, or 8; states have 32.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ LATENT, KEYS = "kv_a_proj_with_mqa", "k_proj"
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # field by type of block
 
 
-def cache_bytes(model: Model, context: int) -> int | None:
+def cache_bytes(model: Model, context: int, number: int = NUMBER) -> int | None:
     """Return the bytes of the cache of one sequence of `context` tokens; None if a block is of an unknown kind.
 
     Args:
         model: The model; its shapes suffice.
         context: Number of tokens.
+        number: Bytes of a key or value.
     """
     if not has_head(model.network):
         return 0
@@ -50,7 +51,7 @@ def cache_bytes(model: Model, context: int) -> int | None:
     kinds = getattr(config, "layer_types", None) or [None] * len(model.blocks)
     shared = shared_layers(config) or 0  # the last ones use the keys of earlier ones
     own = list(zip(model.blocks, kinds, strict=True))[: len(model.blocks) - shared]
-    sizes = [_of_block(block, kind, config, context) for block, kind in own]
+    sizes = [_of_block(block, kind, config, context, number) for block, kind in own]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
@@ -61,14 +62,14 @@ def _attends_outside(model: Model) -> bool:
     return any(name.endswith(f".{KEYS}") and not name.startswith(inside) for name, _ in model.network.named_modules())
 
 
-def _of_block(block: Block, kind: str | None, config: Any, context: int) -> int | None:
+def _of_block(block: Block, kind: str | None, config: Any, context: int, number: int) -> int | None:
     if kind == "linear_attention":
         return _linear_state(config)
     stateful = any(isinstance(module, nn.Conv1d) for module in block.empty.modules())  # beside or instead of attention
     if kind not in ATTENTION or stateful or hasattr(config, "index_head_dim"):
         return None
     numbers = _per_token(block)
-    return None if numbers is None else NUMBER * numbers * min(context, _window(kind, config) or context)
+    return None if numbers is None else number * numbers * min(context, _window(kind, config) or context)
 
 
 def _window(kind: str | None, config: Any) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from nearplane.calibration.one_forward import MemorySetting
 from nearplane.calibration.self_written import BATCH, LENGTH, batches_of_texts
 from nearplane.calibration.text_files import is_self_written
 from nearplane.calibration.windows import Windows, default_seqlen, extra_windows, samples_of
+from nearplane.models.experts import by_expert
 from nearplane.models.layers import Layer
 from nearplane.models.model import Block, Model
 from nearplane.planning.cache_size import cache_bytes
@@ -82,9 +84,22 @@ def writing(model: Model, tokens: int, seqlen: int, device: Device) -> tuple[flo
     """
     start, length = (resident() or 0) if device.on_cpu else 0, min(seqlen, LENGTH)
     weights = sum(parameter.numel() for parameter in model.network.parameters())
+    multiplied = weights - _idle(model)
     kept = BATCH * (cache_bytes(model, length) or 0) / 2  # numbers: they have 2 bytes each there
     most = start + round(device.compute_dtype(model.dtype).itemsize * (weights + WRITING_MEMORY * kept))
-    return WRITING_TIME * tokens * weights * seconds_of_a_multiplication() if device.on_cpu else None, most
+    return WRITING_TIME * tokens * multiplied * seconds_of_a_multiplication() if device.on_cpu else None, most
+
+
+def _idle(model: Model) -> int:
+    """Return the number of weights of experts that a token does not reach, on average; 0 where it is not known."""
+    if (reached := model.reached_experts) is None:
+        return 0
+    idle = 0.0
+    for block in model.blocks:
+        routed = [layer for layer in block.layers if layer.routed]
+        share = min(1.0, reached / max(1, len(by_expert(routed))))
+        idle += (1 - share) * sum(math.prod(layer.shape) for layer in routed)
+    return round(idle)
 
 
 def _of(block: Block, seqlen: int, number: int) -> Blocks:

@@ -119,7 +119,7 @@ def _mean_gradient(model: Model, effect: Sensitivity) -> Tensor:
     Raises:
         CalibrationError: No layer has any.
     """
-    layers = [layer.name for block in model.blocks for layer in block.layers]
+    layers = [layer.name for layer in model.block_layers]
     known = [effect.outputs[name].mean() for name in layers if name in effect.outputs]
     if not known:
         raise CalibrationError(f"{UNKNOWN_COSTS}, as predictions depend on no layer. {INSTEAD}")

@@ -22,22 +22,24 @@ from nearplane.calibration.sensitivity import sensitivity
 from nearplane.calibration.stages import FirstLook, first_of_inputs, try_blocks
 from nearplane.calibration.windows import Windows, calibration_windows, check_tokens
 from nearplane.errors import RecipeError, first_few
+from nearplane.formats.container import Container
 from nearplane.models.model import Model
 from nearplane.planning.allocate import choose
 from nearplane.planning.divergences import divergences
 from nearplane.planning.estimates import Losses, estimated
 from nearplane.planning.forecast import checked, within_limits
 from nearplane.planning.mix_limit import Spending, quantizes, record_of
-from nearplane.planning.mix_recipe import offers_by_layer, recipe_of
+from nearplane.planning.mix_recipe import offers_by_layer, picked, recipe_of
 from nearplane.planning.mix_size import cache_of
-from nearplane.planning.mix_units import NO_MIX, Unit, costed, misfits, units_of
+from nearplane.planning.mix_units import Unit, costed, misfits, units_of
 from nearplane.planning.mixing import Mixing
 from nearplane.planning.parts import Parts, parts_of
 from nearplane.planning.plan_file import PlanFile
 from nearplane.planning.rehearsal import check_loads
 from nearplane.planning.request import open_for_mix, open_resolved, quantization_config, resolved
 from nearplane.planning.roundings import offered
-from nearplane.planning.run import Job, Options
+from nearplane.planning.run import Job, Options, container_for
+from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.format_mix import UNQUANTIZED, Offer
 from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
@@ -105,9 +107,11 @@ def consider(folder: str, out: Path, recipe: Recipe, options: Options) -> tuple[
     """Choose the format of every layer, and write nothing but the file of --plan-file; see `with_mix`."""
     with phase(options.progress, "opening the model"):
         model, settled = open_for_mix(folder, recipe, trust_remote_code=options.trust_remote_code)
-        _check_loads(model, settled)
+        container = _container_of_first(model, settled, out, options)
     windows = calibration_windows(model, settled, options.given, options.device, options.progress)
     check_tokens(model, settled, windows)
+    if container is not None and settled.files.one_file:
+        check_tokens_in_file(container, model, windows)
     plan = Plan(recipe=settled, layers={})  # nothing is decided of layers yet
     job = Job(model=model, asked=settled, plan=plan, windows=windows, options=options)
     file = None
@@ -121,19 +125,19 @@ def consider(folder: str, out: Path, recipe: Recipe, options: Options) -> tuple[
         return chosen_mix(mixing, out), windows
 
 
-def _check_loads(model: Model, recipe: Recipe) -> None:
-    """Refuse before any work what transformers would not load, by the first format of the mix if it fits all layers.
+def _container_of_first(model: Model, recipe: Recipe, out: Path, options: Options) -> Container | None:
+    """Return the checkpoint with the first format of the mix alone, which is not written; None if it does not fit all layers.
 
     Raises:
-        RecipeError: See `check_loads`.
+        RecipeError: A reader would not load it, or its file cannot hold the network or the tokenizer.
     """
-    assert recipe.mix is not None, NO_MIX
-    first = recipe.mix.first
+    first = recipe.given_mix.first
     assert first.scheme is not None, "a format of the mix is quantized"
     if first.word in misfits(model, recipe):
-        return
+        return None
     plan = resolved(model, replace(recipe, scheme=first.scheme, activations=first.activations, mix=None))
     check_loads(model, plan, partial(quantization_config, model, plan))
+    return container_for(model, plan, out, overwrite=options.overwrite, trust_remote_code=options.trust_remote_code)
 
 
 def chosen_mix(mixing: Mixing, out: Path) -> Chosen:
@@ -146,10 +150,12 @@ def chosen_mix(mixing: Mixing, out: Path) -> Chosen:
     Raises:
         RecipeError: No choice is within the limit, or the limits of memory are too small; the message says what is possible.
     """
-    model, recipe, mix, parts = mixing.model, mixing.recipe, mixing.mix, _parts(mixing)
+    model, recipe, mix, windows = mixing.model, mixing.recipe, mixing.mix, mixing.windows
+    assert windows.fitted is not None, "a mix is measured on text"
+    parts = parts_of(model, windows.fitted, windows.extra)
     for word, (count, reason) in misfits(model, recipe).items():
         log.warning("%s is not possible for %d layers: %s", word, count, reason)
-    cache_of(model, mix)  # raises what is wrong with it before anything is measured
+    cache_of(model, recipe)  # raises what is wrong with it before anything is measured
     looks = try_blocks(model, parts.moments, mixing.device)
     mixing, start = _within_limits(mixing, looks, out)
     first = first_of_inputs(model, looks)
@@ -168,11 +174,7 @@ def chosen_mix(mixing: Mixing, out: Path) -> Chosen:
     slope = predicted / estimate if estimate > 0 else 1.0
     units = [replace(unit, losses=tuple(slope * each for each in unit.losses)) for unit in estimates]
     record = record_of(mixing, units, unfit, spent, estimate, predicted, measured)
-    words = {
-        name: mix.offers[each.offers[pick]].word
-        for each, pick in zip(units, picks, strict=True)
-        for name in each.layers
-    }
+    words = {name: offer.word for name, offer in picked(mix, units, picks).items()}
     return Chosen(
         recipe=recipe_of(model, recipe, units, picks, unfit),
         mix=record,
@@ -215,12 +217,6 @@ def _possible(mixing: Mixing, first: Mapping[str, str]) -> Spending:
     if mix.weigh == "active" and all(unit.share == 1.0 for unit in units):
         log.warning("--weigh active changes nothing: the model has no experts, so that every token reads all weights.")
     return Spending(mixing, units, unfit)
-
-
-def _parts(mixing: Mixing) -> Parts:
-    fitted = mixing.windows.fitted
-    assert fitted is not None, "a mix is measured on text"
-    return parts_of(mixing.model, fitted, mixing.windows.extra)
 
 
 def _losses(mixing: Mixing, parts: Parts) -> tuple[Losses, Mapping[str, PositionWeights]]:

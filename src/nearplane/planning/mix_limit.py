@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from nearplane.errors import RecipeError
@@ -54,7 +54,7 @@ class Spending:
                 ends = formats_of_ends(model, mixing.recipe)
                 self._constant = constant_of(model, mixing.recipe, mix, chosen_for, ends)
             else:
-                self._cached = cache_of(model, mix)
+                self._cached = cache_of(model, mixing.recipe)
             self._budget = int(limit) - self._constant
         self._smallest = self.total([0] * len(units))
         largest = self.total(
@@ -106,7 +106,28 @@ class Spending:
             before, beside = beside, size - sum(row[pick] for row, pick in zip(costs, picks, strict=True))
             if beside <= before:
                 break
-        return _filled(best, found, limit, costs, losses, self.total)
+        return self._filled(best, found, losses)
+
+    def _filled(self, picks: Sequence[int], size: float, losses: Sequence[Sequence[float]]) -> tuple[list[int], float]:
+        """Return a choice with single units enlarged, those first that gain most for a byte, as long as it is within the limit."""
+        now, costs, limit = list(picks), self._costs, self._budget
+        larger = [
+            ((losses[unit][pick] - losses[unit][option]) / (costs[unit][option] - costs[unit][pick]), unit, option)
+            for unit, pick in enumerate(picks)
+            for option in range(pick + 1, len(costs[unit]))
+            if costs[unit][option] > costs[unit][pick] and losses[unit][option] < losses[unit][pick]
+        ]
+        tried = 0
+        for _, unit, option in sorted(larger, reverse=True):
+            if now[unit] != picks[unit] or size + costs[unit][option] - costs[unit][now[unit]] > limit:
+                continue
+            changed = [*now[:unit], option, *now[unit + 1 :]]
+            tried += 1
+            if (found := self.total(changed)) <= limit:
+                now, size = changed, found
+            if tried == TRIES:
+                break
+        return now, size
 
 
 def quantizes(mixing: Mixing, units: Sequence[Unit], picks: Sequence[int]) -> bool:
@@ -143,35 +164,6 @@ def record_of(
         predicted=predicted,
         measured=measured,
     )
-
-
-def _filled(
-    picks: Sequence[int],
-    size: float,
-    limit: int,
-    costs: Sequence[Sequence[int]],
-    losses: Sequence[Sequence[float]],
-    total: Callable[[Sequence[int]], float],
-) -> tuple[list[int], float]:
-    """Return a choice with single units enlarged, those first that gain most for a byte, as long as it is within the limit."""
-    now = list(picks)
-    larger = [
-        ((losses[unit][pick] - losses[unit][option]) / (costs[unit][option] - costs[unit][pick]), unit, option)
-        for unit, pick in enumerate(picks)
-        for option in range(pick + 1, len(costs[unit]))
-        if costs[unit][option] > costs[unit][pick] and losses[unit][option] < losses[unit][pick]
-    ]
-    tried = 0
-    for _, unit, option in sorted(larger, reverse=True):
-        if now[unit] != picks[unit] or size + costs[unit][option] - costs[unit][now[unit]] > limit:
-            continue
-        changed = [*now[:unit], option, *now[unit + 1 :]]
-        tried += 1
-        if (found := total(changed)) <= limit:
-            now, size = changed, found
-        if tried == TRIES:
-            break
-    return now, size
 
 
 def _amount(value: float, mix: FormatMix) -> str:

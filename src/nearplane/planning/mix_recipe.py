@@ -8,19 +8,22 @@ from dataclasses import replace
 
 from nearplane.models.model import Model
 from nearplane.planning.mix_size import offered_bytes
-from nearplane.planning.mix_units import NO_MIX, Unit
-from nearplane.recipe.format_mix import Offer
+from nearplane.planning.mix_units import Unit
+from nearplane.recipe.format_mix import FormatMix, Offer
 from nearplane.recipe.layer_scheme import LayerScheme
 from nearplane.recipe.recipe import Recipe
 
 
-def offers_by_layer(model: Model, recipe: Recipe, units: Sequence[Unit], picks: Sequence[int]) -> dict[str, Offer]:
-    """Return the format of every layer that is quantized, by name."""
-    mix = recipe.mix
-    assert mix is not None, NO_MIX
-    chosen = {
+def picked(mix: FormatMix, units: Sequence[Unit], picks: Sequence[int]) -> dict[str, Offer]:
+    """Return the format of every layer of units, by name, given the number of the option of each unit."""
+    return {
         name: mix.offers[unit.offers[pick]] for unit, pick in zip(units, picks, strict=True) for name in unit.layers
     }
+
+
+def offers_by_layer(model: Model, recipe: Recipe, units: Sequence[Unit], picks: Sequence[int]) -> dict[str, Offer]:
+    """Return the format of every layer that is quantized, by name."""
+    chosen = picked(recipe.given_mix, units, picks)
     for layer in model.layers:
         if recipe.pattern_of(layer.name) is not None:
             inputs = recipe.inputs_of(layer.name)
@@ -33,13 +36,10 @@ def formats_of_ends(model: Model, recipe: Recipe) -> dict[str, Offer]:
 
     Those that --layer fixes are left out.
     """
-    mix = recipe.mix
-    assert mix is not None, NO_MIX
-    parts = [part for part in (model.embeddings, model.head) if part is not None]
-    ends = [layer for part in parts for layer in part.layers if recipe.pattern_of(layer.name) is None]
+    ends = [layer for layer in model.end_layers if recipe.pattern_of(layer.name) is None]
     if recipe.files.block_types:
         return {}  # llama.cpp has a rule of its own
-    quantized = [offer for offer in mix.offers if offer.scheme is not None]
+    quantized = [offer for offer in recipe.given_mix.offers if offer.scheme is not None]
     return {layer.name: max(quantized, key=lambda offer: offered_bytes(model, recipe, layer, offer)) for layer in ends}
 
 
@@ -47,8 +47,7 @@ def recipe_of(
     model: Model, recipe: Recipe, units: Sequence[Unit], picks: Sequence[int], unfit: Sequence[str]
 ) -> Recipe:
     """Return the recipe that names the format of every layer: the most frequent as usual one, others by patterns."""
-    mix = recipe.mix
-    assert mix is not None, NO_MIX
+    mix = recipe.given_mix
     offers = mix.offers
     names: dict[int, list[str]] = {}
     weights: dict[int, int] = {}

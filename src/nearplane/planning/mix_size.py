@@ -20,7 +20,7 @@ from nearplane.models.experts import by_expert
 from nearplane.models.kinds import towers
 from nearplane.models.layers import Layer
 from nearplane.models.model import Model
-from nearplane.planning.cache_size import DEFAULT_CONTEXT, cache_bytes
+from nearplane.planning.cache_size import DEFAULT_CONTEXT, NUMBER, cache_bytes
 from nearplane.planning.folder_size import (
     files_beside,
     forecast_bytes,
@@ -57,8 +57,8 @@ SHORT = ("correction", "gamma", "clipped_rows", "limit")
 
 def offered_bytes(model: Model, recipe: Recipe, layer: Layer, offer: Offer) -> int:
     """Return the bytes of a layer's tensors in a format of a mix."""
-    if offer.scheme is None:
-        return math.prod(layer.shape) * model.dtype.itemsize
+    if offer.scheme is None:  # a GGUF holds BF16 or F16
+        return math.prod(layer.shape) * (2 if recipe.files.block_types else model.dtype.itemsize)
     scheme = offer.scheme
     if isinstance(scheme, BlockScheme):
         scheme = scheme.stored_in(fitting(scheme.number_format.name, layer.shape[1]))
@@ -83,13 +83,11 @@ def reached_experts(model: Model) -> int:
     Raises:
         RecipeError: config.json does not say it.
     """
-    counts = [getattr(config, "num_experts_per_tok", None) for config in model.configs()]
-    reached = min((count for count in counts if count), default=None)
-    if reached is None:
+    if (reached := model.reached_experts) is None:
         raise RecipeError(
             "config.json does not say how many experts a token reaches. Use --weigh stored, and --cost file."
         )
-    return int(reached)
+    return reached
 
 
 def read_bytes(model: Model, layers: Collection[str]) -> int:
@@ -223,15 +221,16 @@ def _as_long(record: RunRecord, sizes: Mapping[str, int], routed: Collection[str
     )
 
 
-def cache_of(model: Model, mix: FormatMix) -> int:
-    """Return the bytes of the cache that counts in a limit.
+def cache_of(model: Model, recipe: Recipe) -> int:
+    """Return the bytes of the cache that counts in the limit of a recipe with a mix.
 
     Raises:
         RecipeError: They are not known.
     """
+    mix = recipe.given_mix
     if not mix.counts_cache:
         return 0
-    if (found := cache_bytes(model, context_of(model, mix))) is None:
+    if (found := cache_bytes(model, context_of(model, mix), NUMBER if recipe.kv_cache == "none" else 1)) is None:
         raise RecipeError(
             f"The size of the cache of {type(model.network).__name__} is not known. Use --size or --bits-per-weight."
         )
@@ -254,7 +253,7 @@ def constant_of(
     """
     if mix.bits_per_weight is not None:
         return 0
-    cache = cache_of(model, mix)
+    cache = cache_of(model, recipe)
     sizes = {
         layer.name: offered_bytes(model, recipe, layer, ends[layer.name])
         for layer in model.layers

@@ -20,8 +20,6 @@ from nearplane.recipe.format_mix import FormatMix, Offer
 from nearplane.recipe.readers import Weights
 from nearplane.recipe.recipe import Recipe
 
-NO_MIX = "a recipe with a mix"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
@@ -90,16 +88,14 @@ def _unit(model: Model, recipe: Recipe, layers: Sequence[Layer]) -> Unit | None:
         model, recipe: The model and its recipe, with a mix.
         layers: Its layers.
     """
-    mix = recipe.mix
-    assert mix is not None, NO_MIX
-    offers = mix.offers
+    mix = recipe.given_mix
     stored = {layer.written(model.weights): layer for layer in layers}.values()
     options = sorted(
         (sum(offered_bytes(model, recipe, layer, offer) for layer in stored), number)
-        for number, offer in enumerate(offers)
+        for number, offer in enumerate(mix.offers)
         if all(_fault(recipe, layer, offer) is None for layer in layers)
     )
-    if all(offers[number].scheme is None for _, number in options):
+    if all(mix.offers[number].scheme is None for _, number in options):
         return None
     sizes, numbers = zip(*options, strict=True)
     return Unit(
@@ -132,11 +128,9 @@ def _fault(recipe: Recipe, layer: Layer, offer: Offer) -> str | None:
 
 def misfits(model: Model, recipe: Recipe) -> dict[str, tuple[int, str]]:
     """Return the formats of a mix that some layers cannot have: with the number of these layers, and why the first cannot."""
-    mix = recipe.mix
-    assert mix is not None, NO_MIX
     found: dict[str, tuple[int, str]] = {}
-    for layer in (layer for block in model.blocks for layer in block.layers if recipe.pattern_of(layer.name) is None):
-        for offer in mix.offers:
+    for layer in (layer for layer in model.block_layers if recipe.pattern_of(layer.name) is None):
+        for offer in recipe.given_mix.offers:
             if (fault := _fault(recipe, layer, offer)) is not None:
                 count, reason = found.get(offer.word, (0, fault))
                 found[offer.word] = count + 1, reason

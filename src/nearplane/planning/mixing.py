@@ -11,7 +11,6 @@ from nearplane.calibration.states_on_disk import Keep
 from nearplane.calibration.windows import Windows
 from nearplane.formats.table import FORMATS
 from nearplane.models.model import Model
-from nearplane.planning.mix_units import NO_MIX
 from nearplane.planning.plan_file import PlanFile
 from nearplane.planning.run import Job
 from nearplane.recipe.format_mix import FormatMix
@@ -64,8 +63,7 @@ class Mixing:
     @property
     def mix(self) -> FormatMix:
         """The mix."""
-        assert self.recipe.mix is not None, NO_MIX
-        return self.recipe.mix
+        return self.recipe.given_mix
 
     @property
     def storage(self) -> torch.dtype:

@@ -5,6 +5,7 @@ The multiples are figures of docs/results/tables.jsonl; `tests/project/test_mode
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -63,6 +64,11 @@ class Mode:
         bits, rate, format = (self.options.get(word) for word in ("bits", "rate", "format"))
         named = f"int{bits}" if bits else f"rate{rate}" if rate else str(self.options["grid"])
         return f"{named}-{format}" if format else named
+
+    @property
+    def bits(self) -> int:
+        """Bits of its codes, as its name says: 4 of q4_k_m, nvfp4 and --bits 4; 0 of a rate."""
+        return int(self.options.get("bits") or re.findall(r"\d", str(self.options.get("grid", "0")))[0])
 
     def runtimes(self, *, experts: bool = False) -> tuple[Runtime, ...]:
         """Return the programs that keep such weights packed, those of experts, too, as they are in the file or packed otherwise."""

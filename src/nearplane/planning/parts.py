@@ -81,7 +81,7 @@ def parts_of(model: Model, fitted: Tensor, extra: Tensor | None = None, *, warns
         warns: Whether it is said that there are too few.
     """
     tokens = fitted.shape[1] if fitted.dim() == 2 else 1
-    widest = max(layer.shape[1] for block in model.blocks for layer in block.layers)
+    widest = max(layer.shape[1] for layer in model.block_layers)
     few, enough = (
         max(-(-count // tokens), PART_WINDOWS) if fitted.dim() == 2 else IMAGES
         for count in (PART_TOKENS, max(TOKENS_PER_INPUT * widest, PART_TOKENS))

@@ -35,6 +35,10 @@ from nearplane.system.ranks import ONE_PROCESS
 
 log = logging.getLogger(__name__)
 UNPLACED = "blocks share keys and values, or no layer multiplies the same number of tokens of every window"
+NOTHING_TO_CHOOSE = (
+    "Bits are chosen for layers in blocks, by measuring, but --ignore leaves out all of them. Ignore fewer layers, or use "
+    "--bits or --grid with one number format."
+)
 POINTS = 3  # rates, widths or types that are tried of each layer
 
 
@@ -152,7 +156,7 @@ def expected_work(model: Model, settled: Plan, tokens: Tensor) -> tuple[Extent |
 def allocates(model: Model, settled: Plan) -> bool:
     """Return whether bits, rates, types or formats of layers are chosen by measuring."""
     recipe, scheme = settled.recipe, settled.recipe.scheme
-    layers = {layer.name for block in model.blocks for layer in block.layers}
+    layers = {layer.name for layer in model.block_layers}
     if not layers:
         return False
     if recipe.mix is not None:
@@ -264,6 +268,8 @@ def check_budget(model: Model, settled: Plan) -> None:
         RecipeError: A layer or the budget is not possible; the message names the layer or the possible range.
     """
     recipe, scheme = settled.recipe, settled.recipe.scheme
+    if not (model.block_layers or scheme.entropy_coded) and (recipe.allocate == "slope" or scheme.measured):
+        raise RecipeError(NOTHING_TO_CHOOSE)
     if recipe.allocate == "slope" and not (scheme.entropy_coded or recipe.files.block_types):
         if recipe.layers:
             raise RecipeError(

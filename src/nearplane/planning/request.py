@@ -27,7 +27,7 @@ from nearplane.models.layers import Layer
 from nearplane.models.model import Model, open_model
 from nearplane.number_formats import BlockType, NumberFormat
 from nearplane.planning.joined import joined_in
-from nearplane.planning.plan import check_budget
+from nearplane.planning.plan import NOTHING_TO_CHOOSE, check_budget
 from nearplane.planning.rehearsal import check_loads, check_readers
 from nearplane.recipe.block_scheme import BlockScheme
 from nearplane.recipe.layer_plan import Plan
@@ -84,8 +84,9 @@ def open_for_mix(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tup
     recipe = _settled(model, recipe)
     plan = Plan.of(recipe, [layer.name for layer in model.layers])  # of what --ignore and --layer set apart
     _check_fusions(model, plan)
-    assert recipe.mix is not None, "a recipe with a mix"
-    if sum(offer.scheme is not None for offer in recipe.mix.offers) > 1:
+    if not model.block_layers:
+        raise RecipeError(NOTHING_TO_CHOOSE)
+    if sum(offer.scheme is not None for offer in recipe.given_mix.offers) > 1:
         _refuse_several_grids(recipe)
     check_readers(model, plan)
     return model, recipe

@@ -53,7 +53,7 @@ CARD_BYTES = 9999  # placeholder for the size of a model card, in its usual leng
 
 CARD_MARGIN = 1000  # bytes of a model card for sentences that depend on what is measured
 
-EXAMPLE_ERROR = 0.12345678901234567  # placeholder for a measured error of a matrix library, in full length
+EXAMPLE_ERROR = 0.12345678901234567  # placeholder for a measured error or divergence, in full length
 
 
 def aim_of(limit: int) -> int:
@@ -167,6 +167,8 @@ def completed_record(record: RunRecord, model: Model, size: int) -> RunRecord:
     return replace(
         record,
         seconds=1234.567890123456,
+        peak_memory=10**10,
+        extra_kl=EXAMPLE_ERROR if record.extra_windows else None,
         products=None
         if record.products is None
         else replace(record.products, errors=dict.fromkeys(get_args(Library), EXAMPLE_ERROR)),
@@ -209,7 +211,7 @@ def measured_choice(model: Model, plan: Plan, container: Container, record: RunR
     """
     scheme = plan.recipe.scheme
     assert isinstance(scheme, BlockScheme), "other schemes have no types of blocks"
-    free = [layer for block in model.blocks for layer in block.layers if plan.layers[layer.name].measured]
+    free = [layer for layer in model.block_layers if plan.layers[layer.name].measured]
     free_names = frozenset(layer.name for layer in free)
     if (limit := scheme.limit) is None:
         return Choice(scheme=scheme, layers=free_names, budget=float(str(scheme.grid)))

@@ -15,7 +15,7 @@ from nearplane.planning.shapes import forward_work, multiplications
 from nearplane.recipe.layer_plan import Plan
 from nearplane.record.record import RunRecord
 from nearplane.system.device import Device
-from nearplane.tuning.schedule import SHORTEST_STEPS
+from nearplane.tuning.schedule import SHORTEST_STEPS, OpenEnded
 from nearplane.tuning.settings import held_windows, windows_per_step
 
 # work beside matrix products, in multiplications for each weight: of solving a layer and of decoding and stepping codes, both by
@@ -38,9 +38,10 @@ class TuningCost(NamedTuple):
     around: float
     step: float
 
-    def steps(self, budget: float) -> int:
-        """Return how many steps a multiple of the quantization's work allows."""
-        return max(0, int((budget * self.quantization - self.around) / self.step))
+    def schedule(self, budget: float) -> OpenEnded | None:
+        """Return the steps that a multiple of the quantization's work allows; None: too few to begin."""
+        steps = int((budget * self.quantization - self.around) / self.step)
+        return OpenEnded(steps) if steps >= SHORTEST_STEPS else None
 
     @property
     def enough(self) -> float:

@@ -167,8 +167,15 @@ class Recipe:
         if self.tune != "none" or self.like is not None:
             other = "--like" if self.tune == "none" else "--tune"
             raise RecipeError(
-                f"--mix does not go with {other}. Leave out one of them, and tune the checkpoint afterwards."
+                f"--mix does not go with {other}. Leave out one of them; a checkpoint with --bits-per-weight can be tuned "
+                f"afterwards."
             )
+
+    @property
+    def given_mix(self) -> FormatMix:
+        """The mix of a recipe that has one."""
+        assert self.mix is not None, "a recipe with a mix"
+        return self.mix
 
     @property
     def weighs_positions(self) -> bool:

@@ -101,6 +101,11 @@ class GridScheme(Scheme):
                 f"bits is {self.bits} with --allocate slope, but layers of a GGUF get types of llama.cpp. Use "
                 f"BlockScheme({self.bits})."
             )
+        if allocate == "slope" and self.grid is not None:
+            raise RecipeError(
+                f"--allocate slope chooses widths of integers, but grid is {self.grid!r}. Use --bits with it, or leave out one of "
+                f"them; --mix chooses among such formats."
+            )
         if allocate == "uniform" and self.measured:
             raise RecipeError(
                 f"bits is {self.bits}, but every layer needs a whole number of bits with --allocate uniform. Use --allocate slope."

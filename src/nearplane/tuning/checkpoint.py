@@ -75,7 +75,7 @@ class Checkpoint:
 
     def of_blocks(self) -> list[LayerRecord]:
         """Return the records of the trained layers, which are those in blocks, without embeddings and head."""
-        names = {layer.name for block in self.model.blocks for layer in block.layers}
+        names = {layer.name for layer in self.model.block_layers}
         return [layer for layer in self.record.layers if layer.name in names]
 
     def inputs(self) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -166,8 +166,13 @@ def check_layers(model: Model, called: str) -> None:
     """Refuse a model with layers that cannot be tuned; `called` names the checkpoint in errors.
 
     Raises:
-        RecipeError: The model predicts no tokens, or has an encoder and a decoder.
+        RecipeError: The model predicts no tokens, has an encoder and a decoder, or no layer in its blocks is quantized.
     """
+    if not model.block_layers:
+        raise RecipeError(
+            f"{called} cannot be tuned: no layer in its blocks is quantized, and embeddings and head are not trained. Leave out "
+            f"--tune, or use the checkpoint as it is."
+        )
     if not has_head(model.network):
         raise RecipeError(
             f"{called} cannot be tuned: {type(model.network).__name__} predicts no tokens, on which tuning trains. Leave "
@@ -215,8 +220,7 @@ def check_tunable(
         samples=samples,
         schedule=schedule,
     )
-    layers = [layer for block in model.blocks for layer in block.layers]
-    planned = ((plan.layers[layer.name], layer.shape) for layer in layers)
+    planned = ((plan.layers[layer.name], layer.shape) for layer in model.block_layers)
     trained = bytes_of(planned, all_trained=plan.recipe.allocate == "slope", returns=isinstance(schedule, OpenEnded))
     fits(model, cut, trained, device, limits)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 WARMUP = 0.1  # fraction of the steps in which the learning rates rise
@@ -59,37 +60,28 @@ class FixedSteps:
         return False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OpenEnded:
     """At most so many steps, at least `SHORTEST_STEPS`, of which those count in which rates fall, too."""
 
     most: int
 
-    @property
-    def parts(self) -> list[tuple[int, int]]:
-        """(steps with constant rates, steps in which they fall) up to each measurement."""
-        parts, kept, used = list[tuple[int, int]](), 0, 0
+    @cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """(steps after which rates begin to fall, steps after which the network is measured) of each measurement."""
+        places, kept, used = list[tuple[int, int]](), 0, 0  # steps from which training goes on, and all steps
         while True:
             more = min(kept or FIRST_STEPS, math.floor((self.most - used - FALL_SHARE * kept) / (1 + FALL_SHARE)))
-            if parts and kept + more < LEAST_GROWTH * kept:
-                return parts
-            fall = max(1, min(round(FALL_SHARE * (kept + more)), self.most - used - more))
-            parts.append((more, fall))
-            kept, used = kept + more, used + more + fall
+            if places and kept + more < LEAST_GROWTH * kept:
+                return places
+            falls = used + more
+            kept, used = kept + more, falls + max(1, min(round(FALL_SHARE * (kept + more)), self.most - falls))
+            places.append((falls, used))
 
     @property
     def steps(self) -> int:
         """Largest number of steps."""
-        return sum(map(sum, self.parts))
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """(steps after which rates begin to fall, steps after which the network is measured) of each measurement."""
-        places, before = list[tuple[int, int]](), 0
-        for constant, fall in self.parts:
-            places.append((before + constant, before + constant + fall))
-            before += constant + fall
-        return places
+        return self.places[-1][1]
 
     def rate(self, done: int) -> float:
         """Return the learning rate after so many steps."""

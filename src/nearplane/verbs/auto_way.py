@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from platform import machine
 from typing import Any
 
 import torch
 
 from nearplane.errors import RecipeError
-from nearplane.planning.modes import MODES, Mode, flags
+from nearplane.planning.modes import flags
 from nearplane.recipe.format_mix import DEFAULTS
 from nearplane.recipe.readers import Weights, packing
 from nearplane.recipe.recipe import Recipe
@@ -91,11 +91,10 @@ def way_of(request: AutoRequest) -> Way:
     else:
         usual = [each for each in rows if each.options.removesuffix(f" --runtime {runtime}") in USUAL]
         row, why = (usual or rows)[0], f"the usual way for {runtime}" if usual else f"which loses least for {runtime}"
-    mode = _mode_of(row, runtime)
     memory = f", {size_text(row.memory or 0)} in memory with {found.context:,} tokens" if found.cache else ""
     size = f"{size_text(row.weights or 0)} of weights{memory}; expected KL {row.loss.nats()} nats per token"
     size += f" ({row.note})" if row.note else ""
-    return Way(options=mode.options, name=mode.name, words=row.options, why=why, size=size)
+    return Way(options=row.mode.options, name=row.mode.name, words=row.options, why=why, size=size)
 
 
 def _of_size(size: str, runtime: Runtime | None) -> Way:
@@ -132,7 +131,7 @@ def _mixes(fitting: list[Suggestion], runtime: Runtime, options: Mapping[str, An
     formats = [Weights(scheme.number_format, expert=False) for scheme in schemes]
     least = min(each.format.bits for each in formats)
     kept = not packed or all(runtime in packing(recipe.format, each) for each in formats)
-    return kept and any(_bits_of(_mode_of(row, runtime)) >= least for row in fitting)
+    return kept and any(row.mode.bits >= least for row in fitting)
 
 
 def _of_memory(memory: str, found: Suggestions, runtime: Runtime) -> Way | None:
@@ -158,29 +157,14 @@ def _runtime_here() -> Runtime:
     return "mlx" if sys.platform == "darwin" and machine() == "arm64" else "llama.cpp"
 
 
-def _mode_of(row: Suggestion, runtime: Runtime | None) -> Mode:
-    """Return the way that was suggested, which names the runtime where only that loads it."""
-    plain = row.options.removesuffix(f" --runtime {runtime}")
-    mode = next(mode for mode in MODES if mode.words == plain)
-    return mode if plain == row.options else replace(mode, options={**mode.options, "runtime": runtime})
-
-
 def _of_bits(rows: list[Suggestion], bits: int, runtime: Runtime | None) -> Suggestion:
     """Return the way with so many bits: integers before floats, and of these the one that loses least.
 
     Raises:
         RecipeError: There is none; the message names those that there are.
     """
-    bits_of = {row.options: _bits_of(_mode_of(row, runtime)) for row in rows}
-    having = [row for row in rows if bits_of[row.options] == bits]
+    having = [row for row in rows if row.mode.bits == bits]
     if not having:
-        others = ", ".join(sorted({str(each) for each in bits_of.values()}))
+        others = ", ".join(sorted({str(row.mode.bits) for row in rows}))
         raise RecipeError(f"--bits {bits} is no way for {runtime} and this model. Use one of {others}.")
-    return min(having, key=lambda row: ("bits" not in _mode_of(row, runtime).options, row.loss.mean))
-
-
-def _bits_of(mode: Mode) -> int:
-    """Return the bits of a way's codes, as its name says: 4 of q4_k_m, nvfp4 and --bits 4."""
-    return int(
-        mode.options.get("bits") or next(letter for letter in str(mode.options.get("grid", "0")) if letter.isdigit())
-    )
+    return min(having, key=lambda row: ("bits" not in row.mode.options, row.loss.mean))

@@ -80,7 +80,7 @@ class ExportRequest:
         out: New or empty folder to write.
         format: safetensors decodes all weights, for any program. Others hold the same integers: compressed-tensors and gptq if
             symmetric, gptq_v2, awq at 4 bits, mlx, gguf at 4, 5 and 8 symmetric bits in groups that are multiples of 32, and
-            at 2 and 4 asymmetric and 3 and 6 symmetric bits in multiples of 256. Floats move between mlx and compressed-tensors, and
+            at 2 and 4 asymmetric and 3 and 6 symmetric bits in multiples of 256. Floats move between mlx and compressed-tensors,
             nvfp4 also to gguf.
         runtime: Program that must load the result, as quantize takes it: with vllm, compressed-tensors holds zero points, too.
             Default: the rules of transformers, GPTQModel (gptq), llama.cpp (gguf) or mlx_lm (mlx).
@@ -185,6 +185,8 @@ class TuneRequest:
         if record.tuning is not None:
             raise RecipeError(f"{source} is tuned already. Tune the checkpoint from which it was made.")
         check_recipe(record.recipe, str(source))
+        if record.mix is not None and record.mix.option == "size" and record.mix.cost == "file":
+            raise RecipeError(_limited(str(source), "--bits-per-weight"))
         check_named(self.against, calibration=path_in(self.calibration))
         Unfinished(out, overwrite=self.overwrite, sources=(source, *folders_in(self.against)))
         check_room(out, record.folder, joined=0 if record.recipe.files.one_file else record.bytes)
@@ -193,6 +195,13 @@ class TuneRequest:
     def limits(self) -> Limits:
         """Return the limits of memory."""
         return Limits.of(self.memory, self.device_memory)
+
+
+def _limited(called: str, instead: str) -> str:
+    return (
+        f"{called} cannot be tuned: it was quantized with --size, and tuning makes the run record longer. Quantize with "
+        f"{instead}."
+    )
 
 
 def check_recipe(recipe: Recipe, called: str) -> None:
@@ -214,7 +223,4 @@ def check_recipe(recipe: Recipe, called: str) -> None:
     if recipe.like is not None:
         raise RecipeError(f"{called} cannot be tuned: it was written by --like, which tuning does not support yet.")
     if recipe.scheme.limit is not None:
-        raise RecipeError(
-            f"{called} cannot be tuned: it was quantized with --size, and tuning makes the run record longer. Quantize with "
-            f"--rate, or a GGUF with --grid."
-        )
+        raise RecipeError(_limited(called, "--rate, or a GGUF with --grid"))

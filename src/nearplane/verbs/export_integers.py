@@ -154,7 +154,7 @@ def _opened(source: Path, stored: Stored, *, trust_remote_code: bool) -> Model:
     first, last = (
         part is not None and part.layers[0].written(model.weights) in names for part in (model.embeddings, model.head)
     )
-    layers = [layer for block in model.blocks for layer in block.layers]
+    layers = model.block_layers
     dense = [f"^{re.escape(layer.name)}$" for layer in layers if layer.written(model.weights) not in names]
     model = Model(source, model.network, model.reader, ignore=dense, ends=(first, last), trust_remote_code=trust)
     if unknown := sorted(names - {layer.written(model.weights) for layer in model.layers}):

@@ -17,7 +17,7 @@ from nearplane.planning.folder_size import check_disk, forecast_bytes, layer_byt
 from nearplane.planning.forecast import forecast
 from nearplane.planning.plan import allocates
 from nearplane.planning.request import open_resolved, say_types
-from nearplane.planning.run import Options, bytes_of_tensors, container_for
+from nearplane.planning.run import Job, Options, bytes_of_tensors, container_for
 from nearplane.planning.tokens_in_file import check_tokens_in_file
 from nearplane.recipe.recipe import Recipe
 from nearplane.record.preview_summary import Preview
@@ -26,13 +26,14 @@ from nearplane.system.progress import phase
 from nearplane.verbs.follow import on_all_ranks
 from nearplane.verbs.quantize import on_folder
 from nearplane.verbs.quantize_request import QuantizeRequest
+from nearplane.verbs.then_tuned import has_time, refuse_untunable
 
 
 @takes(QuantizeRequest, tokenizer=PreTrainedTokenizerBase | None)
 def preview(request: QuantizeRequest) -> Preview:
     """Return what a run of `quantize` would write and take, by the checks of that run, without the run.
 
-    Takes the arguments of `quantize`. Nothing is written. Tuning is not counted.
+    Takes the arguments of `quantize`. Nothing is written. Tuning is checked, but not counted.
 
     Raises:
         NearplaneError: As `quantize` before its first layer; a RecipeError with a mix, which `frontier` shows.
@@ -48,6 +49,9 @@ def _previewed(folder: str, out: Path, recipe: Recipe, options: Options) -> Prev
     with phase(options.progress, "opening the model"):
         model, settled = open_resolved(folder, recipe, trust_remote_code=options.trust_remote_code)
     check_disk(out, model, settled)
+    tunes = settled.recipe.tune != "none"
+    if tunes:
+        refuse_untunable(model, settled, out)
     say_types(model, settled)
     remote, like = options.trust_remote_code, options.like
     container = container_for(model, settled, out, overwrite=options.overwrite, trust_remote_code=remote, like=like)
@@ -56,6 +60,8 @@ def _previewed(folder: str, out: Path, recipe: Recipe, options: Options) -> Prev
     check_tokens(model, settled.recipe, windows)
     if settled.recipe.files.one_file and not unwritten:
         check_tokens_in_file(container, model, windows)
+    if tunes and not unwritten:
+        has_time(Job(model=model, asked=recipe, plan=settled, windows=windows, options=options))
     with phase(options.progress, "trying one window in a block of each kind"):
         expected = forecast(model, settled, windows, device, options.limits)
     weights = {layer.name: math.prod(layer.shape) for layer in model.layers}

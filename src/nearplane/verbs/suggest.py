@@ -38,7 +38,8 @@ class Suggestion:
     """One way to quantize a model.
 
     Args:
-        options: Options of `nearplane quantize`.
+        mode: The way, with its options as arguments of `nearplane.quantize`.
+        options: The same as options of `nearplane quantize`.
         command: The whole command.
         runtimes: Programs that keep such weights packed.
         loss: KL as a multiple of that of 4 bits, see `Loss`.
@@ -49,6 +50,7 @@ class Suggestion:
         note: What is written otherwise than the options say, on which `loss` is estimated; empty if nothing is.
     """
 
+    mode: Mode
     options: str
     command: str
     runtimes: tuple[str, ...]
@@ -87,7 +89,8 @@ class Suggestions:
 
     def fields(self) -> dict[str, Any]:
         """Return all values for JSON."""
-        return asdict(self) | {"rows": [asdict(row) | {"loss": row.loss._asdict()} for row in self.rows]}
+        rows = [asdict(row) | {"loss": row.loss._asdict()} for row in self.rows]
+        return asdict(self) | {"rows": [{name: row[name] for name in row if name != "mode"} for row in rows]}
 
 
 @takes(SuggestRequest)
@@ -155,7 +158,7 @@ class _Sizes:
         if experts and runtimes:
             mode = mode.for_experts(self.runtime)
             asked = Recipe.from_spellings(**mode.options)
-        row = partial(Suggestion, options=mode.words, command=self._command(mode), runtimes=runtimes)
+        row = partial(Suggestion, mode=mode, options=mode.words, command=self._command(mode), runtimes=runtimes)
         if not runtimes or self.runtime not in (None, *runtimes):
             who = f"{self.runtime} does not keep" if self.runtime else "no program keeps"
             return row(refused=f"{who} experts packed in {mode.weights().format.name}.", loss=mode.loss)

@@ -14,19 +14,21 @@ from pathlib import Path
 
 from nearplane.calibration.windows import calibration_windows
 from nearplane.errors import NearplaneError, RecipeError
+from nearplane.models.model import Model
 from nearplane.models.pretrained import find_folder
 from nearplane.planning.folder_size import check_disk
 from nearplane.planning.request import open_resolved
 from nearplane.planning.run import Job, Options
 from nearplane.planning.tuning_cost import tuning_cost
+from nearplane.recipe.layer_plan import Plan
 from nearplane.recipe.recipe import Recipe
 from nearplane.recipe.refusals import budget_of
 from nearplane.record.record import RunRecord
 from nearplane.record.record_file import read_record
 from nearplane.system.output_folder import Unfinished
 from nearplane.system.paths import refuse_unfinished
+from nearplane.system.progress import phase
 from nearplane.tuning.checkpoint import check_layers, check_tunable, samples_to_tune_on
-from nearplane.tuning.schedule import SHORTEST_STEPS, OpenEnded
 from nearplane.verbs.checkpoint_requests import check_recipe
 from nearplane.verbs.tune import tune
 
@@ -59,7 +61,11 @@ def then_tuned(
         out, overwrite=options.overwrite, sources=[model]
     )  # raises now what tuning would raise after the solve
     if not solved.is_symlink() and (not solved.exists() or (solved.is_dir() and not any(solved.iterdir()))):
-        if not _has_time(folder, out, recipe, options):
+        with phase(options.progress, "opening the model"):
+            opened, settled = open_resolved(folder, recipe, trust_remote_code=options.trust_remote_code)
+        refuse_untunable(opened, settled, out)
+        windows = calibration_windows(opened, settled.recipe, options.given, options.device, options.progress)
+        if not has_time(Job(model=opened, asked=recipe, plan=settled, windows=windows, options=options)):
             return quantizes(folder, out, recipe, options)
         place.refuse_stopped()  # not of this command, whose tuning begins later
         quantizes(folder, solved, recipe, options)
@@ -98,19 +104,29 @@ def then_tuned(
     return record
 
 
-def _has_time(folder: str, out: Path, recipe: Recipe, options: Options) -> bool:
-    """Return whether the time that is allowed suffices for tuning; raise before the solve what tuning would raise after it."""
-    model, settled = open_resolved(folder, recipe, trust_remote_code=options.trust_remote_code)
+def refuse_untunable(model: Model, settled: Plan, out: Path) -> None:
+    """Raise what tuning would raise after the solve, whatever the text.
+
+    Raises:
+        RecipeError: The recipe, or the model, cannot be tuned, or the disk has no room for both checkpoints.
+    """
     check_recipe(settled.recipe, "This run")
     check_disk(out, model, settled, copies=2)  # OUT.untuned is kept until OUT is complete
     check_layers(model, "This run")
-    windows = calibration_windows(model, settled.recipe, options.given, options.device, options.progress)
-    job = Job(model=model, asked=recipe, plan=settled, windows=windows, options=options)
+
+
+def has_time(job: Job) -> bool:
+    """Return whether the time that is allowed suffices for tuning, and say if it does not.
+
+    Raises:
+        NearplaneError: The text is too short for tuning, or memory does not suffice.
+    """
+    model, settled, options = job.model, job.plan, job.options
     record, schedule = job.record(), None
-    if (budget := budget_of(recipe.tune)) is not None:
+    if (budget := budget_of(settled.recipe.tune)) is not None:
         samples = samples_to_tune_on(model, record)
         cost = tuning_cost(model, settled, record, options.device, samples=samples, seqlen=record.seqlen)
-        if (most := cost.steps(budget)) < SHORTEST_STEPS:
+        if (schedule := cost.schedule(budget)) is None:
             log.warning(
                 "--tune auto=%g allows too little time, so that nothing is tuned: %s. Use --tune auto=%g.",
                 budget,
@@ -118,7 +134,6 @@ def _has_time(folder: str, out: Path, recipe: Recipe, options: Options) -> bool:
                 cost.enough,
             )
             return False
-        schedule = OpenEnded(most)
     check_tunable(model, settled, options.given, record, options.device, options.limits, schedule)
     return True
 

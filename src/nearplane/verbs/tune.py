@@ -55,7 +55,7 @@ from nearplane.tuning.loop import Outcome, TrainingJournal, train
 from nearplane.tuning.memory import Room, bytes_of, fits, trains_codes
 from nearplane.tuning.network import TunedNetwork
 from nearplane.tuning.parameters import Pressure, Tuned, TunedLadders, TunedLayer, TunedVector
-from nearplane.tuning.schedule import SHORTEST_STEPS, FixedSteps, OpenEnded, Schedule
+from nearplane.tuning.schedule import FixedSteps, OpenEnded, Schedule
 from nearplane.tuning.settings import Split, split
 from nearplane.verbs.checkpoint_requests import TuneRequest
 from nearplane.verbs.verify_losses import along_both_networks, remeasured, setting_of, tuned_norms
@@ -144,11 +144,10 @@ def _schedule(request: TuneRequest, solved: Checkpoint, samples: int) -> Schedul
         return None
     seqlen = request.seqlen or solved.record.seqlen
     cost = tuning_cost(solved.model, solved.plan, solved.record, solved.device, samples=samples, seqlen=seqlen)
-    if (most := cost.steps(request.budget)) < SHORTEST_STEPS:
+    if (schedule := cost.schedule(request.budget)) is None:
         raise RecipeError(
             f"--budget {request.budget:g} is too small: {cost.least()}. Use --budget {cost.enough:g}, or --steps."
         )
-    schedule = OpenEnded(most)
     log.info("training takes at most %d steps", schedule.steps)
     return schedule
 

@@ -48,7 +48,7 @@ def filled(network: Any) -> list[int]:
 def test_keys_and_values_of_all_tokens_are_counted(kind: str, tmp_path: Path) -> None:
     """Of grouped queries, of one head for all queries, and of latent attention, where a token has one vector for all heads."""
     model, network = described(kind, tmp_path)
-    assert cache_bytes(model, TOKENS) == 2 * sum(filled(network))
+    assert cache_bytes(model, TOKENS) == 2 * sum(filled(network)) == 2 * cache_bytes(model, TOKENS, 1)
     assert cache_bytes(model, 2 * TOKENS) == 4 * sum(filled(network))
 
 

@@ -29,14 +29,17 @@ def cost_of(tmp_path):
 
 
 def test_a_longer_run_allows_more_steps_and_a_multiple_of_it_more_than_one(cost_of):
-    assert cost_of(128).steps(5) > cost_of(64).steps(5)
-    assert cost_of().steps(10) > cost_of().steps(5)
+    assert cost_of(128).schedule(9).most > cost_of(64).schedule(9).most
+    assert cost_of().schedule(20).most > cost_of().schedule(10).most
     assert cost_of().step == cost_of(samples=1000).step
     assert cost_of().around < cost_of(samples=1000).around
-    assert cost_of().steps(0.01) == 0
+    assert cost_of().schedule(0.01) is None
 
 
 def test_the_least_that_is_named_suffices_and_a_tenth_less_does_not(cost_of):
     cost = cost_of()
-    assert cost.steps(cost.enough) >= SHORTEST_STEPS > cost.steps(cost.enough - 0.1)
+    begun = cost.schedule(cost.enough)
+    assert begun is not None
+    assert begun.most >= SHORTEST_STEPS
+    assert cost.schedule(cost.enough - 0.1) is None
     assert f"with {SHORTEST_STEPS} steps about {cost.enough:.1f} times" in cost.least()

@@ -61,6 +61,7 @@ def test_a_recipe_survives_json(scheme, ignore, more):
         ({"bits": float("nan")}, "number from 2 to 8"),
         ({"bits": 3.5, "allocate": "uniform"}, "every layer needs a whole number"),
         ({"allocate": "greedy"}, "expected one of uniform, slope"),
+        ({"grid": "fp8", "allocate": "slope"}, "--allocate slope chooses widths of integers, but grid is 'fp8'"),
         ({"correct": "false"}, "true or false"),
         ({"seqlen": 1}, "at least 2"),
         ({"ignore": ["("]}, "not a regular expression"),

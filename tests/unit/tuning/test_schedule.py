@@ -28,8 +28,9 @@ def test_each_measurement_comes_after_twice_as_many_steps_and_a_fall(most):
     schedule = OpenEnded(most)
     assert 0.75 * most <= schedule.steps <= most or most < 2 * SHORTEST_STEPS
     kept, before = 0, 0
-    for number, (constant, fall) in enumerate(schedule.parts):
-        last = number == len(schedule.parts) - 1
+    for number, (falls, measured) in enumerate(schedule.places):
+        last = number == len(schedule.places) - 1
+        constant, fall = falls - before, measured - falls
         assert constant == (kept or FIRST_STEPS) or (last and constant < kept)
         kept += constant
         assert fall == pytest.approx(FALL_SHARE * kept, abs=1)
