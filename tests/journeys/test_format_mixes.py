@@ -1,7 +1,9 @@
 """A mix of number formats: what is chosen keeps to the limit, is written as if it had been asked for, and is read back."""
 
 import json
+import math
 import re
+import shutil
 from collections import defaultdict
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import nearplane
 from families import MOE, TEXT_VOCABULARY, add_tokenizer, config_of, random_model
+from killing import stopped_behind
 from model_types import save_type
 from nearplane import RecipeError
 from nearplane.demo import CALIBRATION
@@ -20,6 +23,7 @@ from nearplane.planning.cache_size import cache_bytes
 from nearplane.planning.mix_size import cache_of, constant_of
 from nearplane.planning.request import joined_in, open_original
 from nearplane.recipe.recipe import Recipe
+from nearplane.record.mix_summary import mix_table
 from nearplane.system.safetensors_files import ShardReader
 from nearplane.verbs.evaluate import load_dense
 
@@ -252,6 +256,13 @@ def test_a_mix_keeps_within_a_limit_of_memory_and_is_the_same(model, tmp_path, m
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (dict(mix="int4-g32,int8-g32", bits_per_weight=5), "group_size is 16, but --grid int4-g32 determines"),
+        (
+            dict(mix="int4-g16,int4-g32", bits_per_weight=5, format="awq", group_size=None),
+            "Name formats as int4-g128-asym.",
+        ),
+        (dict(bits_per_weight=5, format="nearplane"), "a mix of fixed grids, which --format nearplane does not hold"),
+        (dict(bits_per_weight=5, embeddings="q6_k"), "only types of llama.cpp have this option; use --format gguf"),
         (dict(bits_per_weight=3), "below the smallest possible choice: 4.098 bits per weight"),
         (dict(size="1KB"), "below the smallest possible choice"),
         (dict(served_memory="1KB", context=16), "below the smallest possible choice"),
@@ -420,6 +431,38 @@ def test_layers_that_no_format_fits_stay_unquantized_and_are_named(tmp_path, cap
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+def test_a_resumed_run_has_the_mix_of_its_own_command(model, tmp_path, monkeypatch):
+    """Which may choose the same formats as the one that was stopped, within another limit."""
+    monkeypatch.setattr("nearplane.formats.journal_pages.MAX_JOURNAL_SHARE", math.inf)
+    ways = FAST | dict(mix="int4,int8")
+    stopped_behind(1, model, tmp_path / "out", monkeypatch, bits_per_weight=15, **ways)
+    whole = nearplane.quantize(model, tmp_path / "whole", size="1MB", **ways)
+    record = nearplane.quantize(model, tmp_path / "out", size="1MB", **ways)
+    assert record.mix == whole.mix
+    assert [layer.checksum for layer in record.layers] == [layer.checksum for layer in whole.layers]
+
+
+@pytest.mark.parametrize("mix", ["q4_0,q8_0", "q4_0,q5_0,q8_0"])
+def test_a_gguf_is_filled_to_its_size_and_what_it_takes_is_told(model, tmp_path, mix):
+    asked = FAST | dict(mix=mix, format="gguf", group_size=None)
+    sizes = [nearplane.quantize(model, tmp_path / name, grid=name, **FAST | {"group_size": None}).folder
+             for name in ("q4_0", "q8_0")]  # fmt: skip
+    limit = sum(sizes) // 2
+    record = nearplane.quantize(model, tmp_path / "out", size=str(limit), **asked)
+    assert record.folder <= record.mix.spent <= limit
+    assert record.mix.spent < 1.02 * record.folder
+    larger = nearplane.quantize(model, tmp_path / "larger", size=str(round(1.05 * max(sizes))), **asked)
+    assert larger.folder > 0.98 * max(sizes)
+
+
+def test_the_smallest_size_in_the_table_suffices(model, tmp_path):
+    found = nearplane.frontier(model, tmp_path / "out", mix="int3,int4,int8", bits_per_weight=5, **FAST)
+    _, rows = mix_table(found)
+    least = float(rows[0][0])
+    assert least >= found.sizes[0].bits
+    nearplane.frontier(model, tmp_path / "out", mix="int3,int4,int8", bits_per_weight=least, **FAST)
+
+
 def test_what_was_measured_is_kept_for_other_limits_and_refused_for_other_text(model, tmp_path, monkeypatch):
     file, ways = tmp_path / "plan.json", dict(mix="int3,int4,int8", **FAST)
     first = nearplane.frontier(model, tmp_path / "out", bits_per_weight=5, plan_file=file, **ways)
@@ -434,6 +477,17 @@ def test_what_was_measured_is_kept_for_other_limits_and_refused_for_other_text(m
     nearplane.frontier(model, tmp_path / "out", bits_per_weight=6, plan_file=file, **ways)
     monkeypatch.setattr(format_mix, "divergences", not_again)
     assert nearplane.frontier(model, tmp_path / "out", bits_per_weight=5, plan_file=file, **ways) == first
+    copied = shutil.copyfile(CALIBRATION, tmp_path / "the same text.txt")
+    moved = ways | {"calibration": str(copied)}
+    assert nearplane.frontier(model, tmp_path / "out", bits_per_weight=5, plan_file=file, **moved) == first
+    with pytest.raises(
+        RecipeError, match=r'correct was true, is false, mix\.offers was \.\..*": true.*, is \.\..*": false'
+    ):
+        nearplane.frontier(model, tmp_path / "out", bits_per_weight=5, plan_file=file, correct=False, **ways)
+    with pytest.raises(RecipeError, match=r"lies in .*inside, which must be empty when the run begins"):
+        nearplane.frontier(
+            model, tmp_path / "inside", bits_per_weight=5, plan_file=tmp_path / "inside/plan.json", **ways
+        )
     with pytest.raises(RecipeError, match="calibration text was"):
         nearplane.frontier(model, tmp_path / "out", bits_per_weight=5, plan_file=file, **ways | {"samples": 12})
     state = json.loads(file.read_text())

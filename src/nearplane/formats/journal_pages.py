@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import zip_longest
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar
@@ -44,6 +45,7 @@ VERSION = 10  # of the journal; journals of other versions are refused
 HASHED_SUFFIXES = {".safetensors", ".gguf", ".json", ".model", ".txt", ".jinja", ".py"}
 MAX_JOURNAL_SHARE = 0.05  # fraction of a run's time for writing pages; after quick blocks none is written
 MAX_NAMED_DIFFERENCES = 3  # in a refusal
+SHOWN, LEAD = 24, 8  # characters of a long value from where it differs on, and before
 REMEDY = "Delete the folder, or start again with --overwrite"
 
 Progress = TypeVar("Progress")
@@ -411,13 +413,20 @@ def _digest(state: Mapping[str, Any]) -> str:
 def differing_inputs(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the differences between the inputs of an earlier run and this one in words; empty if there are none."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    lines = [f"{name} was {_short(before.get(name))}, is {_short(now.get(name))}" for name in names]
-    return first_few(lines, MAX_NAMED_DIFFERENCES)
+    return first_few([_difference(name, before.get(name), now.get(name)) for name in names], MAX_NAMED_DIFFERENCES)
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:16]}.."
+def _difference(name: str, before: Any, now: Any) -> str:
+    """Return two values in words, of long ones the place where they begin to differ."""
+    texts = json.dumps(before), json.dumps(now)
+    pairs = enumerate(zip_longest(*texts))
+    same = next((place for place, (one, other) in pairs if one != other), 0)
+    start = 0 if same < LEAD + SHOWN else same - LEAD
+    was, is_now = (
+        text if len(text) <= 2 * SHOWN else f"{'..' if start else ''}{text[start : start + LEAD + SHOWN]}.."
+        for text in texts
+    )
+    return f"{name} was {was}, is {is_now}"
 
 
 def _put(part: Path, path: Path) -> None:

@@ -6,18 +6,21 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from nearplane.errors import RecipeError
 from nearplane.planning.allocate import choose
 from nearplane.planning.folder_size import files_beside
 from nearplane.planning.mix_recipe import formats_of_ends, recipe_of
-from nearplane.planning.mix_size import cache_of, constant_of, context_of, folder_bytes, gguf_bytes
+from nearplane.planning.mix_size import cache_of, constant_of, context_of, folder_bytes, gguf_bytes, one_file_bytes
 from nearplane.planning.mix_units import Unit
 from nearplane.planning.mixing import Mixing
 from nearplane.planning.request import open_resolved
-from nearplane.planning.run import bytes_of_tensors
+from nearplane.planning.run import bytes_of_tensors, container_for
 from nearplane.recipe.format_mix import FormatMix
 from nearplane.record.mix_record import MixRecord
+from nearplane.record.mix_summary import at_least
 
 log = logging.getLogger("nearplane")
 EXAMPLE = 0.00012345678901234567  # placeholder of a figure, in full length
@@ -83,7 +86,16 @@ class Spending:
         if mixing.mix.counts_cache:
             return float(self._cached + gguf_bytes(other, plan, by_token=mixing.mix.cost != "file"))
         job = replace(mixing.job, model=other, asked=asked, plan=plan, options=options)
-        return float(folder_bytes(other, plan, replace(job.record(), folds=model.folds)))  # perhaps fewer in the end
+        record = replace(job.record(), folds=model.folds)
+        if not plan.recipe.files.one_file:
+            return float(folder_bytes(other, plan, record))  # perhaps fewer in the end
+        with TemporaryDirectory() as place:
+            out, trust = Path(place) / "out", options.trust_remote_code
+            return float(
+                one_file_bytes(
+                    other, plan, record, container_for(other, plan, out, overwrite=False, trust_remote_code=trust)
+                )
+            )
 
     def best(self, losses: Sequence[Sequence[float]]) -> tuple[list[int], float]:
         """Return the option of each unit with the least sum of losses within the limit, and what they take.
@@ -169,4 +181,4 @@ def record_of(
 def _amount(value: float, mix: FormatMix) -> str:
     if mix.bits_per_weight is None:
         return f"{math.ceil(value):,} bytes"
-    return f"{math.ceil(1000 * value - 1e-6) / 1000:.3f} bits per weight"
+    return f"{at_least(value)} bits per weight"

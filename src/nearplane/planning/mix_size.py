@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from nearplane.errors import RecipeError
 from nearplane.formats.beside import origin_of
-from nearplane.formats.gguf.gguf_header import nbytes
+from nearplane.formats.container import Container
+from nearplane.formats.gguf.gguf_header import FILE, nbytes
 from nearplane.formats.gguf.mixes import fitting
 from nearplane.formats.layer_format import GridFormat, config_text
 from nearplane.formats.table import FORMATS
@@ -25,6 +26,7 @@ from nearplane.planning.folder_size import (
     files_beside,
     forecast_bytes,
     layer_bytes,
+    max_record_bytes,
     tensor_bytes,
     tensors_of_gguf,
     weight_files,
@@ -138,7 +140,7 @@ def gguf_bytes(model: Model, plan: Plan, *, by_token: bool) -> int:
 def folder_bytes(model: Model, plan: Plan, record: RunRecord) -> int:
     """Return the bytes of a checkpoint's folder, or a few more: the figures in its record count with their longest texts.
 
-    Exact but for these in formats whose tensors are known before the solve; for others see `forecast_bytes`.
+    Exact but for these in formats whose tensors are known before the solve; for a GGUF see `one_file_bytes`.
 
     Args:
         model, plan: The model, and what is decided of its layers.
@@ -166,26 +168,51 @@ def folder_bytes(model: Model, plan: Plan, record: RunRecord) -> int:
         names = model.unquantized(index if index < len(model.blocks) else None)
         tensors |= {each: (reader.dtype(each), reader.shape(each), reader.nbytes(each)) for each in names}
         parts.append(tensors)
-    routed = {layer.name for layer in model.layers if layer.routed}
     size = size_of_files(parts, checksums=files.CHECKSUMS, kind=files.METADATA)
     copied, text = files_beside(model), config_text(model.folder, config, model.config.to_dict())
     described = {CONFIG: text, **files.files(config)}
     hashed = [*weight_files(size), *([INDEX] if size > MAX_FILE else []), *described, *copied.names()]
-    record = _as_long(with_layers(model, replace(record, files=dict.fromkeys(hashed, EXAMPLE_HASH))), sizes, routed)
-    card = len(model_card(record, origin_of(model.folder)).encode()) + CARD_MARGIN
     scales = CACHE_MARGIN * len(model.blocks) if plan.recipe.kv_cache != "none" else 0
     texts = scales + sum(len(each.encode()) for each in described.values())
-    return size + copied.size() + texts + card + len(record.to_json().encode())
+    return size + copied.size() + texts + _told(model, record, hashed, sizes)
 
 
-def _as_long(record: RunRecord, sizes: Mapping[str, int], routed: Collection[str]) -> RunRecord:
+def one_file_bytes(model: Model, plan: Plan, record: RunRecord, container: Container) -> int:
+    """Return the bytes of the folder of a GGUF, or a few more, see `folder_bytes`.
+
+    Args:
+        model, plan, record: See `folder_bytes`.
+        container: The checkpoint, of which nothing is written.
+    """
+    container.room = max_record_bytes(with_layers(model, replace(record, extra_kl=0.0)))
+    sizes = {
+        layer.name: layer_bytes(plan.recipe, layer.shape, plan.layers[layer.name].scheme, model.dtype)
+        for layer in model.layers
+    }
+    return container.size_with() + _told(model, record, [FILE, CONFIG, *files_beside(model).names()], sizes)
+
+
+def _told(model: Model, record: RunRecord, hashed: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """Return the bytes of the record and of the model card, or a few more.
+
+    Args:
+        model, record: The model, and the run record at the start.
+        hashed: Names of the files whose hashes are in the record.
+        sizes: Bytes of the tensors of each layer.
+    """
+    record = _as_long(model, with_layers(model, replace(record, files=dict.fromkeys(hashed, EXAMPLE_HASH))), sizes)
+    return len(model_card(record, origin_of(model.folder)).encode()) + CARD_MARGIN + len(record.to_json().encode())
+
+
+def _as_long(model: Model, record: RunRecord, sizes: Mapping[str, int]) -> RunRecord:
     """Return a record with placeholders as long as figures are, or a little longer.
 
     Args:
+        model: The model.
         record: The record with layers.
         sizes: Bytes of the tensors of each layer.
-        routed: Names of the matrices of experts.
     """
+    routed = {layer.name for layer in model.layers if layer.routed}
     figures: dict[str, Any] = dict.fromkeys(LONG, LONG_FIGURE) | dict.fromkeys(SHORT, SHORT_FIGURE)
     layers = tuple(
         replace(

@@ -83,7 +83,8 @@ def open_for_mix(source: str, recipe: Recipe, *, trust_remote_code: bool) -> tup
     _check_network(model, recipe)
     recipe = _settled(model, recipe)
     plan = Plan.of(recipe, [layer.name for layer in model.layers])  # of what --ignore and --layer set apart
-    _check_fusions(model, plan)
+    if recipe.runtime is not None:  # without one, of which the chosen formats are warned
+        _check_fusions(model, plan)
     if not model.block_layers:
         raise RecipeError(NOTHING_TO_CHOOSE)
     if sum(offer.scheme is not None for offer in recipe.given_mix.offers) > 1:

@@ -332,7 +332,8 @@ def start_run(job: Job, container: Container, journal: Journal) -> Iterator[Run]
             prediction = forecast(model, job.plan, windows, device, job.options.limits, batch, job.options.start)
         if before is not None:
             model.fold(before.record.folds)
-            record, planned = replace(before.record, source=job.options.name, layers=()), before.plan
+            kept = replace(before.record, source=job.options.name, mix=job.options.mix, layers=())
+            record, planned = kept, before.plan
         else:
             batch = prediction.setting.batch
             fold(model, windows, device, job.plan.recipe.inputs_of, job.options.progress, batch)

@@ -241,13 +241,20 @@ def mix_of(options: Mapping[str, Any], flat: Mapping[str, Any]) -> tuple[FormatM
                 f"{name} is {value!r} beside a mix, which chooses the number format of every layer, as {_asking(own)} does here. "
                 f"Leave out one of them; --layer 'PATTERN={name}:{value}' fixes it for some layers."
             )
+    if into == "nearplane":
+        raise RecipeError(
+            f"{_asking(own)} asks for a mix of fixed grids, which --format nearplane does not hold. Leave out --format nearplane, "
+            f"or use --rate or --size without a mix."
+        )
     formats = parsed_mix(own.pop("mix")) if "mix" in own else default_mix(runtime, into)
     size = others.pop("size", None)
     others = {name: value for name, value in others.items() if name not in ("bits", "grid", "rate")}
     named = [_options_of(word) for word in formats]
+    told = {name for name in GROUPS if all("grid" in each for each in named) and others.get(name) is not None}
     kept = [
-        {name: value for name, value in others.items() if "grid" not in each or name not in GROUPS} for each in named
-    ]
+        {name: value for name, value in others.items() if "grid" not in each or name not in GROUPS or name in told}
+        for each in named
+    ]  # options of groups are for integers without groups of their own, and refused where there are none
     offers = tuple(
         Offer(word, scheme_of(into=into, runtime=runtime, **rest, **each), _activations(word, into))
         if word != UNQUANTIZED

@@ -79,6 +79,14 @@ class Readers:
         """Widths of integers that all layers may have, narrowest first."""
         return tuple(sorted({bits for form in self.forms for bits in form.bits}))
 
+    @property
+    def words(self) -> list[str]:
+        """Names of the number formats that are loaded, as in --mix."""
+        kinds = {"symmetric": "int{}", "minima": "int{}", "zero points": "int{}-g128-asym"}
+        numbers = [kinds[form.integers].format(bits) for form in self.forms for bits in sorted(form.bits)]
+        grids = [name.removesuffix("-row") for form in self.forms for name in form.grids if name != "coded"]
+        return [*dict.fromkeys([*numbers, *grids])]
+
     def fault(self, weights: Weights) -> str | None:
         """Return why such weights are not loaded, and what to do; None: they are."""
         if (reason := self.reason(weights)) is None:

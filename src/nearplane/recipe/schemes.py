@@ -204,7 +204,10 @@ def scheme_of(
         elif blocks:
             why = f"{title} determines how weights are stored; leave out one of them"
         else:
-            why = "only entropy-coded weights have this option; use --rate or --size, or leave out this option"
+            whose, ways = "types of llama.cpp", "--format gguf"
+            if wrong[0] in names_of(RateScheme):
+                whose, ways = "entropy-coded weights", "--rate or --size"
+            why = f"only {whose} have this option; use {ways}, or leave out this option"
         raise RecipeError(f"{wrong[0]} is {given[wrong[0]]!r}, but {why}.")
     if kind is GridScheme and FILE_FORMATS[into].minimum and "grid" not in given:
         if given.get("symmetric"):

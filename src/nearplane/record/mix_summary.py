@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -128,7 +129,7 @@ def mix_table(found: Frontier) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return columns and rows of the choices for other sizes."""
     rows: list[tuple[str, ...]] = [
         (
-            f"{size.bits:.3f}",
+            f"{at_least(size.bits)}",
             size_text(size.bytes),
             f"{size.kl:.3g}",
             ", ".join(f"{name} in {count}" for name, count in size.formats.items()),
@@ -136,6 +137,11 @@ def mix_table(found: Frontier) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         for size in found.sizes
     ]
     return ("bits per weight", "size of layers", "KL predicted", "layers by format"), rows
+
+
+def at_least(bits: float) -> str:
+    """Return bits per weight with three places, rounded up, so that they suffice as a limit."""
+    return f"{math.ceil(1000 * bits - 1e-6) / 1000:.3f}"
 
 
 def mix_lines(found: Frontier) -> Iterator[str]:

@@ -82,9 +82,11 @@ def has_template(folder: Path) -> bool:
 def uses(record: RunRecord, it: Named) -> list[Use]:
     """Return how a checkpoint is used, the usual way first."""
     ways, weights = list[Use](), set(weights_of(record))
-    readers = record.recipe.readers
+    readers, several = record.recipe.readers, len({layer.format for layer in record.layers}) > 1
     for runtime in readers.runtimes:
-        if all(loads(runtime, readers.format, each) for each in weights):
+        if not (several and runtime in readers.one_grid) and all(
+            loads(runtime, readers.format, each) for each in weights
+        ):
             ways += USES[runtime](record, it)
     return [*ways, _decoded(it.folder)] if readers.joins and not readers.by_transformers else ways
 

@@ -248,6 +248,11 @@ class QuantizeRequest:
         if self.plan_file is not None:
             check_path("--plan-file", self.plan_file)
             check_writable(Path(self.plan_file).absolute().parent)
+            if Path(self.out).resolve() in Path(self.plan_file).resolve().parents:
+                raise RecipeError(
+                    f"--plan-file {self.plan_file} lies in {self.out}, which must be empty when the run begins. Name a file "
+                    f"elsewhere."
+                )
             if recipe.mix is None:
                 raise RecipeError("--plan-file keeps what was measured for a mix. Use --mix, or leave it out.")
         for scheme in recipe.schemes:
@@ -311,4 +316,7 @@ def _check_number_formats(recipe: Recipe) -> None:
             schemes_of = [each.stored_in(other) for other in integer_formats for each in schemes_of] or schemes_of
         weights = [Weights(each.number_format, activations != "none") for each in schemes_of]
         if not any(map(recipe.readers.takes, weights)):
+            if recipe.mix is not None:
+                words = recipe.readers.words
+                raise RecipeError(f"{name}: {recipe.readers.reason(weights[0])}. Name formats as {', '.join(words)}.")
             recipe.readers.check(name, weights[0])
