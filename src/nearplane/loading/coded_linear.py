@@ -45,20 +45,21 @@ class CodedLinear(WordsLinear):
     def __init__(self, packed: PackedMatrix, dtype: torch.dtype) -> None:
         super().__init__(packed.shape, dtype)
         out, width = packed.shape
-        codes, needed = np.empty((out, width), np.int8), np.zeros((width, 9), np.int64)
+        codes, above = np.zeros((-(-out // BLOCK), width, BLOCK), np.int8), np.zeros((width, 9), np.int64)
         groups = np.array(packed.groups, np.int64).reshape(-1, 5)
         _unpack(np.asarray(packed.codes), groups, np.argsort(packed.orders.rows), codes)
         rows, at = packed.patches.rows, np.argsort(packed.orders.columns)[packed.patches.columns]
-        patched = codes[rows, at] + packed.patches.delta
-        codes[rows, at] = 0
-        _count(codes, needed)
+        patched = codes[rows // BLOCK, at, rows % BLOCK] + packed.patches.delta
+        codes[rows // BLOCK, at, rows % BLOCK] = 0
+        _count(codes, above)
         self._addressed: Addressed | None = None
-        places, self._counts = places_of(widths_of(needed, out))
+        places, self._counts = places_of(widths_of(above, out))
         bits = np.zeros(width, np.int64)
         _bits_of(places, np.array(self._counts), bits)
-        words = np.zeros((-(-out // BLOCK), sum(self._counts), BLOCK), np.int32)
+        words = np.zeros((len(codes), sum(self._counts), BLOCK), np.int32)
         _pack(codes, places, np.array(self._counts), bits, words)
-        found = np.empty(((needed * (np.arange(9) > bits[:, None])).sum(), 2), np.int64)
+        words[-1, :, out - BLOCK * len(codes) + BLOCK :] = 0
+        found = np.empty((above[np.arange(width), bits].sum(), 2), np.int64)
         outside = np.empty(len(found), np.int8)
         _find(codes, bits, found, outside)
         rows, at = np.concatenate([rows, found[:, 0]]), np.concatenate([at, found[:, 1]])
@@ -118,18 +119,18 @@ class CodedLinear(WordsLinear):
         return product_coded.values(self.addressed, outputs, 1).T.contiguous()
 
 
-def widths_of(needed: Counts, out: int) -> Counts:
+def widths_of(above: Counts, out: int) -> Counts:
     """Return the width of each column, the place in `WIDTHS` counted from 1; 0: no bits, whose codes other than 0 are patches.
 
     The sum of the bits of words and of `PATCH_COST` for each patch is made small: first by each column alone, then by
     columns that move to fields that cost nothing, or out of a word that few of them would begin.
 
     Args:
-        needed: (in, 9) number of codes of a column that need 0, 1 ... 8 bits.
+        above: (in, 9) number of codes of a column that need more than 0, 1 ... 8 bits.
         out: Number of rows.
     """
     bits = np.array([0, *(32 / fields for fields in WHOLE)]) * out
-    outside = np.stack([needed[:, width + 1 :].sum(1) for width in (0, *WIDTHS)], axis=1)
+    outside = above[:, (0, *WIDTHS)]
     costs = bits + PATCH_COST * outside
     chosen: Counts = costs.argmin(1)
     # fields of 2 bits beside others cost nothing: columns take them that lose least by it; these make fewer such words
@@ -177,9 +178,9 @@ def _numbers(columns: npt.NDArray[np.integer], width: int) -> npt.NDArray[np.int
 
 @compiled(error_model="numpy")
 def _unpack(packed: npt.NDArray[np.uint8], groups: Counts, order: Counts, codes: Bytes) -> None:  # pragma: no cover
-    """Write the codes of every row."""
-    for row in range(len(codes)):
-        line = codes[row]
+    """Write the codes of every row: (blocks, in, BLOCK)."""
+    for row in range(len(order)):
+        line = codes[row // BLOCK, :, row % BLOCK]
         for group in range(len(groups)):
             start, stop, nibbles, first, width = groups[group]
             part = packed[first + order[row] * width : first + (order[row] + 1) * width]
@@ -195,21 +196,20 @@ def _unpack(packed: npt.NDArray[np.uint8], groups: Counts, order: Counts, codes:
 
 
 @compiled(error_model="numpy")
-def _needed(code: np.int8) -> int:  # pragma: no cover
-    """Return the bits that a code needs: 0 for 0, 1 for -1, 2 for -2 and 1 ..."""
-    size, bits = np.int64(code if code >= 0 else -1 - code), 1 if code else 0
-    while size:
-        size, bits = size >> 1, bits + 1
-    return bits
-
-
-@compiled(error_model="numpy")
-def _count(codes: Bytes, needed: Counts) -> None:  # pragma: no cover
-    """Add the codes of each column to (in, 9) counts of how many bits they need."""
-    table = np.array([_needed(np.int8(code)) for code in range(-128, 128)])
-    for row in range(len(codes)):
-        for column in range(codes.shape[1]):
-            needed[column, table[np.int64(codes[row, column]) + 128]] += 1
+def _count(codes: Bytes, above: Counts) -> None:  # pragma: no cover
+    """Add to (in, 9) how many codes of each column need more than 0, 1 ... 7 bits; -1 needs 1, -2 and 1 need 2."""
+    sums = np.zeros((8, BLOCK), np.uint8)  # of 255 blocks at most
+    for column in range(codes.shape[1]):
+        for first in range(0, len(codes), 255):
+            sums[:] = 0
+            for block in range(first, min(first + 255, len(codes))):
+                part = codes[block, column]
+                for bits in range(8):
+                    low, high = np.int8(-(1 << bits >> 1)), np.int8((1 << bits) - 1 >> 1)
+                    for k in range(BLOCK):
+                        sums[bits, k] += (part[k] < low) | (part[k] > high)
+            for bits in range(8):
+                above[column, bits] += sums[bits].sum()
 
 
 @compiled(error_model="numpy")
@@ -229,28 +229,38 @@ def _pack(
     codes: Bytes, places: Counts, counts: Counts, bits: Counts, words: npt.NDArray[np.int32]
 ) -> None:  # pragma: no cover
     """Write the words of codes; a code that does not fit counts 0."""
-    table = np.array([_needed(np.int8(code)) for code in range(-128, 128)])
-    for row in range(len(codes)):
-        block, k, place, j = row // BLOCK, row % BLOCK, 0, 0
+    for block in range(len(codes)):
+        place, j = 0, 0
         for n in range(len(WIDTHS)):
             for _ in range(counts[n]):
-                word = np.int32(0)
+                word = words[block, j]
                 for i in range(FIELDS[n]):
-                    code, column, low = np.int32(0), places[place], np.int32(WIDTHS[n] * i)
-                    if column >= 0 and table[np.int64(codes[row, column]) + 128] <= bits[column]:
-                        code = np.int32(codes[row, column])
-                    word |= (code if i == FIELDS[n] - 1 else code + np.int32(1 << WIDTHS[n] - 1)) << low
+                    column, shift = places[place], np.int32(WIDTHS[n] * i)
+                    offset = np.int32(0 if i == FIELDS[n] - 1 else 1 << WIDTHS[n] - 1)
+                    if column >= 0:
+                        part, high = codes[block, column], np.int32((1 << bits[column]) - 1 >> 1)
+                        for k in range(BLOCK):
+                            code = np.int32(part[k])
+                            fits = -high - 1 <= code <= high
+                            word[k] |= ((code if fits else np.int32(0)) + offset) << shift
+                    else:
+                        for k in range(BLOCK):
+                            word[k] |= offset << shift
                     place += 1
-                words[block, j, k] = word
                 j += 1
 
 
 @compiled(error_model="numpy")
 def _find(codes: Bytes, bits: Counts, found: Counts, outside: Bytes) -> None:  # pragma: no cover
     """Write (patches, 2) rows and columns of codes that do not fit, and these codes."""
-    patch, table = 0, np.array([_needed(np.int8(code)) for code in range(-128, 128)])
-    for row in range(len(codes)):
+    patch = 0
+    for block in range(len(codes)):
         for column in range(codes.shape[1]):
-            if table[np.int64(codes[row, column]) + 128] > bits[column]:
-                found[patch, 0], found[patch, 1], outside[patch] = row, column, codes[row, column]
-                patch += 1
+            part, some = codes[block, column], False
+            low, high = np.int8(-(1 << bits[column] >> 1)), np.int8((1 << bits[column]) - 1 >> 1)
+            for k in range(BLOCK):
+                some |= (part[k] < low) | (part[k] > high)
+            for k in range(BLOCK if some else 0):
+                if part[k] < low or part[k] > high:
+                    found[patch, 0], found[patch, 1], outside[patch] = block * BLOCK + k, column, part[k]
+                    patch += 1
