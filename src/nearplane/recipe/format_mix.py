@@ -250,7 +250,7 @@ def mix_of(options: Mapping[str, Any], flat: Mapping[str, Any]) -> tuple[FormatM
     size = others.pop("size", None)
     others = {name: value for name, value in others.items() if name not in ("bits", "grid", "rate")}
     named = [_options_of(word) for word in formats]
-    told = {name for name in GROUPS if all("grid" in each for each in named) and others.get(name) is not None}
+    told = {name for name in GROUPS if all("grid" in each for each in named) and others.get(name) not in (None, "auto")}
     kept = [
         {name: value for name, value in others.items() if "grid" not in each or name not in GROUPS or name in told}
         for each in named
