@@ -14,6 +14,7 @@ from killing import stopped_behind as stopped_quantizing
 from nearplane import FormatError, RecipeError
 from nearplane.demo import CALIBRATION
 from nearplane.tuning import loop
+from nearplane.tuning.schedule import OpenEnded
 
 TEXT = dict(samples=12, seqlen=40)
 STEPS = 8
@@ -125,11 +126,10 @@ def test_training_that_ends_by_itself_goes_on_in_a_fall_as_elsewhere(
 ):
     for name, value in (("FIRST_STEPS", 6), ("SHORTEST_STEPS", 8)):
         monkeypatch.setattr(f"nearplane.tuning.schedule.{name}", value)
-    for where in ("verbs.tune", "planning.tuning_cost"):
-        monkeypatch.setattr(f"nearplane.{where}.SHORTEST_STEPS", 8)
     monkeypatch.setattr("nearplane.tuning.schedule.FALL_SHARE", 0.5)
     monkeypatch.setattr("nearplane.tuning.schedule.LEAST_GAIN", -1.0)
-    monkeypatch.setattr("nearplane.planning.tuning_cost.TuningCost.steps", lambda *_: 27)  # falls after 6 and 15
+    falls_after_6_and_15 = OpenEnded(27)
+    monkeypatch.setattr("nearplane.planning.tuning_cost.TuningCost.schedule", lambda *_: falls_after_6_and_15)
     solved, _ = made(way)
 
     def run(out):
