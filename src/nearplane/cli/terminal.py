@@ -17,6 +17,7 @@ from nearplane.errors import FormatError, NearplaneError, RankError, printable
 from nearplane.system.memory import is_refused, system_limit
 from nearplane.system.progress_bar import console
 
+PROGRESS = "nearplane.system.progress"  # name of the logger of steps that are done
 QUICK = 1.0  # seconds within which another Ctrl-C is taken for the same
 
 
@@ -25,10 +26,23 @@ class Terminated(KeyboardInterrupt):
 
 
 class _Lines(logging.Handler):
-    """Log lines on the error stream; on a terminal above the bar, and broken between words."""
+    """Log lines on the error stream; on a terminal above the bar, and broken between words.
+
+    Args:
+        stopped: The list of `stopping`.
+    """
+
+    def __init__(self, stopped: Sequence[KeyboardInterrupt]) -> None:
+        super().__init__()
+        self._stopped = stopped
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a line, with its traceback if it has one; what cannot be printed stops no work."""
+        """Print a line, with its traceback if it has one; what cannot be printed stops no work.
+
+        Where work goes on after Ctrl-C, because a library has swallowed it, the next line of progress raises it again.
+        """
+        if self._stopped and record.name == PROGRESS:
+            raise self._stopped[-1]
         try:
             text = self.format(record)
             if sys.stderr.isatty():
@@ -76,8 +90,8 @@ def attended(stopped: Sequence[KeyboardInterrupt]) -> Iterator[None]:
     Raises:
         FormatError: The user has no right to read or write a file, which the message names.
     """
-    handler = _Lines()
-    package, progress = logging.getLogger("nearplane"), logging.getLogger("nearplane.system.progress")
+    handler = _Lines(stopped)
+    package, progress = logging.getLogger("nearplane"), logging.getLogger(PROGRESS)
     levels = package.level, progress.level
     package.addHandler(handler)
     package.setLevel(logging.INFO)

@@ -1,6 +1,7 @@
 """The command line: what it says where there is a terminal and where there is none, and when it is stopped."""
 
 import importlib
+import logging
 import math
 import os
 import re
@@ -125,6 +126,25 @@ def test_a_stop_stays_one_where_a_library_puts_an_error_of_its_own_in_its_place(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with pytest.raises(ValueError, match="else"), stopping() as those, attended(those):
         raise ValueError("else")
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interruption_that_was_swallowed_is_raised_with_the_next_line_of_progress():
+    """A run went to its end after Ctrl-C was pressed six times within a second."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    done = []
+
+    def work():
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        logging.getLogger("nearplane.x").info("no progress")
+        done.append(1)
+        logging.getLogger("nearplane.system.progress").info("block 2")
+        done.append(2)
+
+    with pytest.raises(KeyboardInterrupt), stopping() as those, attended(those):
+        work()
+    assert done == [1]
     signal.signal(signal.SIGINT, before)
 
 
