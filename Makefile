@@ -210,7 +210,7 @@ fingerprint: $(VENV)/.tested-with   # OLD=<commit>: does the checkout write the 
 
 $(VENV)/.torch:
 	$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or newer is needed, found {sys.version}") if sys.version_info < (3, 11) else None'
-	@echo "installing torch and nearplane into $(VENV), this may take some minutes; a GPU's torch is several GB, see the README for that of CPUs alone"
+	@echo "installing torch and nearplane into $(VENV), this may take some minutes; with CUDA it is several GB, and the README says how to leave CUDA out"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"      # first and pinned: what follows is content with it
 	touch $@

@@ -39,7 +39,8 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print a line, with its traceback if it has one; what cannot be printed stops no work.
 
-        Where work goes on after Ctrl-C, because a library has swallowed it, the next line of progress raises it again.
+        Where work goes on after Ctrl-C, because a library has swallowed it, the next line of progress raises it again; on a
+        terminal a bar stands for these lines, and Ctrl-C can be pressed again after `QUICK` seconds.
         """
         if self._stopped and record.name == PROGRESS:
             raise self._stopped[-1]

@@ -91,11 +91,8 @@ class Spending:
             return float(folder_bytes(other, plan, record))  # perhaps fewer in the end
         with TemporaryDirectory() as place:
             out, trust = Path(place) / "out", options.trust_remote_code
-            return float(
-                one_file_bytes(
-                    other, plan, record, container_for(other, plan, out, overwrite=False, trust_remote_code=trust)
-                )
-            )
+            container = container_for(other, plan, out, overwrite=False, trust_remote_code=trust)
+            return float(one_file_bytes(other, plan, record, container))
 
     def best(self, losses: Sequence[Sequence[float]]) -> tuple[list[int], float]:
         """Return the option of each unit with the least sum of losses within the limit, and what they take.

@@ -24,7 +24,6 @@ from nearplane.models.model import Model
 from nearplane.planning.cache_size import DEFAULT_CONTEXT, NUMBER, cache_bytes
 from nearplane.planning.folder_size import (
     files_beside,
-    forecast_bytes,
     layer_bytes,
     max_record_bytes,
     tensor_bytes,
@@ -140,15 +139,14 @@ def gguf_bytes(model: Model, plan: Plan, *, by_token: bool) -> int:
 def folder_bytes(model: Model, plan: Plan, record: RunRecord) -> int:
     """Return the bytes of a checkpoint's folder, or a few more: the figures in its record count with their longest texts.
 
-    Exact but for these in formats whose tensors are known before the solve; for a GGUF see `one_file_bytes`.
+    Exact but for these figures, as the tensors of fixed grids are known before the solve. For a GGUF see `one_file_bytes`.
 
     Args:
         model, plan: The model, and what is decided of its layers.
         record: The run record at the start.
     """
     files = FORMATS[str(plan.recipe.format)].layers.configured(config := quantization_config(model, plan))
-    if not isinstance(files, GridFormat):
-        return forecast_bytes(model, plan)
+    assert isinstance(files, GridFormat), "a mix is of fixed grids"
     reader = model.reader
     parts, sizes = list[dict[str, Kind]](), dict[str, int]()
     ends = [() if end is None else end.layers for end in (model.embeddings, model.head)]

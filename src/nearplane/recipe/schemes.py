@@ -103,8 +103,8 @@ class GridScheme(Scheme):
             )
         if allocate == "slope" and self.grid is not None:
             raise RecipeError(
-                f"--allocate slope chooses widths of integers, but grid is {self.grid!r}. Use --bits with it, or leave out one of "
-                f"them; --mix chooses among such formats."
+                f"--allocate slope chooses widths of integers, but grid is {self.grid!r}. Use it with --bits, or use --mix, "
+                f"which chooses among such formats, too."
             )
         if allocate == "uniform" and self.measured:
             raise RecipeError(

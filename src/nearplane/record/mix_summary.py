@@ -129,7 +129,7 @@ def mix_table(found: Frontier) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return columns and rows of the choices for other sizes."""
     rows: list[tuple[str, ...]] = [
         (
-            f"{at_least(size.bits)}",
+            at_least(size.bits),
             size_text(size.bytes),
             f"{size.kl:.3g}",
             ", ".join(f"{name} in {count}" for name, count in size.formats.items()),
